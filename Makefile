@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo record test suites test-bits test-examples test-faults test-megatron test-sglang test-wheels dist-check learn lint types bench docs clean
+.PHONY: venv demo record test suites test-bits test-examples test-faults test-megatron test-sglang test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -83,11 +83,15 @@ test-wheels: .venv/.test  ## Each wheel installs into an empty environment of it
 dist-check: .venv/.test  ## And passes its own tests there, with its extra `testing`; by hand.
 	$(BIN)/python tests/wheels/each_alone.py --tests $(FLAGS)
 
+version: .venv/.run  ## Set the version of every distribution: make version V=0.2.1.
+	$(BIN)/python tests/wheels/version.py $(V)
+
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/architecture/import_cycles.py
+	$(BIN)/python tests/language/word_list.py
 
 types: .venv/.test
 	$(BIN)/mypy
@@ -101,6 +105,8 @@ bench: .venv/.bench  ## The demo's step against TRL's trainer.
 .venv/.docs: .venv/.run
 	$(UV) mkdocs-material
 	touch $@
+
+test-docs: docs
 
 docs: .venv/.docs  ## The guide, as a site in site/.
 	$(BIN)/mkdocs build --strict --quiet

@@ -1,18 +1,18 @@
-"""What asynchrony and partial rollouts are worth on two GPUs: one trains, one generates with SGLang.
+"""Speedup by asynchrony and partial rollouts on two GPUs: one trains, one generates with SGLang.
 
     python benchmarks/async_gpu.py --engine '{"attention_backend":"triton","sampling_backend":"pytorch"}'
     python benchmarks/async_gpu.py --device cpu --shape tiny --groups 4 --concurrency 16 --median 16 --cap 64 --steps 6
 
-The real counterpart of simulated_rollout.py: GRPO runs of a random Qwen3 shape whose answers have forced lengths,
-log-normal (--median, --sigma, --cap tokens), drawn from the answer's number in the run, so that every run has the same;
-a random model has no end token. --groups prompts of eight answers a step on --concurrency slots. Each case is a
-`slime run` of its own: synchronous, one step ahead, three steps ahead with weights published in
+The real counterpart of simulated_rollout.py: GRPO runs of a random Qwen3 shape whose responses have forced lengths,
+log-normal (--median, --sigma, --cap tokens), drawn from the response's number in the run, so that every run has the same;
+a random model has no end token. --groups prompts of eight responses a step on --concurrency slots. Each case is a
+`slime run` of its own: synchronous, one step ahead, three steps ahead with weights updated in
 flight, and partial rollouts with twice the prompts in flight.
 
-Seconds per step are those of waiting, training and publishing, the mean over the steps between the first --settled and the last
-AHEAD: a run that is ahead has nothing left to generate in its last steps, which are shorter for that. With G
-(seconds of collecting) and T (the others) of the synchronous run, and F those of collecting where slots are always taken,
-which is with partial rollouts, asynchrony can be worth (G + T) / max(F, T) at most. One JSON line for each case.
+Seconds per step are those of waiting, training and weight updates: the mean over the steps between the first --settled and
+the last AHEAD, since a run that is ahead has nothing left to generate in its last steps, which are shorter. With G (seconds
+of collecting) and T (the others) of the synchronous run, and F the seconds of collecting if slots are always used, which is
+with partial rollouts, asynchrony gives a speedup of at most (G + T) / max(F, T). One JSON line for each case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollout_gpu import ANSWERS, REWARD, SHAPES, prompts_of, toml, write_model
+from rollout_gpu import REWARD, SAMPLES, SHAPES, prompts_of, toml, write_model
 
 AHEAD = 3
 
@@ -42,7 +42,7 @@ from slime_core.types.sample import Status
 
 
 def length_of(index):
-    """Tokens of an answer, by its number in the run."""
+    """Tokens of a response, by its number in the run."""
     uniform = (xxhash.xxh3_64_intdigest(f"length {{index}}".encode()) + 0.5) / 2**64
     return max(1, min({cap}, round({median} * math.exp({sigma} * NormalDist().inv_cdf(uniform)))))
 
@@ -63,8 +63,8 @@ def cases(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Keys of the table `rollout`."""
     return {
         "synchronous": {},
-        "one step ahead": {"ahead": 1},
-        "asynchronous": {"ahead": AHEAD, "max_staleness": 8},
+        "one step ahead": {"max_async_level": 1},
+        "asynchronous": {"max_async_level": AHEAD, "max_staleness": 8},
         "partial rollouts": {
             "partial_rollout": True,
             "over_sampling_batch_size": 2 * asked.groups,
@@ -76,7 +76,7 @@ def cases(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def run_file(asked: argparse.Namespace, name: str, rollout: dict[str, Any]) -> str:
     keys = {
         "rollout_batch_size": asked.groups,
-        "n_samples_per_prompt": ANSWERS,
+        "n_samples_per_prompt": SAMPLES,
         "rollout_max_response_len": asked.cap,
         "concurrency": asked.concurrency,
     }
@@ -118,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--groups", type=int, default=32, help="prompts a step, with eight answers each")
+    parser.add_argument("--groups", type=int, default=32, help="prompts a step, with eight responses each")
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--median", type=int, default=1000)
     parser.add_argument("--sigma", type=float, default=0.9)
@@ -135,7 +135,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.steps <= asked.settled + AHEAD:
         parser.error(f"--steps {asked.steps}: the first {asked.settled} and the last {AHEAD} do not count")
-    asked.new_tokens, asked.requests = asked.cap, 2 * asked.groups * ANSWERS
+    asked.new_tokens, asked.requests = asked.cap, 2 * asked.groups * SAMPLES
     chosen = {name: keys for name, keys in cases(asked).items() if not asked.cases or name in asked.cases.split(",")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -154,7 +154,7 @@ def main() -> None:
                         "collect_s": round(mean(steps, "perf/rollout_time"), 3),
                         "train_s": round(mean(steps, "perf/train_time"), 3),
                         "publish_s": round(mean(steps, "perf/update_weights_time"), 3),
-                        "response_tokens": round(ANSWERS * asked.groups * mean(steps, "rollout/response_len/mean")),
+                        "response_tokens": round(SAMPLES * asked.groups * mean(steps, "rollout/response_len/mean")),
                         "longest": max(step["rollout/response_len/max"] for step in steps),
                         "staleness": round(mean(steps, "rollout/staleness/mean"), 2),
                         "steps": [round(step["perf/step_time"], 2) for step in steps],

@@ -55,7 +55,7 @@ def make_items(numbers: Numbers, draw: np.random.Generator) -> list[BufferItem]:
                     prompt_length=len(prompt.token_ids),
                     loss_mask=np.ones(TOKENS, np.uint8),
                     rollout_log_probs=-draw.exponential(0.7, TOKENS).astype(np.float32),
-                    response="so the answer must be 42, since " * (TOKENS // 8),
+                    response="so the response must be 42, since " * (TOKENS // 8),
                     spans=(VersionSpan(3, 0, TOKENS // 2), VersionSpan(4, TOKENS // 2, TOKENS)),
                     status=Status.ABORTED if place % 2 else Status.COMPLETED,
                     reward=None if place % 2 else float(position % 2),

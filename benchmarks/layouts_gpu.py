@@ -5,9 +5,9 @@
     python benchmarks/layouts_gpu.py --ranks 2 --backend fsdp
     python benchmarks/layouts_gpu.py --ranks 2 --device cpu --shape tiny --moe-shape tiny-moe --tokens 256 --longest 96
 
-Each layout is a set of processes of its own; one that fails is told, and the next one begins. All take the same --parity-steps
-on one batch, whose old log-probs are those before the first; then --steps are timed on new ones. Layouts of a mixture of
-experts (ep) are compared with one GPU on it; one GPU comes first, asked for or not. Prints a JSON line for each layout, at the
+Each layout has its own processes; a failure is reported, and the next layout starts. All run the same --parity-steps on one
+batch, whose old log-probs are those before the first step; then --steps are timed on new batches. Layouts of a mixture of
+experts (ep) are compared with one GPU on it; one GPU always comes first. Prints a JSON line for each layout, at the
 end a table of losses and gradient norms side by side, and exits with 1 if one is further from one GPU than the tolerance:
 
     gradient norm of each parity step     relative, --norm-tolerance
@@ -55,9 +55,9 @@ from slime_core.types.batch import Batch, TokenColumns
 class LayoutCase:
     options: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """On one GPU: what the others are compared with."""
+    """On one GPU: the layout that the others are compared with."""
     backwards: bool = False
-    """One GPU once more, its micro-batches in the other order: how far apart are computations that are the same?"""
+    """One GPU with its micro-batches in the reverse order: the difference between equal computations."""
     experts: bool = False
 
 
@@ -94,21 +94,21 @@ class Rank:
     backwards: bool
 
     @classmethod
-    def start(cls, asked: argparse.Namespace, told: dict[str, Any]) -> Rank:
+    def start(cls, asked: argparse.Namespace, spec: dict[str, Any]) -> Rank:
         registry = Registry()
         resolved = registry.resolve(groups.BACKENDS, asked.backend, where="backend")
-        config = bind(resolved, told["options"], where="backend")
+        config = bind(resolved, spec["options"], where="backend")
         clip = registry.resolve(groups.LOSSES, "clip", where="algo.loss")
         backend = resolved.driver.build(config)
         layout = backend.setup(
             TrainerSetup(
                 role="actor",
-                rank=told["rank"],
-                world_size=told["world_size"],
-                local_rank=told["rank"],
-                rendezvous=told["rendezvous"],
+                rank=spec["rank"],
+                world_size=spec["world_size"],
+                local_rank=spec["rank"],
+                rendezvous=spec["rendezvous"],
                 device=asked.device,
-                model_path=Path(told["model"]),
+                model_path=Path(spec["model"]),
                 optimizer=OptimizerConfig(lr=asked.lr),
                 total_steps=100,
                 seed=0,
@@ -117,7 +117,7 @@ class Rank:
         objective = TokenObjective(
             loss=clip.driver.build(bind(clip, {}, where="algo.loss")), needs=frozenset(clip.driver.needs)
         )
-        return cls(asked=asked, backend=backend, layout=layout, objective=objective, backwards=told["backwards"])
+        return cls(asked=asked, backend=backend, layout=layout, objective=objective, backwards=spec["backwards"])
 
     def batch(self, seed: int, vocab: int) -> tuple[Batch, list[np.ndarray]]:
         """The same on every rank, and this one's micro-batches of it."""
@@ -128,7 +128,7 @@ class Rank:
     def score(self, batch: Batch, parts: list[np.ndarray]) -> np.ndarray:
         """(M,) float32 of all response tokens; NaN where other ranks hold them. Ranks that share matrices all need theirs."""
         found = np.full(len(batch.mask), np.nan, np.float32)
-        scores = self.backend.score([pack_micro_batch(batch, part) for part in parts])
+        scores = self.backend.forward_only([pack_micro_batch(batch, part) for part in parts])
         for part, of_part in zip(parts, scores, strict=True):
             rows = batch.response_rows(part)
             found[rows if of_part.rows is None else rows[of_part.rows]] = of_part.log_probs
@@ -148,9 +148,9 @@ class Rank:
         return report
 
 
-def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
-    vocab = SHAPES[told["shape"]]["vocab_size"]
-    rank = Rank.start(asked, told)
+def run_rank(asked: argparse.Namespace, spec: dict[str, Any]) -> None:
+    vocab = SHAPES[spec["shape"]]["vocab_size"]
+    rank = Rank.start(asked, spec)
     batch, parts = rank.batch(0, vocab)
     before = old = rank.score(batch, parts)
     reports = [rank.step(batch, parts, old, 0) for _ in range(asked.parity_steps)]
@@ -164,7 +164,7 @@ def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
             rank.step(batch, parts, old, 1)
         by = "self_device_time_total" if asked.device == "cuda" else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60)
-        (Path(told["out"]) / f"profile_{told['rank']}").write_text(table)
+        (Path(spec["out"]) / f"profile_{spec['rank']}").write_text(table)
     seconds = []
     for seed in range(1, 1 + asked.warmup + asked.steps):
         batch, parts = rank.batch(seed, vocab)
@@ -182,23 +182,23 @@ def run_rank(asked: argparse.Namespace, told: dict[str, Any]) -> None:
         "step_s": statistics.median(seconds[asked.warmup :]),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if asked.device == "cuda" else 0.0,
     }
-    out = Path(told["out"])
-    np.save(out / f"log_probs_{told['rank']}.npy", np.stack([before, after]))
-    (out / f"rank_{told['rank']}.json").write_text(json.dumps(result))
+    out = Path(spec["out"])
+    np.save(out / f"log_probs_{spec['rank']}.npy", np.stack([before, after]))
+    (out / f"rank_{spec['rank']}.json").write_text(json.dumps(result))
     rank.backend.close()
 
 
 def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """What its ranks found, joined; `error` instead if they did not end well."""
+    """The results of its ranks, merged; `error` instead if a rank failed."""
     world_size = 1 if case.alone else asked.ranks
     options = asked.options | {k: asked.ranks if v == "ranks" else v for k, v in case.options.items()}
-    # As the launchers do: ranks whose threads together are more than the cores wait for each other.
+    # As in the launchers: ranks with more threads in total than cores would wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         processes = []
         for rank in range(world_size):
-            told = {
+            spec = {
                 "rank": rank,
                 "world_size": world_size,
                 "rendezvous": f"file://{out / 'rendezvous'}",
@@ -209,14 +209,14 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
                 "out": str(out),
             }
             with (out / f"log_{rank}").open("wb") as log:
-                command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--told", json.dumps(told)]
+                command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--spec", json.dumps(spec)]
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         problem = wait_for(processes, asked.timeout)
         if problem:
             logs = [(out / f"log_{rank}").read_text(errors="replace") for rank in range(world_size)]
             last = next((log for log in logs if "Error" in log), logs[0]).strip().splitlines()[-12:]
-            told = f"{problem}: {last[-1] if last else 'it said nothing'}"
-            return {"layout": name, "shape": shape, "options": options, "error": told, "log": last}
+            error = f"{problem}: {last[-1] if last else 'no output'}"
+            return {"layout": name, "shape": shape, "options": options, "error": error, "log": last}
         results = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
         columns = [np.load(out / f"log_probs_{rank}.npy") for rank in range(world_size)]
         if asked.profile:
@@ -246,7 +246,7 @@ def run_layout(name: str, case: LayoutCase, model: Path, shape: str, asked: argp
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
-    """What went wrong, if something did. A rank that fails leaves the others waiting: they are ended."""
+    """Waits for all ranks, and returns the problem, or "". If a rank fails, the others would wait for it: they are killed."""
     deadline, problem = time.monotonic() + timeout_s, ""
     while not problem and any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -294,18 +294,18 @@ def compared(found: dict[str, Any], one: dict[str, Any], noise: float, asked: ar
 def run_all(asked: argparse.Namespace) -> bool:
     """Whether all are as on one GPU."""
     cases = LAYOUTS[asked.backend]
-    wanted = asked.layouts.split(",") if asked.layouts else list(cases)
-    if unknown := set(wanted) - set(cases):
+    requested = asked.layouts.split(",") if asked.layouts else list(cases)
+    if unknown := set(requested) - set(cases):
         raise SystemExit(f"--layouts: no {', '.join(sorted(unknown))}; there is {', '.join(cases)}")
-    kinds = {cases[name].experts for name in wanted}
+    kinds = {cases[name].experts for name in requested}
     before = [name for name, case in cases.items() if case.alone and not case.backwards and case.experts in kinds]
-    wanted = before + [name for name in wanted if name not in before]
+    requested = before + [name for name in requested if name not in before]
     alone: dict[bool, dict[str, Any]] = {}
     noise: dict[bool, float] = {}
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as parent:
         models: dict[str, Path] = {}
-        for name in wanted:
+        for name in requested:
             case = cases[name]
             shape = asked.moe_shape if case.experts else asked.shape
             if shape not in models:
@@ -323,8 +323,8 @@ def run_all(asked: argparse.Namespace) -> bool:
                 else:
                     result |= compared(result, alone[case.experts], noise.get(case.experts, 0.0), asked)
             found.append(result)
-            told = {key: value for key, value in result.items() if key not in ("log_probs", "losses", "norms")}
-            print(json.dumps(told), flush=True)
+            shown = {key: value for key, value in result.items() if key not in ("log_probs", "losses", "norms")}
+            print(json.dumps(shown), flush=True)
     print_table(found)
     return all(result.get("within_tolerance", False) for result in found)
 
@@ -358,9 +358,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--micros", type=int, default=4, help="micro-batches of a step, over all ranks")
     add_sequences(parser)
-    parser.add_argument(
-        "--profile", action="store_true", help="one more step, of whose operations the first rank tells"
-    )
+    parser.add_argument("--profile", action="store_true", help="profile one more step on the first rank")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--parity-steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2, help="more steps that are not timed")
@@ -369,12 +367,12 @@ def main() -> None:
     parser.add_argument("--loss-tolerance", type=float, default=0.05)
     parser.add_argument("--log-prob-tolerance", type=float, default=0.03)
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds that a layout gets")
-    parser.add_argument("--told", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--spec", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.told is not None:
+    if asked.spec is not None:
         try:
-            run_rank(asked, asked.told)
-        except Exception:  # noqa: BLE001 - whatever it is, it is told
+            run_rank(asked, asked.spec)
+        except Exception:  # noqa: BLE001 - every error is reported in the rank's log
             # Leaving in the usual way would wait for the other ranks.
             traceback.print_exc()
             sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""What algorithms learn on the arithmetic example: one `slime run` for each algorithm and seed, one after the other.
+"""Trains with each algorithm on the arithmetic example: one `slime run` per algorithm and seed, one after the other.
 
-Reinforcement learning starts from the warm start and has to reach an accuracy of --goal on problems it has not seen. `sft`
-starts from random weights and has to reach that warm start; `opd` has to come within --behind of its teacher, which is what
-the first algorithm of the same seed has learnt. Exit code 1 if a run fails or falls short on one of its evaluation sets.
-Draws all curves in one picture. What follows `--` is passed on to `slime run`.
+Reinforcement learning starts from the warm start and must reach an accuracy of --goal on problems it has not seen. `sft`
+starts from random weights and must reach that warm start; `opd` must come within --behind of its teacher, which is the
+result of the first algorithm with the same seed. Exit code 1 if a run fails or does not reach the accuracy on one of its
+evaluation sets. Draws all curves in one figure. Arguments after `--` are passed to `slime run`.
 
     python benchmarks/learn.py
     python benchmarks/learn.py --algos grpo gspo --seeds 0 1 2 -- --num-rollout 30
@@ -43,12 +43,12 @@ SLIME = Path(sys.executable).with_name("slime")
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What came out of one run."""
+    """The result of one run."""
 
     algo: str
     seed: int
     failure: str = ""
-    """The end of what it said, if it failed."""
+    """The end of its output, if it failed."""
     steps: int = 0
     seconds: float = 0.0
     before: dict[str, float] | None = None
@@ -56,18 +56,18 @@ class Learned:
     after: dict[str, float] | None = None
     curves: dict[str, list[tuple[int, float]]] | None = None
     """By evaluation set: rollout steps trained, accuracy."""
-    wanted: dict[str, float] | None = None
+    required: dict[str, float] | None = None
     """The accuracy to reach on each evaluation set."""
 
     @property
     def passes(self) -> bool:
-        if not self.after or not self.wanted:
+        if not self.after or not self.required:
             return False
-        return all(self.after[name] >= accuracy for name, accuracy in self.wanted.items())
+        return all(self.after[name] >= accuracy for name, accuracy in self.required.items())
 
 
 def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
-    """Registered algorithms that the run file can be run with as it is, then those with one of their own; says why others
+    """Registered algorithms that can use the run file unchanged, then those with a run file of their own. Prints why others
     cannot."""
     names = {entry.name for entry in Registry.from_environment().entries(groups.ALGORITHMS)}
     usable = []
@@ -83,7 +83,7 @@ def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
 
 
 def learn(algo: str, seed: int, teacher: Path | None, runs_dir: Path, extra: Sequence[str]) -> Learned:
-    """Runs it from the start, whatever is in its folder."""
+    """Runs `slime run` from the start, even if its folder exists."""
     name = f"{algo}-{seed}"
     command = [str(SLIME), "run", str(OWN_RUN_FILES.get(algo, RUN_FILE)), "--seed", str(seed)]
     if algo not in OWN_RUN_FILES:
@@ -113,7 +113,7 @@ def curves_of(run_dir: Path, sets: Sequence[str]) -> dict[str, list[tuple[int, f
 
 
 def line_of(run: Learned) -> str:
-    """What is said as soon as it has ended."""
+    """The line that is printed when a run has ended."""
     if run.before is None or run.after is None:
         return run.failure
     sets = ", ".join(f"{name} {run.before[name]:.3f} -> {run.after[name]:.3f}" for name in run.after)
@@ -121,33 +121,33 @@ def line_of(run: Learned) -> str:
 
 
 def with_goals(runs: Sequence[Learned], goal: float, behind: float) -> list[Learned]:
-    """Each with what it had to reach: a number, its teacher's accuracy, or the warm start of the others."""
+    """The runs with their required accuracy: `goal`, the teacher's accuracy minus `behind`, or the others' warm start."""
     judged = []
     for run in runs:
         first = next((r for r in runs if r.seed == run.seed and r.algo not in OWN_RUN_FILES and r.after), None)
         if run.algo not in OWN_RUN_FILES:
-            wanted: dict[str, float] | None = dict.fromkeys(run.after or {}, goal)
+            required: dict[str, float] | None = dict.fromkeys(run.after or {}, goal)
         elif first is None or first.before is None or first.after is None:
-            wanted = None
+            required = None
         elif run.algo == OPD:
-            wanted = {name: accuracy - behind for name, accuracy in first.after.items()}
+            required = {name: accuracy - behind for name, accuracy in first.after.items()}
         else:
-            wanted = first.before
-        judged.append(replace(run, wanted=wanted))
+            required = first.before
+        judged.append(replace(run, required=required))
     return judged
 
 
 def table_of(runs: Sequence[Learned]) -> Table:
     sets = list(dict.fromkeys(name for run in runs for name in run.after or {}))
-    table = Table(box=SIMPLE, title="held-out accuracy, before and after; in brackets what was wanted")
+    table = Table(box=SIMPLE, title="held-out accuracy, before and after; in brackets the required accuracy")
     for title in ("algorithm", "seed", *sets, "steps", "seconds", ""):
         table.add_column(title, justify="left" if title in ("algorithm", "") else "right", no_wrap=True)
     for run in runs:
         if run.before is None or run.after is None:
             table.add_row(run.algo, str(run.seed), *("" for _ in sets), "", "", "[red]failed[/]")
             continue
-        wanted = {name: "?" if run.wanted is None else f"{run.wanted[name]:.2f}" for name in run.after}
-        accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f} ({wanted[name]})" for name in sets]
+        required = {name: "?" if run.required is None else f"{run.required[name]:.2f}" for name in run.after}
+        accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f} ({required[name]})" for name in sets]
         verdict = "[green]learns[/]" if run.passes else "[red]too little[/]"
         table.add_row(run.algo, str(run.seed), *accuracies, str(run.steps), f"{run.seconds:.0f}", verdict)
     return table

@@ -1,14 +1,14 @@
-"""What off-policy corrections are worth: GRPO on the arithmetic example, learning rate x optimiser steps per rollout x
+"""Comparison of off-policy corrections: GRPO on the arithmetic example, learning rate x optimizer steps per rollout x
 staleness x engine, with and without each correction, over several seeds. Every run is a `slime run` of its own.
 
-Staleness comes from `sync.update_weights_interval` and `rollout.ahead`. Trainer and engine agree to six digits in this example;
-the engine `float8` (rounded_engine.py) makes them differ. Where old log-probs come from, and what is corrected:
+Staleness comes from `sync.update_weights_interval` and `rollout.max_async_level`. Trainer and engine agree to six digits
+in this example; with the engine `float8` (rounded_engine.py) they differ. The source of old log-probs, and the correction:
 
   rollout     the engine's (use_rollout_logprobs): the clip of the loss measures from the policy that sampled
   opsm        the same, and off-policy sequence masking
-  recomputed  the trainer's, before the first step on a batch: the loss knows nothing of staleness, nor of the engine
+  recomputed  the trainer's, before the first step on a batch: the loss ignores staleness and the engine
   tis, icepop, mis
-              recomputed, and this correction; mis by sequence, leaving out what is beyond its bounds
+              recomputed, and this correction; mis by sequence, masking sequences beyond its bounds
 
 Options are the plugins' defaults otherwise. The learning rate is constant after two rollouts of warm-up.
 
@@ -58,7 +58,7 @@ def command_of(setting: Setting, rollouts: int, prompts: int, slime: Path, runs_
         *("--num-rollout", str(rollouts), "--rollout-batch-size", str(prompts)),
         *("--num-steps-per-rollout", str(setting.steps), "--lr", str(setting.lr), "--lr-decay-style", "constant"),
         *("--lr-warmup-iters", str(2 * setting.steps), "--update-weights-interval", str(setting.interval)),
-        *("--ahead", str(setting.ahead), "--eval-interval", str(rollouts), "--skip-eval-before-train"),
+        *("--max-async-level", str(setting.ahead), "--eval-interval", str(rollouts), "--skip-eval-before-train"),
         *ENGINES[setting.engine],
         *("--set", f"algo.use_rollout_logprobs={json.dumps(use_rollout_logprobs)}", "--corrections", f"[{correction}]"),
     ]
@@ -115,7 +115,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def settings(asked: argparse.Namespace) -> list[Setting]:
-    """What of the grid the flags leave."""
+    """The settings of the grid that the flags select."""
     return [
         Setting(lr, block.steps, interval, ahead, block.engine, method, seed)
         for block in GRID
@@ -131,19 +131,19 @@ def settings(asked: argparse.Namespace) -> list[Setting]:
 
 def sweep(asked: argparse.Namespace) -> bool:
     """Whether all has been run and nothing failed."""
-    wanted = settings(asked)
+    requested = settings(asked)
     there = {
         setting_of(line)
         for line in read(asked.results)
         if (line["rollouts"], line["prompts"]) == (asked.rollouts, asked.prompts) and "failure" not in line
     }
-    missing = [setting for setting in wanted if setting not in there]
+    missing = [setting for setting in requested if setting not in there]
     print(
         f"{datetime.date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, ",
         ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES),
         sep="",
     )
-    print(f"{len(missing)} of {len(wanted)} runs, {asked.jobs} at a time", flush=True)
+    print(f"{len(missing)} of {len(requested)} runs, {asked.jobs} at a time", flush=True)
     deadline = time.monotonic() + 60 * asked.minutes
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     complete = 0
@@ -186,28 +186,28 @@ def main() -> None:
     run = parts.add_parser("run", help="what is missing of the grid")
     run.set_defaults(part=sweep)
     run.add_argument("--lr", nargs="+", type=float)
-    run.add_argument("--steps", nargs="+", type=int, help="optimiser steps per rollout")
+    run.add_argument("--steps", nargs="+", type=int, help="optimizer steps per rollout")
     run.add_argument(
         "--staleness",
         nargs="+",
         type=staleness,
         metavar="INTERVAL,AHEAD",
-        help="sync.update_weights_interval and rollout.ahead",
+        help="sync.update_weights_interval and rollout.max_async_level",
     )
     run.add_argument("--engines", nargs="+", choices=ENGINES)
     run.add_argument("--methods", nargs="+", choices=METHODS)
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     run.add_argument("--rollouts", type=int, default=30, help="rollout steps of a run")
-    run.add_argument("--prompts", type=int, default=96, help="in a rollout, each with eight answers")
+    run.add_argument("--prompts", type=int, default=96, help="in a rollout, each with eight responses")
     run.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     run.add_argument(
         "--minutes", type=float, default=600.0, help="what is not complete by then is left for the next call"
     )
     run.add_argument("--slime", type=Path, default=Path(sys.executable).with_name("slime"))
-    told = parts.add_parser("report", help="tables and picture")
-    told.set_defaults(part=figures)
-    told.add_argument("--picture", type=Path, default=PICTURE)
-    for part in (run, told):
+    message = parts.add_parser("report", help="tables and picture")
+    message.set_defaults(part=figures)
+    message.add_argument("--picture", type=Path, default=PICTURE)
+    for part in (run, message):
         part.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     sys.exit(0 if asked.part(asked) else 1)

@@ -44,7 +44,7 @@ def print_gaps(cells: Cells) -> None:
     print("|---|---:|---:|---:|---:|---:|" + "---:|" * len(names))
     for cell, of_method in cells.items():
         lines = list(itertools.chain(*of_method.values()))
-        # Of the runs that correct nothing: a correction changes the gap too.
+        # From the runs without correction, since a correction changes the gap too.
         gaps = [line["gap"] for line in of_method.get("recomputed", [])]
         shares = [[line["left_out"] for line in of_method.get(name, [])] for name in names]
         print(

@@ -1,4 +1,4 @@
-"""The grid of off_policy.py: what is measured, and which runs that takes."""
+"""The grid of off_policy.py: the measured settings and their runs."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ LEFT_OUT = {
     "mis": "train/mis_mask_fraction",
     "opsm": "train/opsm_clipfrac",
 }
-"""Share of trained tokens whose weight a correction bounds or takes away."""
+"""Share of trained tokens whose weight a correction clips or sets to 0."""
 
 
 class Cell(NamedTuple):
-    """What all methods and seeds have in common."""
+    """The settings that all methods and seeds of a cell share."""
 
     lr: float
     steps: int
@@ -78,7 +78,7 @@ class Setting:
 
     lr: float
     steps: int
-    """Optimiser steps per rollout."""
+    """Optimizer steps per rollout."""
     interval: int
     """update_weights_interval."""
     ahead: int

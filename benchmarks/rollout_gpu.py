@@ -3,8 +3,8 @@
     python benchmarks/rollout_gpu.py                                   # colocated: trainer and engine on one GPU
     python benchmarks/rollout_gpu.py --placement disaggregated         # on two, weights over NCCL
 
-A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight answers each, --new-tokens long (a random model hardly
-ever writes its end token, which the plain server ignores). Its rollout throughput is the answers' tokens over
+A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight responses each, --new-tokens long (a random model hardly
+ever writes its end token, which the plain server ignores). Its rollout throughput is the responses' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain SGLang server is started with the same options and gets the same requests at the same
 concurrency from a bare HTTP client, as often; and then once more through slime-router in front of it; unless --run-only.
@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slime_models.new_model import ModelSizes, new_model
 
 ALPHABET = string.ascii_lowercase
-ANSWERS = 8
+SAMPLES = 8
 TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
 SHAPES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ from slime_core.plugin import reward
 
 @reward("even")
 def even(sample):
-    """Something that differs between the answers of a prompt."""
+    """Something that differs between the responses of a prompt."""
     return float(sample.tokens[-1] % 2)
 '''
 
@@ -79,7 +79,7 @@ def write_model(folder: Path, asked: argparse.Namespace) -> None:
 
 def prompts_of(asked: argparse.Namespace) -> list[str]:
     letters = random.Random(0)
-    number = asked.steps * asked.requests // ANSWERS
+    number = asked.steps * asked.requests // SAMPLES
     return ["".join(letters.choices(ALPHABET, k=asked.prompt_tokens)) for _ in range(number)]
 
 
@@ -107,8 +107,8 @@ hf_checkpoint = "model"
 prompt_data = "prompts.jsonl"
 input_key = "prompt"
 [rollout]
-rollout_batch_size = {asked.requests // ANSWERS}
-n_samples_per_prompt = {ANSWERS}
+rollout_batch_size = {asked.requests // SAMPLES}
+n_samples_per_prompt = {SAMPLES}
 rollout_max_response_len = {asked.new_tokens}
 concurrency = {asked.concurrency}
 dump_rollouts = false
@@ -193,7 +193,7 @@ def routed(upstream: str) -> Iterator[str]:
 async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list[list[int]]) -> list[float]:
     """`url`: where requests go; `server`: whose cache is dropped before each round."""
     slots = asyncio.Semaphore(asked.concurrency)
-    per_step = asked.requests // ANSWERS
+    per_step = asked.requests // SAMPLES
     seconds = []
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -201,8 +201,8 @@ async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list
         async def one(prompt: list[int]) -> None:
             sampling = {"max_new_tokens": asked.new_tokens, "temperature": 1.0, "ignore_eos": True}
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-            async with slots, session.post(f"{url}/generate", json=body) as answer:
-                reply = await answer.json()
+            async with slots, session.post(f"{url}/generate", json=body) as response:
+                reply = await response.json()
                 assert reply["meta_info"]["completion_tokens"] == asked.new_tokens, reply
 
         for step in range(asked.steps):
@@ -210,7 +210,7 @@ async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list
                 pass
             of_step = prompts[step * per_step : (step + 1) * per_step]
             began = time.perf_counter()
-            await asyncio.gather(*(one(prompt) for prompt in of_step for _ in range(ANSWERS)))
+            await asyncio.gather(*(one(prompt) for prompt in of_step for _ in range(SAMPLES)))
             seconds.append(time.perf_counter() - began)
     return seconds
 
@@ -222,7 +222,7 @@ def wait_until_up(url: str) -> None:
             if httpx.get(f"{url}/health", timeout=30).status_code == 200:
                 return
         time.sleep(1)
-    raise TimeoutError(f"no answer from {url} in {START_S:g} s")
+    raise TimeoutError(f"no response from {url} in {START_S:g} s")
 
 
 def main() -> None:

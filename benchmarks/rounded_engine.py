@@ -1,8 +1,8 @@
 """A plugin file: engine `rounded`, the engine `local` with the weights of its linear layers rounded to fewer bits.
 
-It samples, and reports log-probs, from a model that is a little different from the trained one, as engines do that serve
-float8 or integer weights. A row of a matrix has one scale, so that its largest weight is the type's largest number.
-Embeddings, norms and the output head stay as they are; so do activations.
+It samples, and returns log-probs, from a model that differs a little from the trained one, like engines with float8 or
+integer weights. A row of a matrix has one scale, so that its largest weight is the type's largest number. Embeddings,
+norms, the output head and activations are not rounded.
 
     slime run run.toml --plugin benchmarks/rounded_engine.py --engine rounded --engine.weights float8_e4m3fn
 """
@@ -23,12 +23,12 @@ from slime_local.engine import LocalEngine
 from slime_local.plugin import Local
 
 ROUNDED = "_proj.weight"
-"""The linear layers of the decoder layers end in this."""
+"""Suffix of the names of linear layers in decoder layers."""
 
 
 class RoundedConfig(LocalConfig):
     weights: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"
-    """What the weights of linear layers are rounded to."""
+    """Dtype to which the weights of linear layers are rounded."""
 
 
 class RoundedEngine(LocalEngine):

@@ -1,12 +1,12 @@
 """slime-router's cost, beside the bare sglang-router's, in front of a scripted fake SGLang engine.
 
-The engine is a script (`fake_engine` below): it waits as long as a real one would take for 1,000 tokens and answers with bytes
+The engine is a script (`fake_engine` below): it waits as long as a real one would take for 1,000 tokens and responds with bytes
 that were made beforehand, so that what is measured is the way to it and back. Everything runs on this machine: the load,
 the engines and the router under test, each in a process of its own.
 
-Open loop: requests leave at a fixed rate, whatever has been answered, and are timed from when they should have left. Each way
+Open loop: requests leave at a fixed rate, whatever has been served, and are timed from when they should have left. Each way
 takes its turn in every round; `added` is a way's quantile less that of asking the engines directly, in the same round.
-Ceiling: a closed loop of 32 connections and engines that answer at once. The figure is requests over the router's own CPU
+Ceiling: a closed loop of 32 connections and engines that respond at once. The figure is requests over the router's own CPU
 seconds (user and system, all its threads): what one core serves.
 
     python benchmarks/router.py
@@ -52,13 +52,13 @@ RESULTS = HERE / "RESULTS.md"
 NUM_ENGINES = 2
 NUM_TOKENS = 1000
 NUM_EVENTS = 20
-"""Of a streamed answer: 50 tokens each, as --stream-interval 50 gives with incremental output."""
+"""Events of a streamed response, of 50 tokens each, as with --stream-interval 50 and incremental output."""
 PROMPT = list(range(1000, 1512))
 LIBRARIES = ("slime-router", "sglang-router", "uvicorn", "aiohttp", "starlette", "msgspec")
 CONNECTIONS = 32
 
 
-def answer(tokens: Sequence[int], *, completed: int, finished: bool) -> dict[str, Any]:
+def response_to(tokens: Sequence[int], *, completed: int, finished: bool) -> dict[str, Any]:
     draw = random.Random(tokens[0])
     meta = {
         "id": "0" * 32,
@@ -74,15 +74,17 @@ def answer(tokens: Sequence[int], *, completed: int, finished: bool) -> dict[str
 
 
 def fake_engine(port: int, delay_s: float) -> None:
-    """An ASGI server that answers POST /generate after `delay_s`, whole or in events spread over it."""
+    """An ASGI server that responds to POST /generate after `delay_s`, whole or in events spread over it."""
     import uvicorn
 
     tokens = [10_000 + number for number in range(NUM_TOKENS)]
-    whole = json.dumps(answer(tokens, completed=NUM_TOKENS, finished=True)).encode()
+    whole = json.dumps(response_to(tokens, completed=NUM_TOKENS, finished=True)).encode()
     size = NUM_TOKENS // NUM_EVENTS
     events = [
         b"data: "
-        + json.dumps(answer(tokens[at : at + size], completed=at + size, finished=at + size == NUM_TOKENS)).encode()
+        + json.dumps(
+            response_to(tokens[at : at + size], completed=at + size, finished=at + size == NUM_TOKENS)
+        ).encode()
         + b"\n\n"
         for at in range(0, NUM_TOKENS, size)
     ]
@@ -122,7 +124,7 @@ def fake_engine(port: int, delay_s: float) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """What stands between load and engines: routers, the outermost first."""
+    """The routers between load and engines, the outermost first."""
 
     name: str
     middlewares: tuple[str, ...] | None = None
@@ -130,7 +132,7 @@ class Way:
 
 
 def ways(folder: Path) -> list[Way]:
-    record = f'{{ name = "record", path = "{folder}/answers.jsonl" }}'
+    record = f'{{ name = "record", path = "{folder}/responses.jsonl" }}'
     return [
         Way("direct"),
         Way("slime-router", ()),
@@ -202,7 +204,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> None:
     async with session.post(url + "/generate", data=body, headers={"content-type": "application/json"}) as got:
         data = await got.read()
         if got.status != 200 or len(data) < 20 * NUM_TOKENS:
-            raise SystemExit(f"{url} answered {got.status}: {data[:200]!r}")
+            raise SystemExit(f"{url} responded {got.status}: {data[:200]!r}")
 
 
 def body_of(number: int, stream: bool) -> bytes:
@@ -358,7 +360,7 @@ def report(
             f"`python {shlex.join([str(Path(sys.argv[0]).resolve().relative_to(HERE.parent)), *sys.argv[1:]])}` on "
             f"{platform.machine()}, {os.cpu_count()} cores, "
             f"Python {platform.python_version()}; {versions}. Open loop at {options.rate:g} requests/s for "
-            f"{options.seconds:g} s, {options.rounds} rounds; answers of {NUM_TOKENS} tokens with log-probs after "
+            f"{options.seconds:g} s, {options.rounds} rounds; responses of {NUM_TOKENS} tokens with log-probs after "
             f"{options.delay:g} s, streamed in {NUM_EVENTS} events. Medians over the rounds, extremes in brackets.",
             "",
             *lines,
@@ -370,7 +372,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second of the open loop")
-    parser.add_argument("--delay", type=float, default=1.0, help="seconds that an engine takes for an answer")
+    parser.add_argument("--delay", type=float, default=1.0, help="seconds that an engine takes for a response")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default="", help="some of them, separated by commas, `direct` among them")
@@ -380,7 +382,7 @@ def main() -> None:
     if options.fake_engine is not None:
         fake_engine(options.fake_engine, options.delay)
         return
-    # Whoever ends this ends what it started.
+    # SIGTERM also ends the processes that this program started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         text = uvloop.run(measure(options, Path(folder)))

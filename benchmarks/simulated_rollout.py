@@ -1,9 +1,9 @@
-"""SIMULATED: what asynchrony and partial rollouts are worth, with engines and trainers that only take time.
+"""SIMULATED: speedup by asynchrony and partial rollouts, with engines and trainers that only take time.
 
 The loop, the session, the collectors, the buffer, the client and the checkpoints are the real ones; the engine follows a script
-on a virtual clock, so hours pass in seconds and nothing is measured of any hardware. 512 answers a step (64 prompts x 8) on
+on a virtual clock, so hours pass in seconds and no hardware is measured. 512 responses a step (64 prompts x 8) on
 256 slots; lengths log-normal, median 4,000 tokens, sigma 0.9, capped at 32,000; a slot writes 120 / (1 + n/256) tokens per
-second when n slots are taken; prefill and publishing are free; training takes 0.3 of what synchronous generation takes.
+second when n slots are taken; prefill and weight updates are free; training takes 0.3 of what synchronous generation takes.
 
 Bounds in closed form, with G = seconds of synchronous generation, T = 0.3 G, and F = 512 E[length] / (256 rate(256)), the
 seconds for a step's tokens if all slots are always taken:
@@ -59,7 +59,7 @@ def rate(running: int) -> float:
 
 @functools.cache
 def whole_length(index: int) -> int:
-    """Tokens of an answer, by its number in the run: the same however it comes about."""
+    """Tokens of a response, by its number in the run: the same however it comes about."""
     uniform = (xxhash.xxh3_64_intdigest(f"length {index}".encode()) + 0.5) / 2**64
     return max(1, min(CAP, round(MEDIAN * math.exp(SIGMA * NormalDist().inv_cdf(uniform)))))
 
@@ -79,10 +79,10 @@ def mean_length() -> float:
 
 @dataclass(slots=True)
 class Seen:
-    """What is remembered of the steps."""
+    """Counts over the trained steps."""
 
     behind: list[int] = field(default_factory=list)
-    """Versions that each answer is behind."""
+    """Staleness of each response, in versions."""
     tokens: int = 0
 
     def __call__(self, version: int, groups: Sequence[SampleGroup]) -> None:
@@ -94,7 +94,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of what is simulated."""
+    """The size of a simulation."""
 
     steps: int
     groups: int = GROUPS
@@ -142,7 +142,7 @@ def full_seconds(size: Size) -> float:
 
 def asynchronous(size: Size, train: float) -> Measured:
     seen = Seen()
-    seconds = step_seconds(simulate(size, train, {"ahead": 3, "max_staleness": 8}, seen))
+    seconds = step_seconds(simulate(size, train, {"max_async_level": 3, "max_staleness": 8}, seen))
     return Measured(max(full_seconds(size), train), seconds, seen)
 
 
@@ -154,7 +154,7 @@ def partial(size: Size, train: float) -> Measured:
 
 def one_ahead(size: Size, train: float) -> Measured:
     seen = Seen()
-    return Measured(None, step_seconds(simulate(size, train, {"ahead": 1}, seen)), seen)
+    return Measured(None, step_seconds(simulate(size, train, {"max_async_level": 1}, seen)), seen)
 
 
 def compare(steps: int) -> list[str]:
@@ -164,8 +164,8 @@ def compare(steps: int) -> list[str]:
     train = TRAIN_SHARE * generation
     sync = step_seconds(simulate(size, train, {}, Seen()))
     cases = {
-        "one step ahead (`--ahead 1`)": one_ahead,
-        "asynchronous (`--ahead 3 --max-staleness 8`)": asynchronous,
+        "one step ahead (`--max-async-level 1`)": one_ahead,
+        "asynchronous (`--max-async-level 3 --max-staleness 8`)": asynchronous,
         "partial rollouts (`--partial-rollout --over-sampling-batch-size 128 --max-staleness 8`)": partial,
     }
     lines = [
@@ -195,7 +195,7 @@ def many_in_flight() -> str:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert most == IN_FLIGHT
     return (
-        f"{most:,} requests in flight at once in one driver, which then holds all their answers "
+        f"{most:,} requests in flight at once in one driver, which then holds all their responses "
         f"({seen.tokens / 1e6:.0f} million tokens): at most {peak:.2f} GiB resident, {seconds:.1f} CPU seconds."
     )
 

@@ -8,7 +8,7 @@
 Each step is `TrainBackend.train_step` on --micros micro-batches of --tokens packed tokens: forward, log-probs, loss,
 backward, gradient norm, AdamW. No rollouts are part of it. Prints one JSON line for each --options; tokens are prompt and
 response, `model_tflops` counts three forwards of the model (nothing for recomputation), and a score is a forward
-without gradients. `mfu` is the share of 989 TFLOP/s by the formula of published tables, 6 N + 12 x layers x hidden size x
+without gradients. `mfu` is the share of 989 TFLOP/s by the formula of common tables, 6 N + 12 x layers x hidden size x
 length of the longest sequence for each token (N: all parameters, embeddings too).
 """
 
@@ -88,7 +88,7 @@ SHAPES = {
     | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 PEAK_FLOPS = 989e12
-"""Of an H100 or H200 in bfloat16."""
+"""Peak of an H100 or H200 in bfloat16."""
 
 
 def write_model(folder: Path, shape: str, device: str) -> None:
@@ -111,7 +111,7 @@ def lengths_of(asked: argparse.Namespace, order: np.random.Generator) -> np.ndar
 
 
 def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch, list[np.ndarray]]:
-    """`asked.answers` neighbours have the same prompt, as a group's samples do."""
+    """A batch of random sequences. `asked.same_prompt` neighbors have the same prompt, as samples of a group have."""
     order = np.random.default_rng(seed)
     per_micro = [lengths_of(asked, order) for _ in range(asked.micros)]
     total = np.concatenate(per_micro)
@@ -119,7 +119,7 @@ def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch,
     starts = np.cumsum(total) - total
     tokens = order.integers(vocab, size=int(total.sum())).astype(np.int32)
     for i in range(len(total)):
-        first = i - i % asked.answers
+        first = i - i % asked.same_prompt
         same = min(prompt[i], prompt[first])
         tokens[starts[i] : starts[i] + same] = tokens[starts[first] : starts[first] + same]
     number = np.arange(len(total))
@@ -172,7 +172,7 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
         batch, parts = make_batch(asked, shape.vocab, seed=step)
         plain = [pack_micro_batch(batch, part) for part in parts]
         started = time.perf_counter()
-        scores = backend.score(plain)
+        scores = backend.forward_only(plain)
         scored = time.perf_counter()
         columns = TokenColumns(
             old_log_probs=np.concatenate([score.log_probs for score in scores]),
@@ -202,7 +202,7 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
         "tokens_per_micro_batch": asked.tokens,
         "longest_sequence": asked.longest,
         "prompt_share": asked.prompt_share,
-        "answers": asked.answers,
+        "answers": asked.same_prompt,
         "step_s": round(statistics.median(step_s), 4),
         "step_s_spread": [round(min(step_s), 4), round(max(step_s), 4)],
         "train_tok_per_s": round(speed),
@@ -222,11 +222,13 @@ def num_parameters(folder: Path) -> int:
 
 
 def add_sequences(parser: argparse.ArgumentParser) -> None:
-    """What the packed sequences are like."""
+    """Adds the flags of the packed sequences."""
     parser.add_argument("--longest", type=int, default=2048, help="longest sequence, in tokens")
     parser.add_argument("--shortest", type=int, help="shortest sequence; by default three quarters of the longest")
     parser.add_argument("--prompt-share", type=float, default=0.125, help="of the longest sequence that is prompt")
-    parser.add_argument("--answers", type=int, default=1, help="sequences in a row that have the same prompt")
+    parser.add_argument(
+        "--answers", dest="same_prompt", type=int, default=1, help="sequences in a row that have the same prompt"
+    )
 
 
 def main() -> None:

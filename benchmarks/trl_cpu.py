@@ -1,21 +1,21 @@
 """The demo's GRPO step on CPU: `slime run examples/arithmetic/run.toml` against TRL's GRPOTrainer.
 
-Both train the same model on the same prompts with the same reward, batch, number of optimiser steps per rollout batch,
-response limit, clipping, optimiser, threads and float32. TRL's settings are read from the run file as slime resolved it. The
-sides take turns, each in a process of its own; the first batches of each are warm-up and do not count.
+Both train the same model on the same prompts with the same reward, batch, number of optimizer steps per rollout batch,
+response limit, clipping, optimizer, threads and float32. TRL's settings are read from the run file as slime resolved it. The
+sides alternate, each in its own process; the first batches of each are warm-up and do not count.
 
 Seconds of a rollout batch:
-  slime   perf/step_time (sampling, rewards, scoring, optimiser steps) + perf/update_weights_time (publishing the weights
+  slime   perf/step_time (sampling, rewards, scoring, optimizer steps) + perf/update_weights_time (updating the weights
           that it sampled with), from the run's metrics.jsonl
-  TRL     from the end of the last optimiser step of one batch to that of the next, by a callback (trl_grpo.py)
+  TRL     from the end of the last optimizer step of one batch to that of the next, by a callback (trl_grpo.py)
 Tokens of a rollout batch, without padding:
   sampled   slime: rollout/response_len/mean x samples; TRL: completions/mean_length x samples; both with the end token
-  trained   prompt and response tokens that went through forward and backward once; slime: perf/train_tokens; TRL: growth of
+  trained   prompt and response tokens of one forward and backward; slime: perf/train_tokens; TRL: growth of
             num_tokens
 Tokens per second are (sampled + trained) / seconds.
 
-One difference is left in, because each side is used as it is meant to be: with use_rollout_logprobs in the run file, slime
-takes the old log-probs from its engine; TRL computes them again. `--scored` has slime do so too.
+One difference remains, because each side is used in its usual way: with use_rollout_logprobs in the run file, slime takes
+the old log-probs from its engine; TRL computes them again. With `--scored` slime computes them too.
 
     python benchmarks/trl_cpu.py                          # the demo's own batch
     python benchmarks/trl_cpu.py --prompts 64 --steps 3 --rounds 1
@@ -49,19 +49,19 @@ HERE = Path(__file__).resolve().parent
 RUN_FILE = HERE.parent / "examples" / "arithmetic" / "run.toml"
 RESULTS = HERE / "RESULTS.md"
 SAME_NAME = ("lr", "min_lr", "lr_warmup_iters", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad")
-"""Keys of the train table that trl_grpo.py takes as they are."""
+"""Keys of the train table that trl_grpo.py uses unchanged."""
 TRL_SPEAKS: dict[str, dict[str, object]] = {
     "algo": {"name": "grpo", "aggregation": "seq_mean", "use_kl_loss": False, "kl_coef": 0.0, "entropy_coef": 0.0},
     "rollout": {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "filters": []},
     "train": {"optimizer": "adam", "lr_decay_style": "linear"},
 }
-"""What trl_grpo.py takes for granted in the run file."""
+"""Values of the run file that trl_grpo.py requires."""
 LIBRARIES = ("slime-rl", "trl", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """One generation and the optimiser steps on it."""
+    """One generation and the optimizer steps on it."""
 
     seconds: float
     sampled: int
@@ -78,7 +78,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one process of each side measured, after warm-up."""
+    """The measurements of one process of each side, after warm-up."""
 
     slime: tuple[RolloutBatch, ...]
     trl: tuple[RolloutBatch, ...]
@@ -126,12 +126,12 @@ def config_of(run_dir: Path) -> dict[str, Any]:
 
 
 def trl_settings(config: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """What trl_grpo.py wants to know."""
+    """The settings for trl_grpo.py."""
     rollout, train, algo = config["rollout"], config["train"], config["algo"]
-    for table, wanted in TRL_SPEAKS.items():
-        found = {key: config[table][key] for key in wanted}
-        if found != wanted:
-            sys.exit(f"{RUN_FILE}: {table} has {found}; trl_grpo.py knows {wanted} only.")
+    for table, requested in TRL_SPEAKS.items():
+        found = {key: config[table][key] for key in requested}
+        if found != requested:
+            sys.exit(f"{RUN_FILE}: {table} has {found}; trl_grpo.py knows {requested} only.")
     (data,) = config["data"]["prompt_data"]
     samples = rollout["rollout_batch_size"] * rollout["n_samples_per_prompt"]
     return {
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="prompts a rollout batch; by default the run file's")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of torch; by default one a core")
     parser.add_argument("--scored", action="store_true", help="slime: old log-probs from the trainer, as in TRL")
-    parser.add_argument("--trl-micro-batches", type=int, default=1, help="TRL: micro-batches an optimiser step")
+    parser.add_argument("--trl-micro-batches", type=int, default=1, help="TRL: micro-batches an optimizer step")
     parser.add_argument("--record", action="store_true", help="append an entry to benchmarks/RESULTS.md")
     asked = parser.parse_args()
     if min(asked.rounds, asked.steps, asked.threads) < 1 or asked.warmup < 0:

@@ -2,7 +2,7 @@
 
 python trl_grpo.py SETTINGS.json RESULT.json
 
-A rollout batch here is one generation and the optimiser steps on it; its time goes from the end of the last optimiser step
+A rollout batch here is one generation and the optimizer steps on it; its time goes from the end of the last optimizer step
 of the batch before to the end of its own last one. Token counts are those of TRL's own log.
 """
 
@@ -24,14 +24,14 @@ from trl import GRPOConfig, GRPOTrainer
 BOXED = re.compile(r".*\\boxed\{([^{}]*)\}", re.DOTALL)
 
 
-def boxed_answer(completions: list[str], label: list[str], **_: Any) -> list[float]:
-    """1 where the last box holds the label's integer, else 0."""
-    return [float(answers(text, wanted)) for text, wanted in zip(completions, label, strict=True)]
+def boxed_reward(completions: list[str], label: list[str], **_: Any) -> list[float]:
+    """1 for a completion whose last box contains the label's integer, else 0."""
+    return [float(is_right(text, required)) for text, required in zip(completions, label, strict=True)]
 
 
-def answers(text: str, wanted: str) -> bool:
+def is_right(text: str, required: str) -> bool:
     found = BOXED.match(text)
-    return found is not None and found.group(1).isdecimal() and int(found.group(1)) == int(wanted)
+    return found is not None and found.group(1).isdecimal() and int(found.group(1)) == int(required)
 
 
 class BatchClock(TrainerCallback):
@@ -67,7 +67,7 @@ class BatchClock(TrainerCallback):
 
 
 def trainer_config(settings: dict[str, Any], output_dir: str) -> GRPOConfig:
-    """As fast as TRL goes here: no recomputation, no saving, reporting or progress bar."""
+    """TRL's fastest settings here: no recomputation, no saving, reporting or progress bar."""
     samples = settings["prompts"] * settings["samples_per_prompt"]
     steps_per_batch, micro_batches = settings["steps_per_batch"], settings["micro_batches_per_step"]
     return GRPOConfig(
@@ -75,7 +75,7 @@ def trainer_config(settings: dict[str, Any], output_dir: str) -> GRPOConfig:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        # All samples in one call of generate (TRL counts it in micro-batches), then each optimiser step on its share.
+        # All samples in one call of generate (TRL counts it in micro-batches), then each optimizer step on its share.
         per_device_train_batch_size=samples // (steps_per_batch * micro_batches),
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=steps_per_batch * micro_batches,
@@ -122,7 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = GRPOTrainer(
             model=settings["hf_checkpoint"],
-            reward_funcs=boxed_answer,
+            reward_funcs=boxed_reward,
             args=trainer_config(settings, output_dir),
             train_dataset=dataset,
             callbacks=[clock],

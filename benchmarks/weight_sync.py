@@ -3,16 +3,16 @@
     python benchmarks/weight_sync.py --shape qwen3-4b --transports ipc,distributed,disk,delta --buckets 512,2048
     python benchmarks/weight_sync.py --shape tiny --device cpu
 
-What runs is what a run has: the backend's export, the transport's sender on each trainer rank, `WeightTransport.push`
-and the engine. Two clocks: `push_s` is the push alone, with the engine paused; `fresh_s` goes from the moment the
-weights have changed on the trainer's devices, over pause, push and resume, to the first answer by the new version.
+It uses the code of a run: the backend's export, the transport's sender on each trainer rank, `WeightTransport.push` and the
+engine. Two times: `push_s` is the weight update alone, with the engine paused; `fresh_s` is the time from the change of the
+weights on the trainer's devices, through pause, update and resume, to the first response by the new version.
 
---source whole: the tensors lie whole and in bfloat16 on one rank. --source fsdp, megatron: the backend's export, which gathers
-from --trainer-ranks ranks (megatron: tensor-parallel ones) and converts. Between two pushes one row in twenty of every matrix
-changes, which is what `delta` has to send. With transport ipc the server stands on the trainer's devices, with the others
-behind them (disk and delta beside the trainer where there is no device left; leave it room: --engine
+--source whole: the tensors are whole and in bfloat16 on one rank. --source fsdp, megatron: the backend's export, which gathers
+from --trainer-ranks ranks (megatron: tensor-parallel ones) and converts. Between two updates one row in twenty of every matrix
+changes, which `delta` has to send. With transport ipc the server is on the trainer's devices, with the others on the devices
+after them (disk and delta share the trainer's devices if no others are left; leave memory for it: --engine
 '{"mem_fraction_static": 0.3}').
---to fp8: the server starts from what `slime convert --to fp8` makes, and tensors are rounded in its blocks on their way.
+--to fp8: the server starts from a folder of `slime convert --to fp8`, and tensors are rounded in its blocks when they are sent.
 `copy_gb_s` is what one copy of 1 GiB reaches: on the device (ipc), to the next device (distributed), to the host (disk
 and delta). One JSON line for each case, the median of --repeats after one push that is not counted.
 """
@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_core import groups
-from slime_core.config.part import Part, PartSpec
+from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.contracts.engine import RolloutEngine
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup, TrainerSetup
@@ -105,7 +105,7 @@ class Source:
         self._model = ready.model.model if asked.source == "fsdp" else torch.nn.ModuleList(ready.bare)
 
     def change(self) -> None:
-        """What an optimiser step would do; returns when it is done."""
+        """Changes the weights like an optimizer step; returns when that is complete."""
         with torch.no_grad():
             for parameter in self._model.parameters():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -113,9 +113,9 @@ class Source:
         if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def export(self, *, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+    def export(self, *, all_ranks: bool) -> Iterator[Mapping[str, Tensor] | None]:
         if self._backend is not None:
-            yield from self._backend.export_tensors(everywhere=everywhere)
+            yield from self._backend.export_weights(all_ranks=all_ranks)
             return
         for name, tensor in self._whole.items():
             yield {name: tensor}
@@ -149,8 +149,8 @@ class Rank:
         report: SentReport = self._sender.send(self._export, version, engines)
         return report
 
-    def _export(self, *, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
-        layers = self._source.export(everywhere=everywhere)
+    def _export(self, *, all_ranks: bool) -> Iterator[Mapping[str, Tensor] | None]:
+        layers = self._source.export(all_ranks=all_ranks)
         return layers if self._format is None else map(partial(converted, self._format), layers)
 
     def end(self) -> None:
@@ -201,19 +201,19 @@ class Ranks:
 
 
 class Engines:
-    """`slime_core.contracts.transport.EngineLink` of one engine."""
+    """`slime_core.contracts.transport.EngineGroup` of one engine."""
 
     num_engines = 1
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
 
-    async def each(self, method: str, *given: Any) -> list[Any]:
+    async def call_all(self, method: str, *given: Any) -> list[Any]:
         return [await getattr(self._engine, method)(*given)]
 
 
-def converter_of(name: str) -> Part:
-    return PartSpec(group=groups.CONVERTERS, name=name, options={}).resolve(Registry())
+def converter_of(name: str) -> BoundPlugin:
+    return PluginSpec(group=groups.CONVERTERS, name=name, options={}).resolve(Registry())
 
 
 def engine_folder(model: Path) -> Path:
@@ -237,7 +237,7 @@ def cases(asked: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def copy_gb_s(transport: str, device: str) -> float | None:
-    """Of the path that this transport takes; None where it cannot be measured."""
+    """GB/s of one copy on the path of this transport; None if it cannot be measured."""
     if transport == "distributed" and (device != "cuda" or torch.cuda.device_count() < 2):
         return None
     source = torch.zeros(1024 * MIB if device == "cuda" else 64 * MIB, dtype=torch.uint8, device=device)
@@ -258,7 +258,7 @@ def copy_gb_s(transport: str, device: str) -> float | None:
     return source.nbytes / statistics.median(times[1:]) / 1e9
 
 
-async def answer(engine: RolloutEngine, version: int) -> None:
+async def check_response(engine: RolloutEngine, version: int) -> None:
     request = GenerateRequest(
         request_id=f"fresh/{version}",
         token_ids=np.array([5, 6, 7], np.int32),
@@ -269,15 +269,15 @@ async def answer(engine: RolloutEngine, version: int) -> None:
     assert [span.version for span in got.spans] == [version], got
 
 
-def stands_with_trainer(transport: str, asked: argparse.Namespace) -> bool:
-    """On a CPU there is no difference."""
+def shares_devices(transport: str, asked: argparse.Namespace) -> bool:
+    """Whether the server is on the trainer's devices. Always true on a CPU."""
     if asked.device == "cpu" or transport == "ipc":
         return True
     return transport != "distributed" and torch.cuda.device_count() < asked.trainer_ranks + asked.engine_ranks
 
 
 async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocated: bool) -> None:
-    """All cases on one server, which stands on the trainer's devices or behind them."""
+    """Measures all cases on one server, which is on the trainer's devices or on those after them."""
     engine = Registry().resolve(groups.ENGINES, "sglang", where="benchmark")
     built: RolloutEngine = engine.driver.build(bind(engine, asked.engine, where="engine"))
     index = 0 if colocated or asked.device == "cpu" else -(-asked.trainer_ranks // asked.engine_ranks)
@@ -297,7 +297,7 @@ async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocat
     await built.start(setup)
     try:
         for name, mib in cases(asked):
-            if stands_with_trainer(name, asked) != colocated:
+            if shares_devices(name, asked) != colocated:
                 continue
             ranks.call("begin", (name, mib), folder / f"{name}-{mib}")
             transport = driver_of(name).driver.build(config_of(name, mib))
@@ -309,7 +309,7 @@ async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocat
                 await built.pause()
                 report = await transport.push(ranks, Engines(built), version)
                 await built.resume()
-                await answer(built, version)
+                await check_response(built, version)
                 fresh.append(time.perf_counter() - began)
                 pushes.append(report.seconds)
                 sent = report.bytes_sent
@@ -380,12 +380,12 @@ def main() -> None:
                 folder / "model",
                 engine_folder(folder / "model"),
                 workers=1,
-                tell=lambda *told: None,
+                report=lambda *progress: None,
             )
         ranks = Ranks(asked, folder / "model")
         try:
-            # One server for what is colocated, one for the rest.
-            for colocated in sorted({stands_with_trainer(name, asked) for name in asked.transports}, reverse=True):
+            # One server for colocated transports, one for the others.
+            for colocated in sorted({shares_devices(name, asked) for name in asked.transports}, reverse=True):
                 asyncio.run(measure(asked, folder, ranks, colocated))
         finally:
             ranks.close()

@@ -45,7 +45,7 @@ from slime_models.new_vision_model import VisionSizes, new_vision_model
 BATCH: Final = 128
 INITIALIZER_RANGE: Final = 0.08
 JUDGED_EVERY: Final = 2
-TOLD_EVERY: Final = 20
+PRINTED_EVERY: Final = 20
 
 Row: TypeAlias = dict[str, Any]
 """A row of data: prompt, label, and whatever the example's reward or generator reads."""
@@ -55,7 +55,7 @@ that it does not write are a tool's or another agent's. The end token follows, a
 
 
 class Task(Protocol):
-    """What the Python file of an example says of its task, under the name TASK."""
+    """The attributes of a task: the object TASK in the Python file of an example."""
 
     alphabet: str
     """Characters, one token each."""
@@ -97,7 +97,7 @@ class HasFiles(Protocol):
 
 
 def load_task(path: Path) -> Task:
-    """The TASK of a Python file. SystemExit says what it lacks."""
+    """The TASK of a Python file. SystemExit names the attributes that it lacks."""
     spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"{path}: no such Python file.")
@@ -105,9 +105,9 @@ def load_task(path: Path) -> Task:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     task = getattr(module, "TASK", None)
-    wanted = [*Task.__annotations__, Task.rows.__name__, Task.worked.__name__]
-    if lacking := [name for name in wanted if not hasattr(task, name)]:
-        raise SystemExit(f"{path}: wants a TASK with {', '.join(wanted)}; it lacks {', '.join(lacking)}.")
+    required = [*Task.__annotations__, Task.rows.__name__, Task.worked.__name__]
+    if lacking := [name for name in required if not hasattr(task, name)]:
+        raise SystemExit(f"{path}: TASK lacks {', '.join(lacking)}. It must have {', '.join(required)}.")
     return task  # type: ignore[no-any-return]
 
 
@@ -134,7 +134,7 @@ def encoded(worked: Worked, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 def batches(
     worked: Sequence[Worked], tokenizer: PreTrainedTokenizerBase, seed: int, *, images: Sequence[Sequence[bytes]] = ()
 ) -> Iterator[tuple[Batch, TokenColumns]]:
-    """Batches for ever, every token that is learnt with equal weight. `images`: of each worked example, or of none."""
+    """Yields batches without end; every trained token has the same weight. `images`: of each worked example, or empty."""
     order = np.random.default_rng(seed)
     while True:
         numbers = order.integers(len(worked), size=BATCH)
@@ -161,7 +161,7 @@ def batches(
 
 
 def exact_chance(batch: Batch, log_probs: np.ndarray) -> float:
-    """How likely sampling is to write the worked example exactly, averaged over the batch."""
+    """Probability of sampling the worked example exactly, averaged over the batch."""
     return float(np.exp(batch.sample_sums(log_probs * batch.mask)).mean())
 
 
@@ -174,8 +174,8 @@ def warm_up(
     *,
     seed: int,
 ) -> None:
-    """Trains through the backend's own contract; writes the model, with its tokenizer, to each of the `stages` (in their
-    order) when it writes a worked example exactly with the chance beside it."""
+    """Trains with a backend of slime. Saves the model and its tokenizer to each folder of `stages` when the probability of
+    sampling a worked example exactly has reached the number beside it."""
     registry = Registry()
     resolved = registry.resolve(groups.BACKENDS, "fsdp", where="backend")
     backend: TrainBackend = resolved.driver.build(bind(resolved, {}, where="backend"))
@@ -194,9 +194,9 @@ def warm_up(
     for step, (batch, columns) in enumerate(made):
         micro = pack_micro_batch(batch, np.arange(BATCH), columns=columns, pixels=pixels)
         if step % JUDGED_EVERY == 0:
-            chance = exact_chance(batch, backend.score([micro])[0].log_probs)
+            chance = exact_chance(batch, backend.forward_only([micro])[0].log_probs)
             reached = [folder for folder, enough in left.items() if chance >= enough]
-            if step % TOLD_EVERY == 0 or reached:
+            if step % PRINTED_EVERY == 0 or reached:
                 print(f"warm-up step {step}: exactly right with probability {chance:.3f}", flush=True)
             for folder in reached:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -210,7 +210,9 @@ def warm_up(
         backend.train_step([micro], objective)
     backend.close()
     if left:
-        raise SystemExit(f"After {task.max_steps} steps the chance is {chance:.3f}, not {min(left.values())}.")
+        raise SystemExit(
+            f"After {task.max_steps} steps the probability is {chance:.3f}, and {min(left.values())} is required."
+        )
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -226,7 +228,7 @@ def write_images(task: SeesImages, folder: Path, row: Row) -> list[bytes]:
 
 
 def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -> None:
-    """Everything that the run files of the task name."""
+    """Writes the model and the data files that the run files of the task name."""
     train, held_out = task.rows(seed)
     trained = {json.dumps([row["prompt"], row.get("images")]) for row in train}
     if seen := [row["prompt"] for row in held_out if json.dumps([row["prompt"], row.get("images")]) in trained]:
@@ -268,7 +270,7 @@ def main() -> None:
     parser.add_argument("task", type=Path, help="Python file with a TASK")
     parser.add_argument("--seed", type=int, default=2, help="of the weights, the data and the warm-up")
     parser.add_argument("--folder", type=Path, help="by default `generated` beside the task")
-    parser.add_argument("--teacher", type=float, help="train on to this chance, and write `teacher` too")
+    parser.add_argument("--teacher", type=float, help="train further, to this probability, and save `teacher` too")
     asked = parser.parse_args()
     folder = asked.folder or asked.task.parent / "generated"
     make(load_task(asked.task), folder, seed=asked.seed, teacher=asked.teacher)

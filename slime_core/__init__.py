@@ -2,5 +2,5 @@
 
 __version__ = "0.2.0"
 
-API_VERSION = 1
+API_VERSION = 2
 """The version of the contracts in `slime_core.contracts`; every driver states the one it was written for."""

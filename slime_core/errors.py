@@ -1,6 +1,6 @@
-"""The error tree. A `SlimeError` is something the user can mend: its text says what was asked, where, what there is,
-and what to type. The command line prints it as one paragraph and exits with `exit_code`; anything else is a bug and
-keeps its traceback."""
+"""Error classes. A `SlimeError` can be fixed by the user: its text has the key, its value, what is wrong, and what to type.
+The command line prints it as one paragraph and exits with `exit_code`; any other exception is a bug and keeps its
+traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 class SlimeError(Exception):
-    """Base of all errors that are addressed to the user."""
+    """Base of all errors for the user."""
 
     exit_code = 1
 
@@ -25,7 +25,7 @@ class ConfigError(SlimeError):
 
 
 class PluginError(SlimeError):
-    """A plugin is missing, broken, offered twice, or speaks another version of the contracts."""
+    """A plugin is missing, broken, registered twice, or built for another version of the contracts."""
 
     exit_code = 2
 
@@ -37,7 +37,7 @@ class DataError(SlimeError):
 
 
 class ModelError(SlimeError):
-    """A model folder or a tokenizer cannot be used as asked."""
+    """A model folder or a tokenizer cannot be used as requested."""
 
     exit_code = 3
 
@@ -47,48 +47,47 @@ class RewardError(SlimeError):
 
     exit_code = 4
     outcome = "wrong"
-    """Its class, one of `slime_core.contracts.reward.Outcome`."""
+    """Value of `slime_core.contracts.reward.Outcome`."""
 
 
 class RewardTimeout(RewardError):
-    """A reward, or a service that it asks, gave no answer in time."""
+    """A reward, or a service that it uses, gave no response in time."""
 
     outcome = "timeout"
 
 
 class RewardUnavailable(RewardError):
-    """What a reward depends on failed, such as a service: that says nothing about the sample."""
+    """A dependency of a reward failed, such as a service; the sample itself may be right or wrong."""
 
     outcome = "infra"
 
 
 class RolloutError(SlimeError):
-    """Generation cannot yield the groups a step needs."""
+    """Generation cannot provide the groups that a step needs."""
 
     exit_code = 4
 
 
 class RolloutsExhausted(RolloutError):
-    """No more groups are to be had: the filters reject all there is, or the prompts have ended."""
+    """There are no more groups: the filters reject all of them, or the prompts have ended."""
 
 
 class EngineError(SlimeError):
-    """A rollout engine died, hung, or answered with something that cannot be right."""
+    """A rollout engine died, hung, or returned an invalid response."""
 
     exit_code = 5
 
 
 class EngineRefused(EngineError):
-    """An engine that is well was asked for something that it does not do. Another one would refuse it too."""
+    """A healthy engine got a request that it does not support. Another one would refuse it too."""
 
 
 class EngineUnavailable(EngineError):
-    """No engine took the request, or the one that did was lost before it answered. Whoever asked got nothing of an
-    answer, so the same request may be sent again."""
+    """No engine accepted the request, or its engine was lost before any response: the same request may be sent again."""
 
 
 class TrainingError(SlimeError):
-    """A training step cannot go on, for example after too many non-finite steps in a row."""
+    """A training step cannot continue, for example after too many non-finite steps in a row."""
 
     exit_code = 6
 
@@ -106,13 +105,13 @@ class StorageError(SlimeError):
 
 
 class Interrupted(SlimeError):
-    """The user pressed Ctrl-C; what was finished has been saved."""
+    """The user pressed Ctrl-C; finished steps are saved."""
 
     exit_code = 130
 
 
 class Terminated(Interrupted):
-    """The same, by SIGTERM."""
+    """The run got SIGTERM; finished steps are saved."""
 
     exit_code = 143
 
@@ -125,7 +124,7 @@ def near_matches(asked: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown_name(where: str, asked: str, kind: str, known: Sequence[str], *, listing: str = "", hint: str = "") -> str:
-    """The sentence for a name that nothing answers to. `listing` replaces the plain list of what there is.
+    """Message for an unknown name. listing: replaces the plain list of known names; hint: added at the end.
 
     >>> unknown_name("rollout.order", "randon", "order", ["random", "sorted"])
     'rollout.order = "randon": unknown order; close match: random. Available: random, sorted.'

@@ -71,4 +71,4 @@ NOUNS: Final = {
     COMMANDS: "command",
     HOOKS: "hook module",
 }
-"""What messages call one entry of a group."""
+"""The noun for an entry of each group, for error messages."""

@@ -1,4 +1,4 @@
-"""Decorators that give names to the functions and classes of a plugin file (`--plugin ./my_reward.py`).
+"""Decorators that name the functions and classes of a plugin file (`--plugin ./my_reward.py`).
 
 They only leave a mark on what they decorate; nothing is registered until a `Registry` is built with the file:
 
@@ -112,7 +112,7 @@ def loss(
 
 
 def _given(examples: Sequence[Example] | None) -> Any:
-    """As the class method that a driver has."""
+    """The `examples` as the class method that a driver has."""
     return None if examples is None else classmethod(lambda cls, folder: examples)
 
 

@@ -24,7 +24,7 @@ class Moved(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name.startswith(f"{__name__}.") else None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system gives out what stands here when this has ended.
+        # The import system returns what `sys.modules` holds after this call.
         sys.modules[module.__name__] = importlib.import_module(f"{NEW}{module.__name__.removeprefix(__name__)}")
 
 

@@ -1,6 +1,6 @@
 """The task of the openai_agent example: how many things lie on a shelf, which only a tool knows.
 
-The agent in this file is written for OpenAI's API and knows nothing of training: it offers the model a tool, runs the calls
+The agent in this file is written for OpenAI's API and has no code for training: it offers the model a tool, runs the calls
 that come back, and ends when the model answers in words. `b47` has to become a call for that very shelf. Held-out
 shelves are in no training prompt, so what lies there cannot be known by heart.
 
@@ -35,7 +35,7 @@ COUNT: Final = {
     "description": "How many things lie on a shelf.",
     "parameters": {"type": "object", "properties": {"shelf": {"type": "string"}}},
 }
-# The model is small, so the template leaves the tools' descriptions out.
+# The model is small, so the template leaves out the tools' descriptions.
 TEMPLATE: Final = (
     "{% for m in messages %}{{ '<tool>' if m.role == 'tool' else '<user>' if m.role == 'user' else '<model>' }}"
     "{{ m.content }}{% if m.role != 'user' and m.role != 'tool' %}<end>{% endif %}{% endfor %}"
@@ -44,25 +44,25 @@ TEMPLATE: Final = (
 CALL: Final = '<tool_call>{"name": "count", "arguments": {"shelf": "'
 END_OF_CALL: Final = '"}}</tool_call>'
 
-# Episodes share its connections; a client takes longer to make than the model takes to answer.
+# Episodes share its connections: creating a client takes longer than a response of the model.
 CLIENT: Final = openai.AsyncOpenAI(base_url="http://set-later", api_key="set-later", max_retries=0)
 
 
 @agent("stocktaker")
 async def stocktaker(task: AgentTask) -> None:
-    """Asks the model what lies on a shelf, and runs its calls."""
+    """Asks the model how many things are on a shelf, and runs its tool calls."""
     await take_stock(task, count)
 
 
 @agent("stocktaker_without_tool")
 async def stocktaker_without_tool(task: AgentTask) -> None:
-    """The same with a tool that knows nothing."""
+    """The same agent with a tool that returns no information."""
     await take_stock(task, lambda shelf: "000")
 
 
 @reward("stock")
 def stock(sample: Sample) -> float:
-    """1 if the model's last words are what lies on the shelf."""
+    """1 if the model's last message is the number of things on the shelf."""
     return float(sample.response.endswith(f"<model>{count(sample.metadata['shelf'])}<end>"))
 
 
@@ -72,11 +72,11 @@ async def take_stock(task: AgentTask, tool: Callable[[str], str]) -> None:
     client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
     for _ in range(2):
         answer = await client.chat.completions.create(model=task.model, messages=messages, tools=tools)
-        said = answer.choices[0].message
-        if not said.tool_calls:
+        given = answer.choices[0].message
+        if not given.tool_calls:
             return
-        messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls:
+        messages.append(given.model_dump(exclude_none=True))
+        for call in given.tool_calls:
             shelf = json.loads(call.function.arguments).get("shelf")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": tool(str(shelf))})
 

@@ -1,4 +1,4 @@
-"""Runs run.toml twice, from nothing, and compares to the bit: trained weights, answers of every step, metrics.
+"""Runs run.toml twice, from scratch, and compares bitwise: trained weights, responses of every step, metrics.
 
 python examples/reproducibility/compare.py [flags of slime run for the second run]
 """
@@ -31,7 +31,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """Hashes of weights and answers."""
+    """Hashes of weights and responses."""
     paths = [*folder.glob("hf/*.safetensors"), *folder.glob("rollouts/*.parquet")]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
 

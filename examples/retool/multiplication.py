@@ -45,7 +45,7 @@ def row(a: int, b: int) -> dict[str, Any]:
 
 
 def worked(product: str, rng: np.random.Generator) -> list[tuple[str, bool]]:
-    """The interpreter is told the truth about what it is asked, which may be something else than the problem."""
+    """A worked example. The interpreter's output is right for the code, whose factors may differ from the problem's."""
     asked = product
     if rng.random() < NOISE:
         place = int(rng.choice([place for place, sign in enumerate(product) if sign != "*"]))

@@ -1,11 +1,11 @@
 """The task of the search example: which module of the standard library defines a name?
 
 The corpus is Python's own standard library, read from its source files (nothing is imported): a document for each public
-function and class, with its module as title. A question is a name, such as `dedent?`. Only a search tells the module:
-`<search>dedent</search>` finds textwrap's document, and the answer is in its title.
+function and class, with its module as title. A question is a name, such as `dedent?`. The model must search for the
+module: `<search>dedent</search>` finds textwrap's document, and the answer is in its title.
 
-The warm start (`../warm_start.py`) sees the words, but made-up pairs of names and modules alone. It mostly guesses and now
-and then searches; reinforcement learning, which sees only whether the answer is right, has to teach it to search.
+The warm start (`../warm_start.py`) trains on these words, but only in made-up pairs of names and modules. Afterwards the model
+mostly guesses, and sometimes searches. Reinforcement learning, with only the reward of the answer, must teach it to search.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUM_WORKED: Final = 20_000
 GUESSES: Final = 0.6
 """Share of worked examples that guess."""
 SUMMARY_CHARS: Final = 6
-"""About what run.toml lets through."""
+"""About as many as run.toml allows (max_information_tokens)."""
 
 
 class Definition(NamedTuple):
@@ -71,7 +71,7 @@ class WhichModule:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """A name is a token, a module is one: what the model has to learn is to search, not to spell."""
+        """Each name and each module is one token: the model must learn to search, not to spell."""
         return list(
             dict.fromkeys([*MARKS, *(word for d in questions() for word in (d.name, d.module) if len(word) > 1)])
         )
@@ -86,7 +86,7 @@ class WhichModule:
         return {"corpus.jsonl": [{"title": d.module, "text": d.text} for d in definitions()]}
 
     def worked(self, rows: Sequence[dict[str, Any]], seed: int) -> list[list[tuple[str, bool]]]:
-        """Of made-up pairs: they teach to search and to copy, not what Python has."""
+        """Worked examples with made-up pairs: they teach to search and to copy, but no facts about Python."""
         draws = np.random.default_rng(seed)
         known = questions()
         modules = sorted({d.module for d in known})
@@ -127,7 +127,7 @@ def read_definitions() -> Iterator[Definition]:
 
 @cache
 def questions() -> list[Definition]:
-    """Documented names that one module alone defines; always the same ones."""
+    """Documented names that only one module defines; always the same ones."""
     modules: dict[str, set[str]] = {}
     for definition in definitions():
         modules.setdefault(definition.name.lower(), set()).add(definition.module)

@@ -1,4 +1,4 @@
-"""Credit: scores of the whole batch to advantages, corrections and loss weights. Pure, once, on the driver."""
+"""Computes advantages, corrections and loss weights of the whole batch. Pure; runs once, on the driver."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ WHITENING_EPS = 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CreditRules:
-    """The parts of a recipe that work on the whole batch."""
+class AdvantageConfig:
+    """The parts of a recipe that process the whole batch."""
 
     advantage: AdvantageEstimator | None
     """None: the loss uses no advantages."""
     advantage_needs: frozenset[Need] = frozenset()
     advantage_terms: Sequence[tuple[AdvantageEstimator, frozenset[Need]]] = ()
-    """Each with its needs; their advantages are added to those of `advantage`."""
+    """Further estimators, each with its needs; their advantages are added to those of `advantage`."""
     shaping: Sequence[RewardShaper] = ()
     kl_reward: KlEstimator | None = None
     kl_coef: float = 0.0
     normalize_advantages: bool = False
     corrections: Sequence[tuple[OffPolicyCorrection, frozenset[Need]]] = ()
-    """Those of the batch stage, in order, each with its needs."""
+    """Corrections of the batch stage, in order, each with its needs."""
     aggregation: Aggregation = Aggregation.SEQ_MEAN
     rollouts_per_step: int
     max_response_len: int
@@ -46,15 +46,15 @@ class CreditedBatch:
 
     columns: TokenColumns
     step_of_sample: Int64
-    """(S,) the optimiser step that trains a sample."""
+    """(S,) optimizer step of each sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the whole batch, with their prefix."""
+    """Metrics of the whole batch, with prefix."""
     step_metrics: tuple[Mapping[str, float], ...] = ()
-    """Of the corrections, for each optimiser step, without prefix."""
+    """Metrics of the corrections for each optimizer step, without prefix."""
 
 
-def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> CreditedBatch:
-    """Shaping, advantages, whitening, corrections, loss weights; TrainingError names a sample with a non-finite one."""
+def compute_advantages_and_returns(batch: Batch, columns: TokenColumns, rules: AdvantageConfig) -> CreditedBatch:
+    """Applies shaping, advantages, whitening, corrections and loss weights. Raises TrainingError if one is not finite."""
     metrics: dict[str, float] = {}
     step_of_sample = split_steps(batch, rules.rollouts_per_step)
     weight = loss_weights(batch, step_of_sample, rules.aggregation, rules.max_response_len)
@@ -68,8 +68,10 @@ def assign_credit(batch: Batch, columns: TokenColumns, rules: CreditRules) -> Cr
         penalty = reward_kl(mask, columns, rules)
 
         def estimate(estimator: AdvantageEstimator, needs: frozenset[Need], kl_penalty: Float32 | None) -> Credit:
-            wanted = columns.only({need.value for need in needs})
-            return estimator.estimate(CreditInputs(batch=batch, rewards=rewards, columns=wanted, kl_penalty=kl_penalty))
+            requested = columns.only({need.value for need in needs})
+            return estimator.estimate(
+                CreditInputs(batch=batch, rewards=rewards, columns=requested, kl_penalty=kl_penalty)
+            )
 
         credit = estimate(rules.advantage, rules.advantage_needs, penalty)
         advantages = np.where(mask, credit.advantages, np.float32(0)).astype(np.float32)
@@ -111,14 +113,13 @@ def correct_steps(
     columns: TokenColumns,
     step_of_sample: Int64,
 ) -> tuple[Float32, list[dict[str, float]]]:
-    """The (M,) weights, 0 where a token is masked or was not trained anyway, and each step's metrics. One call for each
-    optimiser step: what a correction normalises by is a step's, not the batch's."""
+    """Returns (M,) weights, 0 at masked tokens, and metrics of each step. Called per step, over which it may normalize."""
     weights = np.zeros(len(batch.mask), np.float32)
     metrics: list[dict[str, float]] = []
     for step in range(count_steps(step_of_sample)):
         samples = np.flatnonzero(step_of_sample == step)
         rows = batch.response_rows(samples)
-        corrected = correction.correct_batch(*withhold(batch.take(samples), columns.take(rows), needs))
+        corrected = correction.correct_batch(*restrict_inputs(batch.take(samples), columns.take(rows), needs))
         trained = batch.mask[rows].astype(np.bool_)
         weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
         means = {name: mean(values[trained]) for name, values in corrected.metrics.items()}
@@ -126,19 +127,19 @@ def correct_steps(
     return weights, metrics
 
 
-def withhold(batch: Batch, columns: TokenColumns, needs: frozenset[Need]) -> tuple[Batch, TokenColumns]:
-    """Only what a correction declared, with advantages and returns; one that reads more fails at once."""
-    wanted = {need.value for need in needs} | {"advantages", "returns"}
+def restrict_inputs(batch: Batch, columns: TokenColumns, needs: frozenset[Need]) -> tuple[Batch, TokenColumns]:
+    """Keeps only the declared columns, advantages and returns, so that a correction that reads others fails at once."""
+    requested = {need.value for need in needs} | {"advantages", "returns"}
     if Need.ROLLOUT_LOGPROBS not in needs:
         batch = replace(batch, rollout_log_probs=np.full_like(batch.rollout_log_probs, np.nan))
-    return batch, columns.only(wanted)
+    return batch, columns.only(requested)
 
 
 def count_steps(step_of_sample: Int64) -> int:
     return int(step_of_sample.max(initial=-1)) + 1
 
 
-def reward_kl(mask: Bool, columns: TokenColumns, rules: CreditRules) -> Float32 | None:
+def reward_kl(mask: Bool, columns: TokenColumns, rules: AdvantageConfig) -> Float32 | None:
     """(M,) kl_coef x k(old, ref), 0 at masked tokens."""
     if rules.kl_reward is None:
         return None
@@ -153,19 +154,19 @@ def reward_kl(mask: Bool, columns: TokenColumns, rules: CreditRules) -> Float32 
 
 
 def whiten(values: Float32, mask: Bool) -> Float32:
-    """Zero mean and unit variance over the masked-in tokens (n - 1), in float64 and two passes; masked-out ones 0."""
+    """Normalizes trained tokens to zero mean and unit variance (n - 1), in float64 and two passes; 0 at masked tokens."""
     chosen = values[mask].astype(np.float64)
     if len(chosen) == 0:
         return np.zeros_like(values)
-    centred = chosen - chosen.mean()
-    variance = float(centred @ centred) / (len(chosen) - 1) if len(chosen) > 1 else 0.0
+    centered = chosen - chosen.mean()
+    variance = float(centered @ centered) / (len(chosen) - 1) if len(chosen) > 1 else 0.0
     result = np.zeros_like(values)
-    result[mask] = centred / np.sqrt(variance + WHITENING_EPS)
+    result[mask] = centered / np.sqrt(variance + WHITENING_EPS)
     return result
 
 
 def require_finite(name: str, column: Float32, batch: Batch) -> None:
-    """What a plugin has computed of finite numbers; TrainingError names the sample."""
+    """Raises TrainingError, with the sample, if a plugin returned a number at a trained token that is not finite."""
     bad = ~np.isfinite(column) & batch.mask.astype(np.bool_)
     if bad.any():
         sample = int(batch.sample_of_token[np.argmax(bad)])

@@ -1,4 +1,4 @@
-"""Karmarkar-Karp: items to bins of equal count and nearly equal weight."""
+"""Karmarkar-Karp: divides items into bins of equal count and nearly equal weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def karmarkar_karp(weights: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Item numbers of each bin; every bin gets len(weights) / num_bins items, which must be whole.
+    """Returns the item positions of each bin; len(weights) must be a multiple of num_bins.
 
     Largest differencing with k items at a time, so that counts stay equal: each state holds k partial bins; the two
     states with the largest spread are merged, heaviest bin onto lightest.

@@ -1,4 +1,4 @@
-"""Groups to columns."""
+"""build_batch: converts groups to a batch of columns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slime_core.types.routed_experts import RoutedExperts, filled_up
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 
-def assemble(groups: Sequence[SampleGroup]) -> Batch:
-    """The samples of these groups as columns, groups in the order given, samples in the order of the group.
+def build_batch(groups: Sequence[SampleGroup]) -> Batch:
+    """Returns the samples of the groups as columns, in the order of the groups.
 
-    Samples without a reward count in no group statistic. Aborted, failed and removed ones train nothing, though with a
-    reward they do count. Token masks are final in the result. RolloutError if some have expert ids, and a trained one lacks
-    any that its trained tokens depend on.
+    Samples without a reward do not count in group statistics. Aborted, failed and removed ones are not trained on, but count
+    if they have a reward. Token masks are final in the result. Raises RolloutError if some samples have expert ids and a
+    trained one lacks ids that its trained tokens depend on.
     """
     samples = [sample for group in groups for sample in group.samples]
 
@@ -51,7 +51,7 @@ def assemble(groups: Sequence[SampleGroup]) -> Batch:
 
 
 def trains(sample: Sample) -> bool:
-    """Whether any of its tokens may be trained."""
+    """True if its tokens may be trained on."""
     return not sample.remove_sample and sample.status not in (Status.ABORTED, Status.FAILED)
 
 
@@ -68,8 +68,8 @@ def expert_rows(samples: Sequence[Sample]) -> RoutedExperts | None:
         held = 0 if sample.routed_experts is None else len(sample.routed_experts)
         if held < needed:
             raise RolloutError(
-                f"sample {sample.index} (group {sample.group_index}) has expert ids of {held} tokens, and its last trained "
-                f"token depends on {needed}: the engine, or who made the sample, has left them out."
+                f"sample {sample.index} (group {sample.group_index}) has expert ids of {held} tokens, but its last trained "
+                f"token depends on {needed}: the engine or the generator omitted them."
             )
     return filled_up([sample.routed_experts for sample in samples], [len(sample.tokens) for sample in samples])
 
@@ -82,7 +82,7 @@ def token_versions(sample: Sample) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def token_rewards(sample: Sample) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(R,) each span's number at its last trained token; that of a span without one stays in the rest of the reward."""
+    """(R,) each span's reward at its last trained token; a span without one counts in the rest of the reward."""
     earned = np.zeros(sample.response_length, np.float32)
     if trains(sample):
         for start, end, value in sample.span_rewards:

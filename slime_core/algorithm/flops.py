@@ -1,4 +1,4 @@
-"""Forward FLOPs of a sequence, from a model's config: for balancing ranks and for the perf metrics."""
+"""Forward FLOPs of a sequence, from a model's config, for balancing ranks and for perf metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes that decide how much work a token is."""
+    """Model sizes that decide the FLOPs of a token."""
 
     num_layers: int
     hidden: int
@@ -20,14 +20,14 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn: int
-    """Width of the MLP that a token passes: of all experts that are active for it."""
+    """Width of the MLP of a token: the sum over its active experts."""
     vocab: int
     num_linear: int = 0
-    """Layers of linear attention, whose work grows with the tokens alone; counted as projections of the same sizes."""
+    """Layers of linear attention, which have no quadratic part; counted as projections of the same sizes."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the content of a Hugging Face config.json."""
+        """config: content of a Hugging Face config.json."""
         config = config.get("text_config", config)
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         active = config.get("num_experts_per_tok")

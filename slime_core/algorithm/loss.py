@@ -22,7 +22,7 @@ from slime_core.types.microbatch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
 FIELD_OF: Final = {need: need.value for need in Need} | {Need.VALUES: "old_values"}
-"""The field of `LossInputs` that each need fills."""
+"""Field of `LossInputs` for each need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +31,22 @@ class TokenObjective:
 
     loss: PolicyLoss
     needs: frozenset[Need]
-    """Of the loss itself: what it did not declare is withheld."""
+    """Needs of the loss; other inputs are None."""
     reads_values: bool = False
     old_from_current: bool = False
-    """The old log-probs are the current ones, detached: one optimiser step per rollout and nothing else reads them."""
+    """The old log-probs are the current ones, detached: for one optimizer step per rollout, if nothing else reads them."""
     old_from_rollout: bool = False
-    """The old log-probs are the engine's: there is no gap between the two to report."""
+    """The old log-probs are the engine's, so their mismatch is not reported."""
     kl: KlEstimator | None = None
     kl_loss_coef: float = 0.0
     use_unbiased_kl: bool = False
     entropy_coef: float = 0.0
     report_entropy: bool = True
     corrections: Sequence[tuple[OffPolicyCorrection, frozenset[Need]]] = field(default=())
-    """Those that need the current log-probs, in order, each with its needs."""
+    """Corrections of the loss stage, in order, each with its needs."""
 
     @property
-    def wants_entropy(self) -> bool:
+    def needs_entropy(self) -> bool:
         return not self.reads_values and (self.report_entropy or self.entropy_has_gradient)
 
     @property
@@ -79,13 +79,13 @@ class TokenObjective:
             rollout_log_probs=columns.rollout_log_probs,
             teacher_log_probs=columns.teacher_log_probs,
         )
-        output = self.loss(withhold(everything, self.needs, self.reads_values), segments)
+        output = self.loss(restrict_inputs(everything, self.needs, self.reads_values), segments)
         policy = torch.where(mask, output.values, 0.0)
         metrics = dict(output.metrics)
         if columns.correction is not None:
             policy = policy * torch.where(mask, columns.correction, 0.0)
         for correction, needs in self.corrections:
-            correction_output = correction.correct_loss(withhold(everything, needs, self.reads_values), segments)
+            correction_output = correction.correct_loss(restrict_inputs(everything, needs, self.reads_values), segments)
             policy = policy * torch.where(mask, correction_output.weights, 0.0)
             metrics |= correction_output.metrics
 
@@ -105,7 +105,7 @@ class TokenObjective:
             metrics["train_rollout_logprob_abs_diff"] = (everything.old_log_probs - columns.rollout_log_probs).abs()
 
         weight = weight.to(total.dtype)
-        # One matrix product for all metrics: a handful of small kernels less for each.
+        # One matrix product for all metrics saves several small kernels per metric.
         stacked = torch.where(mask, torch.stack([value.to(weight.dtype) for value in metrics.values()]), 0.0)
         sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
         return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
@@ -116,7 +116,7 @@ class TokenObjective:
     def _kl(self, log_probs: Tensor, inputs: LossInputs) -> Tensor:
         if self.kl is None or inputs.ref_log_probs is None:
             raise ValueError("the KL term needs the ref_log_probs column")
-        # Masked tokens may hold anything; keep it away from exp and its gradient.
+        # Masked tokens may hold any value, which must not reach exp and its gradient.
         safe_log_probs = torch.where(inputs.mask, log_probs, 0.0)
         safe_ref = torch.where(inputs.mask, inputs.ref_log_probs, 0.0)
         ratio = None
@@ -128,8 +128,8 @@ class TokenObjective:
         return self.kl(safe_log_probs, safe_ref, ratio)
 
 
-def withhold(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:
-    """Only what a part declared; so that a part that reads more fails at once, not on some other backend."""
+def restrict_inputs(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:
+    """Keeps only the declared inputs, so that a part that reads others fails at once, not only on some backends."""
     withheld = ["log_probs" if reads_values else "values", *(FIELD_OF[need] for need in Need if need not in needs)]
     nothing: dict[str, Any] = dict.fromkeys(withheld)
     return replace(inputs, **nothing)

@@ -1,4 +1,4 @@
-"""Loss weights: the whole aggregation of a step as one column, counted before its first micro-batch.
+"""Loss weights: the aggregation of a step as one column, computed before its first micro-batch.
 
 loss = sum over tokens of loss_weight x value, with loss_weight = mask x w / D. Nothing then depends on how the tokens
 are split into micro-batches, ranks or packed streams.
@@ -13,8 +13,7 @@ from slime_core.types.batch import Batch, Float32, Int64
 
 
 def loss_weights(batch: Batch, step_of_sample: Int64, aggregation: Aggregation, max_response_len: int) -> Float32:
-    """(M,) float32. `step_of_sample` (S,) says which optimiser step of the batch trains a sample; D is counted over
-    that step. `max_response_len` is the L of the constant aggregation."""
+    """(M,) float32. step_of_sample: (S,), D is counted per step; max_response_len: L of the constant aggregation."""
     rollouts, rollout_of_sample = np.unique(batch.rollout_id, return_inverse=True)
     trainable_of_rollout = np.bincount(rollout_of_sample, weights=batch.num_trainable, minlength=len(rollouts))
     num_steps = int(step_of_sample.max(initial=-1)) + 1
@@ -33,8 +32,8 @@ def loss_weights(batch: Batch, step_of_sample: Int64, aggregation: Aggregation, 
 
 
 def split_steps(batch: Batch, rollouts_per_step: int) -> Int64:
-    """(S,) the optimiser step of each sample: rollouts in order of appearance, `rollouts_per_step` at a time, all
-    samples of a rollout in one step. A last step may be shorter."""
+    """Returns the (S,) optimizer step of each sample: `rollouts_per_step` rollouts per step in order of appearance, all samples
+    of a rollout in one step. The last step may be shorter."""
     _, first, rollout_of_sample = np.unique(batch.rollout_id, return_index=True, return_inverse=True)
     order = np.empty(len(first), np.int64)
     order[np.argsort(first)] = np.arange(len(first))

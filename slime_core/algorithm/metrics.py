@@ -1,4 +1,4 @@
-"""Metric names and how a batch's are computed. Axes: train/step, rollout/step, eval/step."""
+"""Metrics of a batch and their names. Axes: train/step, rollout/step, eval/step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EVAL_AXIS: Final = "eval/step"
 REPETITION_CHARS: Final = 10_000
 REPETITION_RATIO: Final = 10.0
 BINARY_REWARDS: Final = ((0.0, 1.0), (-1.0, 1.0))
-"""Fail and pass."""
+"""Pairs (fail, pass)."""
 
 
 def distribution(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
-    """mean, median, max and min under `name/`."""
+    """mean, median, max and min as `name/...`; empty without values."""
     if len(values) == 0:
         return {}
     return {
@@ -37,7 +37,7 @@ def distribution(name: str, values: npt.NDArray[np.number]) -> dict[str, float]:
 
 
 def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """What a batch says of the rollouts; `version` is the policy that is about to be trained."""
+    """Rollout metrics of a batch; version: policy version that will be trained."""
     rewards = batch.reward[np.isfinite(batch.reward)]
     trained = batch.mask.astype(np.bool_)
     metrics = {
@@ -61,8 +61,8 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def zero_std_metrics(batch: Batch) -> dict[str, float]:
-    """How many groups earned one and the same reward, by that reward (one decimal, to keep the number of names small):
-    a group that is normalised has nothing to learn from then. Groups with less than two scored samples do not count."""
+    """Counts groups whose rewards are all equal, by reward (rounded to one decimal, for few names): with normalization they
+    have no signal. Groups with fewer than two scored samples do not count."""
     scored = np.isfinite(batch.reward)
     rewards = batch.reward[scored]
     groups, group_of_sample = np.unique(batch.group_index[scored], return_inverse=True)
@@ -76,11 +76,9 @@ def zero_std_metrics(batch: Batch) -> dict[str, float]:
 
 
 def pass_rate_metrics(batch: Batch, *, always: bool = False) -> dict[str, float]:
-    """pass@k over the groups of a batch whose rewards are all fail or pass, or of any batch (`always`); none with one
-    rollout per group.
+    """pass@k over the groups of a batch, if all its rewards are fail or pass, or `always`; empty with one rollout per group.
 
-    A rollout passes if all of its samples have reward 1; one without a reward did not. Of accepted groups alone: filters
-    that drop hard and easy prompts move it.
+    A rollout passes if all of its samples have reward 1. Only accepted groups count, so filters change it.
     """
     rewards = batch.reward[np.isfinite(batch.reward)]
     binary = any(np.isin(rewards, pair).all() for pair in BINARY_REWARDS)
@@ -97,7 +95,7 @@ def pass_rate_metrics(batch: Batch, *, always: bool = False) -> dict[str, float]
 
 
 def correct_metrics(batch: Batch, entropy: npt.NDArray[np.float32] | None) -> dict[str, float]:
-    """Of the samples with reward 1: their share, their lengths, and the mean entropy of their tokens if that was scored."""
+    """Share and lengths of the samples with reward 1, and the mean entropy of their tokens if it was computed."""
     correct = batch.reward == 1.0
     metrics = {
         "rollout/correct/frac": float(correct.mean()) if batch.num_samples else 0.0,
@@ -110,8 +108,7 @@ def correct_metrics(batch: Batch, entropy: npt.NDArray[np.float32] | None) -> di
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Turns are runs of tokens that the model wrote, between those that came from its environment: how many a sample has,
-    how long they are, and how long responses are with and without what is the environment's."""
+    """Turns (runs of model tokens) per sample, their lengths, and response lengths with and without environment tokens."""
     if not samples:
         return {}
     masks = [sample.loss_mask.astype(np.bool_) for sample in samples]
@@ -129,8 +126,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def group_metrics(batch: Batch) -> dict[str, float]:
-    """How the rewards of one prompt's samples spread: the standard deviation (n) in each group with two scored samples or
-    more, and how many groups there are."""
+    """Number of groups, and the standard deviation (n) of rewards in groups with at least two scored samples."""
     scored = np.isfinite(batch.reward)
     _, group_of_sample = np.unique(batch.group_index[scored], return_inverse=True)
     sizes = np.bincount(group_of_sample)
@@ -145,8 +141,7 @@ def group_metrics(batch: Batch) -> dict[str, float]:
 
 
 def category_metrics(samples: Sequence[Sample], key: str) -> dict[str, float]:
-    """The share of the samples of each category: `key` is one of the numbers that the reward returned, and every value that
-    it takes is a category."""
+    """Share of samples per category. key: name of a number that the reward returned; each of its values is a category."""
     found = Counter(sample.reward_parts[key] for sample in samples if key in sample.reward_parts)
     return {f"rollout/error_cat/{value:g}": count / len(samples) for value, count in sorted(found.items())}
 
@@ -158,7 +153,7 @@ def step_rollout_metrics(
     version: int,
     entropy: npt.NDArray[np.float32] | None = None,
 ) -> dict[str, float]:
-    """All that a step says of its rollouts; `asked`: which of what is off by default."""
+    """All rollout metrics of a step. asked: enables those that are off by default."""
     metrics = {
         **rollout_metrics(batch, version),
         **group_metrics(batch),
@@ -178,7 +173,7 @@ def step_rollout_metrics(
 
 
 def generation_metrics(samples: Sequence[Sample], seconds: float, num_devices: int) -> dict[str, float]:
-    """How fast a step's samples were generated; tokens of the response, and effective ones, which are trained."""
+    """Generation throughput of a step: response tokens, and effective tokens, which are trained on."""
     lengths = np.array([sample.response_length for sample in samples], np.int64)
     trained = sum(sample.num_trainable for sample in samples)
     return {
@@ -189,14 +184,13 @@ def generation_metrics(samples: Sequence[Sample], seconds: float, num_devices: i
 
 
 def step_metrics(batch: Batch, step_of_sample: npt.NDArray[np.int64]) -> list[dict[str, float]]:
-    """Of each optimiser step: how many rollouts it trains on. A short batch has a short last step."""
+    """Number of rollouts of each optimizer step; the last step may have fewer."""
     _, first = np.unique(batch.rollout_id, return_index=True)
     return [{"global_batch_size": float(count)} for count in np.bincount(step_of_sample[first])]
 
 
 def repetition_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """The share of answers that repeat themselves: more than 10 000 characters, the last 10 000 of which zlib makes more
-    than ten times smaller."""
+    """Share of responses above 10 000 characters, the last 10 000 of which zlib compresses more than tenfold."""
     if not samples:
         return {}
     return {"rollout/repetition_frac": sum(repeats_itself(sample.response) for sample in samples) / len(samples)}
@@ -210,7 +204,7 @@ def repeats_itself(text: str) -> bool:
 
 
 def sample_staleness(batch: Batch, version: int) -> npt.NDArray[np.int64]:
-    """Versions between the oldest token of a sample and `version`, for each sample that has tokens of the model's."""
+    """Staleness of each sample with model tokens: `version` minus the version of its oldest token."""
     written = batch.version >= 0
     oldest = np.full(batch.num_samples, np.iinfo(np.int64).max)
     np.minimum.at(oldest, batch.sample_of_token[written], batch.version[written])
@@ -218,7 +212,7 @@ def sample_staleness(batch: Batch, version: int) -> npt.NDArray[np.int64]:
 
 
 def column_metrics(batch: Batch, columns: dict[str, npt.NDArray[np.float32]]) -> dict[str, float]:
-    """Means of score columns over the trained tokens."""
+    """Means of columns over the trained tokens."""
     trained = batch.mask.astype(np.bool_)
     if not trained.any():
         return {}
@@ -235,7 +229,7 @@ def reward_part_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, flo
 
 
 def count_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
-    """Means of what generators counted; a sample that lacks a count has none of it."""
+    """Means of the generators' counters; a missing counter is 0."""
     names = sorted({name for sample in samples for name in sample.counts})
     return {f"{prefix}/{name}": float(np.mean([s.counts.get(name, 0.0) for s in samples])) for name in names}
 

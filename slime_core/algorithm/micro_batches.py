@@ -1,4 +1,4 @@
-"""Plans: which samples form which micro-batch, on which data-parallel rank, in which optimiser step."""
+"""plan_step: divides the samples of an optimizer step into micro-batches of the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from slime_core.types.batch import Int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLimits:
-    """How large micro-batches may be."""
+    """Size limits of micro-batches."""
 
     max_tokens: int | None
     """Tokens of a packed micro-batch over all context-parallel ranks; None: `max_samples` samples each."""
     max_samples: int = 1
     multiple: int = 1
-    """Micro-batches per rank must divide by it."""
+    """The number of micro-batches per rank must be a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """`ranks[r][m]` are the sample numbers of data-parallel rank r's micro-batch m, all ranks equally many; a
-    micro-batch may be empty."""
+    """`ranks[r][m]`: samples of micro-batch m on data-parallel rank r, perhaps none; all ranks have equally many."""
 
     ranks: tuple[tuple[Int64, ...], ...]
 
@@ -37,10 +36,10 @@ class StepPlan:
 def plan_step(
     samples: Int64, lengths: Int64, *, dp_size: int, limits: MicroBatchLimits, shape: ModelShape, balance: bool
 ) -> StepPlan:
-    """Packs `samples` (numbers into `lengths`, tokens each) and spreads the micro-batches over the ranks.
+    """Packs `samples` (positions in `lengths`, in tokens) and distributes the micro-batches over the ranks.
 
-    Every sample is placed exactly once. Counts per rank are equal: bins are split, heaviest first, until they divide,
-    and when no bin can be split further, empty ones are added.
+    Every sample is placed exactly once. For equal counts per rank, bins are split, heaviest first, until their number is a
+    multiple; if no bin can be split, empty ones are added.
     """
     bins = pack(samples, lengths, limits)
     bins = divide(bins, lengths, dp_size * limits.multiple)
@@ -53,7 +52,7 @@ def plan_step(
 
 
 def pack(samples: Int64, lengths: Int64, limits: MicroBatchLimits) -> list[Int64]:
-    """First fit in order; a sample longer than the cap sits alone."""
+    """First fit in order; a sample longer than the limit gets its own micro-batch."""
     if limits.max_tokens is None:
         return [samples[i : i + limits.max_samples] for i in range(0, len(samples), limits.max_samples)]
     if lengths[samples].sum() <= limits.max_tokens:
@@ -70,10 +69,10 @@ def pack(samples: Int64, lengths: Int64, limits: MicroBatchLimits) -> list[Int64
 
 
 class FirstFit:
-    """Which bin an item goes into: the first with room for it, else a new one. log(bins) steps for each item.
+    """Places each item in the first bin with room for it, else in a new one, in O(log(bins)).
 
-    A tournament tree: a leaf is a bin's free room, an inner node the largest below it. Bins that were not opened yet are
-    leaves with all their room, so a new bin needs no case of its own.
+    A tournament tree: a leaf is a bin's free room, an inner node the largest below it. Unused bins are leaves with
+    all their room, so a new bin needs no special case.
     """
 
     def __init__(self, num_items: int, room: int) -> None:
@@ -82,14 +81,14 @@ class FirstFit:
         self._free = [room] * (2 * self._leaves)
 
     def place(self, size: int) -> int:
-        """The bin's number. An item larger than a whole bin takes an empty one, and nothing joins it."""
+        """Returns the bin's number. An item larger than a bin gets an empty one for itself."""
         free = self._free
-        wanted = min(size, self._room)
+        requested = min(size, self._room)
         node = 1
         while node < self._leaves:
-            node = 2 * node if free[2 * node] >= wanted else 2 * node + 1
+            node = 2 * node if free[2 * node] >= requested else 2 * node + 1
         number = node - self._leaves
-        free[node] -= wanted
+        free[node] -= requested
         while node > 1:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])
@@ -97,7 +96,7 @@ class FirstFit:
 
 
 def divide(bins: Sequence[Int64], lengths: Int64, multiple: int) -> list[Int64]:
-    """Splits the bin with most tokens in two, longest sample first into the lighter half, until the count divides."""
+    """Splits the bin with most tokens in two, longest sample first into the lighter half, until their number is a multiple."""
     result = list(bins)
     tokens = [int(lengths[b].sum()) for b in result]
     while len(result) % multiple or not result:

@@ -1,7 +1,6 @@
-"""Mismatch: how far the engine's log-probs are from the trainer's, for the same tokens under the same weights.
+"""Mismatch between the log-probs of engine and trainer, for the same tokens under the same weights.
 
 x = log-prob of the trainer - log-prob of the engine, in nats, at trained tokens; the engine sampled. All in float64.
-
 Legend: M response tokens, S samples.
 """
 
@@ -15,10 +14,10 @@ MAX_LOG_RATIO = 20.0
 
 
 def mismatch_metrics(batch: Batch, log_probs: Float32) -> dict[str, float]:
-    """Of all samples of `batch`, which is one optimiser step; `log_probs` (M,) are the trainer's.
+    """Mismatch metrics of one optimizer step. batch: its samples; log_probs: (M,) the trainer's.
 
     Means are over trained tokens (mis_kl, mis_k3_kl, mis_chi2_token, train_rollout_logprob_abs_diff) or over samples
-    that have any (the others); the exponents of all exp are clamped to [-20, 20]. Empty if nothing is trained.
+    that have any (the others); arguments of exp are clamped to [-20, 20]. Empty if no token is trained.
     """
     trained = batch.mask.astype(np.bool_)
     counts = batch.num_trainable

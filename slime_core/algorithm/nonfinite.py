@@ -1,4 +1,4 @@
-"""Samples that cannot be trained: a log-prob or value of theirs is not a finite number."""
+"""Samples that cannot be trained on: one of their log-probs or values is not finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slime_core.errors import TrainingError
 from slime_core.types.batch import Batch, Float32, Int64
 
 LEFT_OUT: Final = -1
-"""The optimiser step of a sample that no step trains."""
+"""Optimizer step of a sample that is not trained on."""
 
 
 def nonfinite_samples(batch: Batch, columns: Mapping[str, Float32]) -> dict[int, str]:
-    """Numbers of samples with a trained token that is not finite in one of the columns (M,), and that column's name."""
+    """Positions of samples with a trained token that is not finite in one of the columns (M,), with that column's name."""
     found: dict[int, str] = {}
     for name, column in columns.items():
         bad = ~np.isfinite(column) & batch.mask.astype(np.bool_)
@@ -26,7 +26,7 @@ def nonfinite_samples(batch: Batch, columns: Mapping[str, Float32]) -> dict[int,
 
 
 def name_samples(batch: Batch, found: Mapping[int, str]) -> str:
-    """What the user is told: at most the first three."""
+    """Text that lists the first three of these samples for a message."""
     listed = [
         f"sample {batch.index[sample]} (group {batch.group_index[sample]}): {column}"
         for sample, column in list(found.items())[:3]
@@ -34,16 +34,16 @@ def name_samples(batch: Batch, found: Mapping[int, str]) -> str:
     return "; ".join(listed) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
-def leave_out(
+def mask_samples(
     batch: Batch, columns: Mapping[str, Float32], step_of_sample: Int64, samples: Int64
 ) -> tuple[Batch, dict[str, Float32], Int64]:
-    """The batch with these samples masked, 0 in their rows of the columns, and no optimiser step for them. Their rewards
-    still count in their groups, and they in denominators that count rollouts, as with `remove_sample`."""
+    """Masks these samples: 0 in their rows of the columns, and no optimizer step. Their rewards still count in their groups,
+    and they count in denominators over rollouts, as with `remove_sample`."""
     steps = step_of_sample.copy()
     steps[samples] = LEFT_OUT
     for step in range(int(step_of_sample.max()) + 1):
         if not (steps == step).any():
-            raise TrainingError(f"all samples of optimiser step {step} have log-probs or values that are not finite.")
+            raise TrainingError(f"all samples of optimizer step {step} have log-probs or values that are not finite.")
     out = np.isin(batch.sample_of_token, samples)
     mask = np.where(out, 0, batch.mask).astype(batch.mask.dtype)
     log_probs = np.where(out, 0, batch.rollout_log_probs).astype(np.float32)

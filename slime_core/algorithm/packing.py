@@ -1,4 +1,4 @@
-"""Samples of a shard to one packed MicroBatch of torch tensors."""
+"""pack_micro_batch: packs samples into one MicroBatch of torch tensors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def pack_micro_batch(
 ) -> MicroBatch:
     """Packs these samples of `batch`, in this order, with their rows of `columns`. `pixels`: for a batch with images.
 
-    No samples: one dummy token and T = 0, so that the ranks still meet in the collectives of a forward and backward.
+    Without samples: one dummy token and T = 0, so that the rank takes part in the collectives of forward and backward.
     """
     if pixels is None and batch.images is not None:
-        raise DataError("data.multimodal_keys: samples have images, and the run names no column of any. Set it.")
+        raise DataError("data.multimodal_keys: not set, but samples have images. Set it to their column.")
     total = batch.total_length[samples].astype(np.int64)
     response = batch.response_length[samples].astype(np.int64)
     prompt = batch.prompt_length[samples].astype(np.int64)
     tokens = batch.tokens[ragged_rows(batch.total_length, samples)]
     response_rows = batch.response_rows(samples)
     given = {} if columns is None else columns.only(LossColumns.__dataclass_fields__).take(response_rows).present()
-    # Token t of a response stands at P + t, so the position that predicts it is the one before.
+    # Token t of a response is at P + t, so the position that predicts it is the one before.
     response_in_stream = ragged_positions(np.cumsum(total) - total + prompt, response)
     if len(tokens) == 0:
         tokens, total = np.zeros(1, np.int32), np.ones(1, np.int64)

@@ -1,1 +1,1 @@
-"""Files that are either whole or absent, and errors of a disk that refuses."""
+"""Atomic writes, JSON text, and errors of full or unwritable disks."""

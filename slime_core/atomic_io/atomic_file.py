@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from slime_core.atomic_io.storage import storage_error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` fills a new file beside `path`, which then takes its name, on disk when this returns.
-
-    StorageError if the file system refuses; what was at `path` is then still there.
-    """
+    """Writes a new file, syncs it and renames it to `path`. StorageError if that fails; `path` is then unchanged."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""JSON text of what users attach to prompts and samples."""
+"""JSON text of user values in prompts and samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slime_core.errors import DataError
 
 
 def json_text(value: Any, where: str) -> str:
-    """`value` as JSON. Tuples become lists and keys strings; anything else that would not come back is a DataError
-    that names `where` and the path of keys to it. NaN and infinity are not JSON."""
+    """Returns `value` as JSON; tuples become lists, keys strings. Raises DataError, with `where` and the path of keys, for
+    other values that JSON cannot represent, NaN and infinity included."""
     try:
         text = _dump(value)
     except (TypeError, ValueError) as error:
@@ -23,7 +23,7 @@ def json_text(value: Any, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # A lone surrogate: legal in JSON as an escape only.
+        # A lone surrogate is legal in JSON only as an escape.
         return json.dumps(value, allow_nan=False)
     return text
 
@@ -34,7 +34,7 @@ def _dump(value: Any) -> str:
 
 def _find_culprit(value: Any) -> tuple[str, Any]:
     path = ""
-    # Bounded, because a value that contains itself has no innermost culprit.
+    # Bounded, since a value that contains itself has no innermost part.
     for _ in range(16):
         for step, child in _children(value):
             if not _is_json(child):

@@ -1,4 +1,4 @@
-"""A disk that refuses: one text for it, wherever it was noticed."""
+"""StorageError for full or unwritable disks, with the same message everywhere."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_error(path: Path, error: BaseException) -> StorageError:
-    """For what went wrong while `path` was written."""
+    """Error for a failed write of `path`."""
     if is_full(path, error):
         return StorageError(
             f"{path}: no space left to write it ({free_bytes(path) / 2**20:.1f} MiB free). What was saved before is "
-            "untouched: free some space and start the same command again to go on, or say --runs-dir for another disk."
+            "untouched: free some space and start the same command again to continue, or pass --runs-dir for another disk."
         )
-    return StorageError(f"{path}: cannot be written: {error}. Mend that, or say --runs-dir for another place.")
+    return StorageError(f"{path}: cannot be written: {error}. Fix that, or pass --runs-dir for another folder.")
 
 
 @contextlib.contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """A full disk is a StorageError; every other OSError passes."""
+    """Raises StorageError for a full disk; other OSErrors are unchanged."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 
 def is_full(path: Path, error: BaseException) -> bool:
-    """Libraries that write files themselves often say only that a write failed: then the disk is asked."""
+    """Checks the error or, if a library reports only that a write failed, the free space of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in FULL
     return free_bytes(path) < 2**16 or "No space left on device" in str(error)

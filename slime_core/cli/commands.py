@@ -1,4 +1,4 @@
-"""Commands that plugins bring: entries of the group `slime.commands`, each naming a `typer.Typer`."""
+"""Commands that plugins provide: entries of the group `slime.commands`, each naming a `typer.Typer`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from slime_core.registry.install_hints import install_hint
 from slime_core.registry.registry import DENY_VARIABLE, Registry
 
 TAKES_ANY_WORDS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Context settings of a command that takes its words apart itself, `--help` too."""
+"""Context settings of a command that parses its own arguments, `--help` included."""
 
 
 class CommandGroup(TyperGroup):
-    """The kernel's commands, then those that installed distributions bring. Listing them imports no plugin."""
+    """The kernel's commands, then those that installed distributions provide. Listing them imports no plugin."""
 
     parent: ClassVar[str] = ""
-    """What stands before the dot in the names of its entries."""
+    """The part before the dot in the names of its entries."""
 
     @property
     def commands(self) -> MutableMapping[str, Any]:
-        return {**self._own, **self._brought}
+        return {**self._own, **self._from_plugins}
 
     @commands.setter
     def commands(self, own: MutableMapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class CommandGroup(TyperGroup):
         return Registry.from_environment()
 
     @cached_property
-    def _brought(self) -> dict[str, Any]:
+    def _from_plugins(self) -> dict[str, Any]:
         named: dict[str, list[Entry]] = defaultdict(list)
         for entry in self._registry.entries(groups.COMMANDS):
             parent, _, name = entry.name.rpartition(".")
@@ -97,15 +97,15 @@ class PluginCommand(TyperCommand):
 
 
 def command_problem(entry: Entry, loaded: object) -> str:
-    """Why what an entry of `slime.commands` names is no command; empty if it is one."""
+    """The reason why the object of an entry of `slime.commands` is no command; empty if it is one."""
     if isinstance(loaded, typer.Typer):
         return ""
-    said = f"{entry.name} of {entry.provenance} ({entry.target})"
-    return f"{said} is an object of type {type(loaded).__name__}; {entry.group} takes a typer.Typer"
+    given = f"{entry.name} of {entry.provenance} ({entry.target})"
+    return f"{given} is an object of type {type(loaded).__name__}; {entry.group} takes a typer.Typer"
 
 
 def click_command(app: typer.Typer) -> Any:
-    """What typer makes of it in `slime`'s frame: a command if it has one command alone, else a group."""
+    """The click command of a typer app: a single command if the app has only one, else a group."""
     frame = typer.Typer(add_completion=False, rich_markup_mode=None)
     if len(app.registered_commands) == 1 and app.registered_callback is None and not app.registered_groups:
         frame.registered_commands += app.registered_commands
@@ -134,5 +134,5 @@ def docstring(module: str) -> str:
 
 
 def typed(name: str) -> str:
-    """The words that ask for a command: `slime group name` for `group.name`."""
+    """The command as a user types it: `slime group name` for `group.name`."""
     return f"slime {name.replace('.', ' ')}"

@@ -1,4 +1,4 @@
-"""Console: what a person sees of a run: a progress bar, evaluations, a few completions, the table at the end."""
+"""Console: the printed output of a run: a progress bar, evaluations, a few completions, the table at the end."""
 
 from __future__ import annotations
 

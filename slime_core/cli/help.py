@@ -21,9 +21,9 @@ from slime_core.registry.options import type_text
 OWN = (
     ("--dry-run", "Resolve and check everything, start nothing."),
     ("--fresh", "Remove the run's folder and start over."),
-    ("--resume FOLDER", "Go on in this run folder."),
+    ("--resume FOLDER", "Continue in this run folder."),
     ("--replay-schedule FILE", "Repeat an asynchronous run to the bit: runs/NAME/schedule.jsonl."),
-    ("--ckpt-step N", "Go on from the checkpoint of step N, not from the newest."),
+    ("--ckpt-step N", "Continue from the checkpoint of step N, not from the newest."),
     ("--set KEY=VALUE", "Set any key by its dotted path."),
     ("--quiet", "Print errors only."),
     ("--debug", "Show tracebacks."),

@@ -1,4 +1,4 @@
-"""Words on the command line to a bound run: the run file, its flags, its plugins' flags, and what it prepares."""
+"""Command line to a bound run: the run file, its flags, the flags of its plugins, and its preparation script."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from slime_core.config.bind import bind_run
 from slime_core.config.bound import BoundRun
 from slime_core.config.chosen import absent_flags, chosen_flags
+from slime_core.config.earlier_keys import notices
 from slime_core.config.flags import FlagTable, kernel_flags
 from slime_core.config.load import merge, read_run_file, validate
 from slime_core.config.run import PrepareConfig
@@ -25,14 +26,14 @@ from slime_core.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What was typed, taken apart: the run file, the command's own options, and flags that set keys."""
+    """The parsed command line: the run file, the command's own options, and the flags that set keys."""
 
     file: Path
     own: Mapping[str, str | bool]
     flags: tuple[str, ...]
 
 
-def take_apart(words: Sequence[str], *, switches: Iterable[str], options: Iterable[str], command: str) -> Words:
+def parse_words(words: Sequence[str], *, switches: Iterable[str], options: Iterable[str], command: str) -> Words:
     """`switches` and `options` (with a value) belong to the command; the first word ending in .toml is the run file."""
     switches, options = set(switches), set(options)
     own: dict[str, str | bool] = {}
@@ -48,7 +49,7 @@ def take_apart(words: Sequence[str], *, switches: Iterable[str], options: Iterab
         elif word.startswith("--") and name in options:
             if not has_value:
                 if position == len(words):
-                    raise ConfigError(f"--{name} wants a value.")
+                    raise ConfigError(f"--{name} requires a value.")
                 value, position = words[position], position + 1
             own[name] = value
         elif file is None and word.endswith(".toml") and not word.startswith("--"):
@@ -63,6 +64,8 @@ def take_apart(words: Sequence[str], *, switches: Iterable[str], options: Iterab
 def bind_invocation(words: Words) -> BoundRun:
     """Everything resolved and checked; nothing heavy imported. ConfigError has all problems."""
     tables = read_run_file(words.file)
+    for notice in notices(tables, words.flags):
+        print(f"warning: {notice}", file=sys.stderr)
     base = words.file.parent.resolve()
     kernel = kernel_flags()
     # Names first: which flags there are depends on which plugins are chosen.
@@ -85,7 +88,7 @@ def bind_invocation(words: Words) -> BoundRun:
 
 
 def missing_plugin(named: Mapping[str, Any], registry: Registry) -> list[str]:
-    """What the binding would say of the first name that nothing answers to."""
+    """The error that binding would raise for the first name of an unknown plugin; empty if there is none."""
     try:
         chosen_flags(named, registry, strict=True)
     except PluginError as error:
@@ -101,8 +104,8 @@ def plugin_files(tables: Mapping[str, Any], base: Path) -> list[Path]:
     try:
         paths = TypeAdapter(tuple[RunPath, ...]).validate_python(tables.get("plugin", ()), context={"base": base})
     except ValidationError as error:
-        raise ConfigError(f"plugin: a list of Python files is wanted: {error.errors()[0]['msg']}.") from None
-    # A file that both the run file and a flag name is one.
+        raise ConfigError(f"plugin: requires a list of Python files: {error.errors()[0]['msg']}.") from None
+    # A file that both the run file and a flag name counts once.
     return list(dict.fromkeys(Path(path) for path in paths))
 
 

@@ -1,4 +1,4 @@
-"""`slime`: the kernel's commands, and how an error ends one."""
+"""`slime`: the kernel's commands and their exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app.add_typer(plugins.app, name="plugins")
 
 @app.command("run", context_settings=TAKES_ANY_WORDS, help="Train: slime run run.toml [--flag value ...]")
 def run(context: typer.Context) -> None:
-    """Words are taken apart here, not by the option parser: which flags there are depends on the plugins."""
+    """Parses its own arguments, not by click: the flags depend on the plugins."""
     words = list(context.args)
     if not words or "--help" in words:
         from slime_core.cli.help import print_run_help
@@ -56,8 +56,8 @@ def evaluate(context: typer.Context) -> None:
     evaluate_words(words)
 
 
-def print_version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"slime {__version__}")
         raise typer.Exit
 

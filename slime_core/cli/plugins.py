@@ -1,6 +1,6 @@
 """`slime plugins`: what is installed.
 
-Listing imports no plugin and must stay fast, so everything that only describing or checking needs is a command of its own.
+Listing imports no plugin and must stay fast, so describing and checking are commands of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PluginsGroup(CommandGroup):
 app = typer.Typer(cls=PluginsGroup, help="List, check and describe plugins.", no_args_is_help=False)
 
 PluginOption = Annotated[
-    list[Path] | None, typer.Option("--plugin", metavar="FILE", help="A plugin file to take in; can be repeated.")
+    list[Path] | None, typer.Option("--plugin", metavar="FILE", help="A plugin file to include; can be repeated.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -37,7 +37,7 @@ def plugins(
     check: Annotated[bool, typer.Option("--check", help="Import each plugin and validate its contract.")] = False,
     plugin: PluginOption = None,
 ) -> None:
-    """List every plugin: group, name, distribution, version, status. Imports none of them unless told to check."""
+    """List every plugin: group, name, distribution, version, status. Imports none of them, unless one is checked."""
     if context.invoked_subcommand is not None:
         return
     if check:
@@ -63,13 +63,13 @@ def invoke(context: typer.Context, *words: str) -> None:
 
 
 def record(entry: Entry, status: Status) -> dict[str, Any]:
-    """An entry as JSON has it."""
+    """An entry as a JSON object."""
     keys = ("group", "name", "dist", "version", "target")
     return {key: getattr(entry, key) for key in keys} | {"status": str(status)}
 
 
 def print_columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Aligned, a line a row however narrow the terminal is: names stay whole, for eyes and for grep."""
+    """Prints aligned columns, one line per row at any terminal width, so that names stay whole for grep."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

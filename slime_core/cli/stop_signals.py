@@ -15,7 +15,7 @@ from slime_core.errors import Interrupted, Terminated
 
 
 class StopSignals:
-    """Listens as long as it is entered, in a running event loop. While the run starts, a signal cancels the start."""
+    """A context manager inside a running event loop. While the run starts, a signal cancels the start."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -49,10 +49,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def started(self, stop_requested: asyncio.Event) -> None:
-        """From here on a signal is a request, which the loop answers between two steps or while it generates."""
+        """From here on a signal sets `stop_requested`, which the loop checks between two steps and while it generates."""
         self._stop = stop_requested.set
         if self.received is not None:
-            # The start was cancelled, and something on the way did not let go.
+            # The start was cancelled, and something swallowed the cancellation.
             stop_requested.set()
 
     def interrupted(self, text: str) -> Interrupted:
@@ -71,8 +71,8 @@ class StopSignals:
 
 
 class EarlyInterrupt:
-    """Ctrl-C before the run listens for itself. It is raised at once, and remembered: a library that is being imported may
-    swallow what is raised within it."""
+    """Ctrl-C before `StopSignals` handles it. It is raised at once, and recorded: a library that is being imported may
+    swallow the exception."""
 
     def __init__(self) -> None:
         self._received = False

@@ -1,4 +1,4 @@
-"""What `slime run` does: bind, check, start, loop, sum up."""
+"""`slime run`: binds and checks the config, starts the run, runs the loop, prints the summary."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.cli.invocation import bind_invocation, take_apart
+from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
-from slime_core.controller.gc_control import modules_stay
+from slime_core.controller.gc_control import gc_paused
 from slime_core.data.model_folder import copy_processor
 from slime_core.errors import ConfigError, Interrupted
 
-# The loop and the session bring torch, which takes seconds: a mistake in the run file is told before.
+# The loop and the session import torch, which takes seconds: a mistake in the run file is reported before.
 if TYPE_CHECKING:
-    from slime_core.controller.run_inputs import Materials
+    from slime_core.controller.run_inputs import RunInputs
     from slime_core.controller.session import Session
     from slime_core.controller.startup import StartOptions
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def run_words(words: Sequence[str]) -> None:
     """`slime run` with these words. KeyboardInterrupt if it is interrupted before it starts."""
     with EarlyInterrupt() as early:
-        carry_out(words, early)
+        run_command(words, early)
 
 
-def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
-    typed = take_apart(
+def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
+    typed = parse_words(
         words,
         switches=("dry-run", "fresh", "debug", "quiet"),
         options=("resume", "ckpt-step", "replay-schedule"),
@@ -38,22 +38,22 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     )
     step = typed.own.get("ckpt-step")
     if step is not None and not str(step).isdigit():
-        raise ConfigError(f"--ckpt-step {step}: a number of rollout steps is wanted, such as 4 for checkpoints/step_4.")
+        raise ConfigError(f"--ckpt-step {step}: requires a number of rollout steps, such as 4 for checkpoints/step_4.")
     if typed.own.get("fresh") and (
         other := next((name for name in ("resume", "ckpt-step") if typed.own.get(name) is not None), None)
     ):
-        raise ConfigError(f"--fresh removes the run that --{other} would go on with: say one of them.")
-    # What is loaded here stays, too. Drivers that look at the model's config bring torch.
-    with modules_stay():
+        raise ConfigError(f"--fresh removes the run that --{other} would resume. Pass only one of the two.")
+    # Objects loaded here live as long as the run. Drivers that read the model's config import torch.
+    with gc_paused():
         run = bind_invocation(typed)
-        from slime_core.controller.run_inputs import load_materials
+        from slime_core.controller.run_inputs import load_run_inputs
 
-        materials = load_materials(run)
+        inputs = load_run_inputs(run)
     if typed.own.get("dry-run"):
         from slime_core.workers.choose import choose_device
 
         choose_device(run.config.launcher.device)
-        print_dry_run(run, materials)
+        print_dry_run(run, inputs)
         return
     from slime_core.controller.startup import StartOptions
 
@@ -61,21 +61,17 @@ def carry_out(words: Sequence[str], early: EarlyInterrupt) -> None:
     if replay is not None and typed.own.get("fresh"):
         replayed, removed = Path(str(replay)).resolve(), (Path(run.config.runs_dir) / run.config.name).resolve()
         if replayed.is_relative_to(removed):
-            raise ConfigError(
-                f"--fresh removes {removed}, with the schedule that is to be repeated: say another --name."
-            )
+            raise ConfigError(f"--fresh removes {removed}, which holds the schedule to replay. Pass another --name.")
     options = StartOptions(
         fresh=bool(typed.own.get("fresh")),
         resume=None if resume is None else Path(str(resume)),
         ckpt_step=None if step is None else int(str(step)),
         replay=None if replay is None else Path(str(replay)),
     )
-    asyncio.run(train(run, materials, options, early, quiet=bool(typed.own.get("quiet"))))
+    asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
 
 
-async def train(
-    run: BoundRun, materials: Materials, options: StartOptions, early: EarlyInterrupt, *, quiet: bool
-) -> None:
+async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:
     from slime_core.cli.console import Console
     from slime_core.controller.loop import run_loop
     from slime_core.controller.startup import start
@@ -86,14 +82,14 @@ async def train(
     console = Console(run, quiet=quiet)
     with StopSignals() as signals:
         try:
-            async with start(run, materials, options, {"slime/console": console}) as session:
+            async with start(run, inputs, options, {"slime/console": console}) as session:
                 signals.started(session.stop_requested)
                 try:
                     await run_loop(session)
                 except Interrupted as interrupted:
                     raise signals.interrupted(
                         f"{interrupted}; {session.state.rollout_id} of {session.num_rollout} steps are done and saved "
-                        f"in {session.folder.path}. Start the same command again to go on."
+                        f"in {session.folder.path}. Start the same command again to continue."
                     ) from None
                 if run.config.checkpoint.save_hf:
                     await export_hf(session)
@@ -106,14 +102,14 @@ async def train(
 
 
 async def export_hf(session: Session) -> None:
-    """hf/, and hf-ROLE/ for the other trained roles: what transformers loads, with the tokenizer beside it."""
+    """Writes hf/, and hf-ROLE/ for the other trained roles: models that transformers loads, with the tokenizer."""
     for name, trainers in session.roles.items():
         final = session.folder.hf if trainers is session.policy else session.folder.hf_of(name)
-        # Written aside first.
+        # Written to a temporary folder first.
         aside = final.with_name(f".{final.name}.writing")
         aside.mkdir(exist_ok=True)
-        async with session.residency.train(), trainers.turn():
-            await trainers.each("save_hf", aside)
+        async with session.colocation.train(), trainers.turn():
+            await trainers.call_all("save_hf", aside)
         session.tokenizer.save_pretrained(aside)
         copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
         before = final.with_name(f".{final.name}.old")
@@ -124,24 +120,24 @@ async def export_hf(session: Session) -> None:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def print_dry_run(run: BoundRun, materials: Materials) -> None:
-    """What would run, as JSON."""
+def print_dry_run(run: BoundRun, inputs: RunInputs) -> None:
+    """Prints the resolved run as JSON."""
     from slime_core.controller.manifest import build_manifest
 
-    source = materials.source
+    source = inputs.source
     manifest = build_manifest(run, data_fingerprint="" if source is None else source.fingerprint())
     print(
         json.dumps(
             {
                 "run": run.config.name,
-                "steps": materials.num_rollout,
-                "optimizer_steps": materials.num_rollout * run.steps_per_rollout,
+                "steps": inputs.num_rollout,
+                "optimizer_steps": inputs.num_rollout * run.steps_per_rollout,
                 "rollouts_per_step": run.rollouts_per_batch,
                 "global_batch_size": run.global_batch_size,
                 "trainer_ranks": {role.name: role.num_ranks for role in run.roles},
                 "engines": run.config.launcher.num_engines,
                 "rows": None if source is None else source.num_rows,
-                "eval_rows": {name: found.num_rows for name, found in materials.eval_sources.items()},
+                "eval_rows": {name: found.num_rows for name, found in inputs.eval_sources.items()},
                 "data": {} if source is None else dict(source.metrics),
                 "needs": sorted(run.algo.needs),
                 "plugins": dict(manifest.plugins),

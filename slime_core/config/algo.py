@@ -1,4 +1,4 @@
-"""The kernel's own keys of the `algo` table. What belongs to a part (eps_clip, gamma, …) is that part's option."""
+"""The kernel's own keys of the `algo` table. Keys of a part (eps_clip, gamma, …) are options of that part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_core.contracts.table import Table
 
 
 class AlgoConfig(Table):
-    """A recipe, with whatever the run file overrides in it."""
+    """A recipe with the overrides of the run file."""
 
     advantage: PluginTable | None = None
     """Advantage estimator; none for a loss that uses no advantages."""
@@ -47,10 +47,10 @@ class AlgoConfig(Table):
     normalize_advantages: bool = False
     """Whiten advantages over the trainable tokens of the whole batch."""
     use_rollout_logprobs: bool = False
-    """Take the engine's log-probs for the old ones."""
+    """Use the engine's log-probs as the old log-probs."""
     true_on_policy_mode: bool = False
-    """Engine and trainer compute with batch-invariant kernels: the log-probs that the engine sampled with are the trainer's,
-    to the bit, and no forward is spent on old ones. Slower."""
+    """Engine and trainer compute with batch-invariant kernels: the engine's log-probs equal the trainer's bit for bit, and
+    no forward computes old log-probs. Slower."""
     get_mismatch_metrics: bool = False
     """Recompute old log-probs for the trainer/engine gap metrics even when nothing else needs them."""
 

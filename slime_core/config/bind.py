@@ -15,7 +15,7 @@ from slime_core.config.bind_eval import bind_eval_set
 from slime_core.config.binder import Binder
 from slime_core.config.bound import BoundAlgo, BoundEngines, BoundReward, BoundRun
 from slime_core.config.checks import cross_checks
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.roles import LOSS_KEYS, POLICY
 from slime_core.config.run import EngineRow, RunConfig
@@ -27,8 +27,8 @@ from slime_core.registry import Registry
 
 
 def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Sequence[str] = ()) -> BoundRun:
-    """Raises ConfigError with every problem of names, options and their combination, after the `problems` that are
-    known already."""
+    """Binds a run file. ConfigError has every problem of names, options and their combination, after the `problems` that
+    are known already."""
     binder = Binder(registry, base, list(problems))
     algo = bind_algo(config.algo, binder)
     backend = binder.part(groups.BACKENDS, config.backend, "backend")
@@ -54,7 +54,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     media = bind_media(config, binder)
     sets = () if config.train.debug_train_only else config.eval.datasets
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
-    # What eval.defaults says is bound for each set.
+    # eval.defaults is bound once for each set, so its problems repeat.
     binder.problems[:] = dict.fromkeys(binder.problems)
     if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter, launcher):
         raise ConfigError(binder.problems)
@@ -72,8 +72,8 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     return run
 
 
-def bind_of_roles(config: RunConfig, binder: Binder, key: str, group: str) -> dict[str, Part]:
-    """Those of roles that name one of their own; `key`: of the role's table."""
+def bind_of_roles(config: RunConfig, binder: Binder, key: str, group: str) -> dict[str, BoundPlugin]:
+    """The plugins of roles that name one of their own, by role. `key`: the key in the role's table."""
     named = {role: getattr(getattr(config.roles, role), key) for role in LOSS_KEYS}
     bound = {
         role: binder.part(group, table, f"roles.{role}.{key}") for role, table in named.items() if table is not None
@@ -81,7 +81,7 @@ def bind_of_roles(config: RunConfig, binder: Binder, key: str, group: str) -> di
     return {role: part for role, part in bound.items() if part is not None}
 
 
-def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | None:
+def bind_sync(config: RunConfig, engine: BoundPlugin | None, binder: Binder) -> BoundPlugin | None:
     """The weight transport: the one that is named, else the first that the engine understands."""
     preferred = engine.driver.transports if engine else ()
     name = config.sync.transport or next(iter(preferred), None)
@@ -89,11 +89,11 @@ def bind_sync(config: RunConfig, engine: Part | None, binder: Binder) -> Part | 
 
 
 def options_beside(table: Table, name: str) -> PluginTable:
-    """What stands in a kernel's table beside its own keys, as options of the plugin of this name."""
+    """The keys of a table that are not the kernel's, as options of the plugin `name`."""
     return PluginTable.model_validate({"name": name, **(table.model_extra or {})})
 
 
-def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:
+def bind_media(config: RunConfig, binder: Binder) -> tuple[BoundPlugin, ...]:
     """A driver for each modality."""
     where = "data.multimodal_keys"
     tables = [PluginTable(name=modality) for modality in config.data.multimodal_keys]
@@ -101,8 +101,8 @@ def bind_media(config: RunConfig, binder: Binder) -> tuple[Part, ...]:
     return tuple(part for part in bound if part is not None)
 
 
-def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> Part | None:
-    """A dump to be replayed, else what is named, the recipe's, or the kernel's for this kind of run."""
+def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> BoundPlugin | None:
+    """The collector: `replay` for a dump, else the one that is named, the recipe's, or the kernel's for this kind of run."""
     rollout = config.rollout
     own = "pool" if rollout.in_flight or rollout.partial_rollout else "accepted"
     table = rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or own)
@@ -111,15 +111,15 @@ def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) ->
     return binder.part(groups.COLLECTORS, table, "rollout.collector")
 
 
-def bind_filters(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> tuple[Part, ...]:
-    """The recipe's, and after them the run's; one that both name is bound as the run has it."""
+def bind_filters(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> tuple[BoundPlugin, ...]:
+    """The recipe's filters, then the run's. A filter that both name has the run's options."""
     own = config.rollout.filters
     chosen = {table.name for table in own}
     of_recipe = () if algo is None else (PluginTable(name=name) for name in algo.recipe.filters if name not in chosen)
     return binder.parts(groups.FILTERS, (*of_recipe, *own), "rollout.filters", FilterDriver)
 
 
-def bind_engines(name: str, row: EngineRow | None, of_run: Part | None, binder: Binder) -> BoundEngines | None:
+def bind_engines(name: str, row: EngineRow | None, of_run: BoundPlugin | None, binder: Binder) -> BoundEngines | None:
     """A row of the engines table; `of_run`: the policy's engine, which serves it unless the row names one."""
     if row is None:
         return None
@@ -141,7 +141,9 @@ def bind_rewards(config: RunConfig, binder: Binder) -> tuple[BoundReward, ...]:
         part = None if config.reward is None else binder.part(groups.REWARDS, config.reward, "reward")
         return () if part is None else (BoundReward.alone(part, config.rollout.reward_key),)
     if config.reward is not None:
-        binder.problems.append("reward and rewards: say `reward` for one, or list all of them in `rewards`.")
+        binder.problems.append(
+            "reward and rewards: both are set. Set `reward` for one reward, or list all of them in `rewards`."
+        )
     if config.rollout.reward_key is not None:
         binder.problems.append(
             "rollout.reward_key: with several rewards each has its own: put reward_key into its table in `rewards`."

@@ -12,7 +12,7 @@ from slime_core import groups
 from slime_core.config.algo import AlgoConfig
 from slime_core.config.binder import Binder
 from slime_core.config.bound import BoundAlgo
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.roles import LOSS_KEYS
 from slime_core.contracts.advantage import AdvantageDriver, ShapingDriver
@@ -87,17 +87,17 @@ def slots_of(table: PluginTable, keys: AlgoConfig, binder: Binder) -> list[Slot]
         *(Slot(f"shaping[{n}]", groups.ADVANTAGES, t, ShapingDriver) for n, t in enumerate(keys.shaping)),
         *(Slot(f"corrections[{n}]", groups.CORRECTIONS, t) for n, t in enumerate(keys.corrections)),
     ]
-    for key, wanted in (("kl_loss_type", keys.with_kl_loss), ("kl_reward_type", keys.kl_coef != 0)):
+    for key, requested in (("kl_loss_type", keys.with_kl_loss), ("kl_reward_type", keys.kl_coef != 0)):
         estimator = getattr(keys, key)
-        if wanted and estimator is None:
+        if requested and estimator is None:
             names = ", ".join(entry.name for entry in binder.registry.entries(groups.KL)) or "none is installed"
             flag = key.replace("_", "-")
             binder.problems.append(
-                f'algo.{key}: a KL term needs an estimator and recipe "{table.name}" names none: say --{flag} with one of '
+                f'algo.{key}: a KL term needs an estimator and recipe "{table.name}" names none: pass --{flag} with one of '
                 f"{names}."
             )
-        elif wanted or (key in table.options and estimator is not None):
-            # A name that was given is looked up even where its term is off: it would only be wrong later.
+        elif requested or (key in table.options and estimator is not None):
+            # A name is resolved even where its term is off, so that a wrong name is reported now.
             slots.append(Slot(key, groups.KL, estimator))
     losses = {key: getattr(keys, key) for key in LOSS_KEYS.values()}
     return slots + [Slot(key, groups.LOSSES, loss) for key, loss in losses.items() if loss is not None]
@@ -105,17 +105,17 @@ def slots_of(table: PluginTable, keys: AlgoConfig, binder: Binder) -> list[Slot]
 
 @dataclass(frozen=True, slots=True)
 class FilledSlots:
-    parts: Mapping[str, Part]
+    parts: Mapping[str, BoundPlugin]
     """By slot."""
     options: frozenset[str]
-    """All that the parts know."""
+    """The options of all parts."""
 
 
 def bind_slots(
     slots: Sequence[Slot], recipe: Recipe, asked: Mapping[str, Any], merged: Mapping[str, Any], binder: Binder
 ) -> FilledSlots | None:
     """Every slot's plugin with the options that it knows; None after noting the problems of any."""
-    # What a recipe says to its part does not go to another part that was put in its place.
+    # Options that a recipe sets for its own part are not passed to a part that replaces it.
     of_recipe = {
         "advantage": recipe.advantage,
         "loss": recipe.loss,
@@ -123,7 +123,7 @@ def bind_slots(
     }
     kernel_keys = AlgoConfig.model_fields.keys()
     known: set[str] = set()
-    parts: dict[str, Part] = {}
+    parts: dict[str, BoundPlugin] = {}
     for slot in slots:
         try:
             resolved = binder.registry.resolve(
@@ -147,7 +147,7 @@ def bind_slots(
 
 
 def reject_unknown(table: PluginTable, found: FilledSlots, binder: Binder) -> bool:
-    """Notes the keys that neither the kernel nor a part knows; whether there are any."""
+    """Notes the keys that neither the kernel nor a part knows. Returns True if there are any."""
     kernel_keys = AlgoConfig.model_fields.keys()
     unknown = [key for key in table.options if key not in kernel_keys and key not in found.options]
     available = sorted(kernel_keys | found.options)

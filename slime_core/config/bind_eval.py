@@ -8,12 +8,12 @@ from typing import Any
 from slime_core import groups
 from slime_core.config.binder import Binder
 from slime_core.config.bound import BoundEvalSet, BoundReward
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.run import RunConfig
 
 
 def bind_eval_set(
-    config: RunConfig, name: str, binder: Binder, rewards: tuple[BoundReward, ...], generate: Part | None
+    config: RunConfig, name: str, binder: Binder, rewards: tuple[BoundReward, ...], generate: BoundPlugin | None
 ) -> BoundEvalSet:
     """Precedence per field: set > eval.defaults > eval_* > rollout_* (or the data table's key)."""
     own, evals, rollout, data = config.eval.datasets[name], config.eval, config.rollout, config.data
@@ -21,9 +21,9 @@ def bind_eval_set(
     def first(*values: Any) -> Any:
         return next((value for value in values if value is not None), None)
 
-    def bound(group: str, field: str, run_wide: Part | None) -> Part | None:
-        for where, said in ((f"eval.datasets.{name}", own), ("eval.defaults", evals.defaults)):
-            if (table := getattr(said, field)) is not None:
+    def bound(group: str, field: str, run_wide: BoundPlugin | None) -> BoundPlugin | None:
+        for where, given in ((f"eval.datasets.{name}", own), ("eval.defaults", evals.defaults)):
+            if (table := getattr(given, field)) is not None:
                 return binder.part(group, table, f"{where}.{field}")
         return run_wide
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry
@@ -22,12 +22,12 @@ class Binder:
 
     def part(
         self, group: str, table: PluginTable, where: str, expect: type | None = None, *, key: str | None = None
-    ) -> Part | None:
-        """The driver of `table.name` with its options bound; None after noting the problem. `expect` tells apart the
-        two kinds of driver that some groups hold. `key`: where its name was written, by default `name` in the table."""
+    ) -> BoundPlugin | None:
+        """The driver of `table.name` with its options bound; None after noting the problem. `expect`: the driver class, for
+        groups that hold two kinds of driver. `key`: where its name was written, by default `name` in the table."""
         try:
             resolved = self.registry.resolve(group, table.name, where=key or f"{where}.name", expect=expect)
-            return Part.of(resolved, table.name, table.options, where=where, base=self.base)
+            return BoundPlugin.of(resolved, table.name, table.options, where=where, base=self.base)
         except ConfigError as error:
             self.problems.extend(error.problems)
         except PluginError as error:
@@ -36,6 +36,6 @@ class Binder:
 
     def parts(
         self, group: str, tables: Sequence[PluginTable], where: str, expect: type | None = None
-    ) -> tuple[Part, ...]:
+    ) -> tuple[BoundPlugin, ...]:
         bound = [self.part(group, table, f"{where}[{number}]", expect) for number, table in enumerate(tables)]
         return tuple(part for part in bound if part is not None)

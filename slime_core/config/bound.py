@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_core import groups
 from slime_core.config.algo import AlgoConfig
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import BoundRole, count_ranks
 from slime_core.config.run import RunConfig
 from slime_core.contracts.algorithm import Recipe
@@ -27,17 +27,17 @@ class BoundAlgo:
     entry: Entry
     recipe: Recipe
     keys: AlgoConfig
-    advantage: Part | None
-    advantage_terms: tuple[Part, ...] = ()
-    loss: Part
-    kl_loss: Part | None
-    kl_reward: Part | None
-    critic_loss: Part | None
-    shaping: tuple[Part, ...]
-    corrections: tuple[Part, ...]
+    advantage: BoundPlugin | None
+    advantage_terms: tuple[BoundPlugin, ...] = ()
+    loss: BoundPlugin
+    kl_loss: BoundPlugin | None
+    kl_reward: BoundPlugin | None
+    critic_loss: BoundPlugin | None
+    shaping: tuple[BoundPlugin, ...]
+    corrections: tuple[BoundPlugin, ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BoundPlugin, ...]:
         """All of them, in a fixed order."""
         parts = (
             self.advantage, *self.advantage_terms, self.loss, self.kl_loss, self.kl_reward, self.critic_loss,
@@ -46,20 +46,20 @@ class BoundAlgo:
         return tuple(part for part in parts if part is not None)
 
     @property
-    def estimators(self) -> tuple[Part, ...]:
-        """What makes the advantages, the first one first; empty if the loss uses none."""
+    def estimators(self) -> tuple[BoundPlugin, ...]:
+        """The advantage estimators in order; empty if the loss uses none."""
         if self.advantage is None or not self.loss.driver.uses_advantages:
             return ()
         return (self.advantage, *self.advantage_terms)
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether anything is learnt from rewards."""
+        """True if an estimator uses rewards."""
         return any(part.driver.uses_rewards for part in self.estimators)
 
     @property
     def loss_needs(self) -> frozenset[Need]:
-        """What the loss term as a whole reads."""
+        """The columns that the loss reads, with its KL, entropy and correction terms."""
         needs = frozenset(self.loss.driver.needs)
         if self.keys.with_kl_loss:
             needs |= {Need.REF_LOGPROBS}
@@ -71,7 +71,7 @@ class BoundAlgo:
 
     @property
     def credit_needs(self) -> frozenset[Need]:
-        """What advantages and the reward-side KL read."""
+        """The columns that advantages and the KL penalty in the reward read."""
         needs = frozenset(need for part in self.estimators for need in part.driver.needs)
         if self.keys.kl_coef:
             needs |= {Need.OLD_LOGPROBS, Need.REF_LOGPROBS}
@@ -79,7 +79,7 @@ class BoundAlgo:
 
     @property
     def critic_needs(self) -> frozenset[Need]:
-        """What the critic's loss reads."""
+        """The columns that the critic's loss reads."""
         return frozenset() if self.critic_loss is None else frozenset(self.critic_loss.driver.needs)
 
     @property
@@ -87,7 +87,7 @@ class BoundAlgo:
         return self.loss_needs | self.credit_needs | self.critic_needs
 
     def old_is_current(self, steps_per_rollout: int) -> bool:
-        """Whether the old log-probs are provably the current ones, so that no forward is spent on them."""
+        """True if the old log-probs must equal the current ones, so that no forward computes them."""
         return (
             Need.OLD_LOGPROBS in self.loss_needs
             and Need.OLD_LOGPROBS not in self.credit_needs
@@ -100,23 +100,23 @@ class BoundAlgo:
         )
 
     def old_from_rollout(self, steps_per_rollout: int) -> bool:
-        """Whether the old log-probs are those of the engine, so that no forward is spent on them."""
+        """True if the old log-probs are the engine's, so that no forward computes them."""
         same = self.keys.true_on_policy_mode and not self.old_is_current(steps_per_rollout)
         return self.keys.use_rollout_logprobs or same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundReward:
-    """One of the rewards that make up what samples earn."""
+    """One of the run's rewards."""
 
-    part: Part
+    part: BoundPlugin
     weight: float = 1.0
     label: str
     reward_key: str | None
     """Which of its named numbers counts, if it has several."""
 
     @classmethod
-    def alone(cls, part: Part, reward_key: str | None) -> BoundReward:
+    def alone(cls, part: BoundPlugin, reward_key: str | None) -> BoundReward:
         """A run's only reward: `reward_key`, or by default the reward's own choice."""
         return cls(part=part, label=part.name, reward_key=reward_key or part.driver.reward_key)
 
@@ -138,7 +138,7 @@ class BoundEvalSet:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     rewards: tuple[BoundReward, ...]
-    generate: Part | None
+    generate: BoundPlugin | None
     input_key: str
     label_key: str | None
     tool_key: str
@@ -153,12 +153,12 @@ class BoundEngines:
     """Engines of a model that is not trained."""
 
     name: str
-    """Of the row in the engines table."""
-    engine: Part
+    """Name of the row in the engines table."""
+    engine: BoundPlugin
     model_path: Path
     num_engines: int
     num_devices: int
-    """Of one engine."""
+    """Devices of one engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,39 +170,39 @@ class BoundRun:
     base: Path
     """Folder of the run file."""
     algo: BoundAlgo
-    backend: Part
-    optimizers: Mapping[str, Part]
-    """By role; of the policy, and of roles that name one of their own."""
-    engine: Part
-    transport: Part | None
-    source: Part
+    backend: BoundPlugin
+    optimizers: Mapping[str, BoundPlugin]
+    """Optimizers by role: the policy's, and those of roles that name one of their own."""
+    engine: BoundPlugin
+    transport: BoundPlugin | None
+    source: BoundPlugin
     rewards: tuple[BoundReward, ...]
-    """What is trained on is their weighted sum; empty: no reward."""
-    generate: Part
-    collector: Part
-    buffer_filter: Part
-    launcher: Part
-    filters: tuple[Part, ...] = ()
-    trackers: tuple[Part, ...] = ()
-    middlewares: tuple[Part, ...] = ()
-    media: tuple[Part, ...] = ()
+    """Rewards of the run, whose weighted sum is trained on; empty: no reward."""
+    generate: BoundPlugin
+    collector: BoundPlugin
+    buffer_filter: BoundPlugin
+    launcher: BoundPlugin
+    filters: tuple[BoundPlugin, ...] = ()
+    trackers: tuple[BoundPlugin, ...] = ()
+    middlewares: tuple[BoundPlugin, ...] = ()
+    media: tuple[BoundPlugin, ...] = ()
     """The modalities of `data.multimodal_keys`."""
     evals: tuple[BoundEvalSet, ...] = field(default=())
     teacher: BoundEngines | None = None
     reward_model: BoundEngines | None = None
-    role_backends: Mapping[str, Part] = field(default_factory=dict)
-    """Of roles that name a backend of their own."""
+    role_backends: Mapping[str, BoundPlugin] = field(default_factory=dict)
+    """Backends of roles that name one of their own."""
     roles: tuple[BoundRole, ...] = ()
     """The models that are trained; the first one is the policy."""
 
     @property
     def engine_folder(self) -> Path:
-        """What the policy's engines start from."""
+        """The folder that the policy's engines start from."""
         return Path(self.config.model.rollout_load or self.config.model.hf_checkpoint)
 
     @property
-    def pushes(self) -> bool:
-        """Whether engines get the weights that are trained."""
+    def updates_weights(self) -> bool:
+        """True if engines get the trained weights."""
         has_engine = self.generates or bool(self.evals)
         return has_engine and self.transport is not None and not self.config.rollout.debug_rollout_only
 
@@ -212,7 +212,7 @@ class BoundRun:
         return tuple(row for row in (self.teacher, self.reward_model) if row is not None)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BoundPlugin, ...]:
         """Every plugin that the run uses, in a fixed order."""
         evals = [part for e in self.evals for part in (*(reward.part for reward in e.rewards), e.generate)]
         parts = (
@@ -224,8 +224,8 @@ class BoundRun:
         return tuple(part for part in parts if part is not None)
 
     @property
-    def reward_parts(self) -> tuple[Part, ...]:
-        """Of training and evaluation, each once."""
+    def reward_parts(self) -> tuple[BoundPlugin, ...]:
+        """The rewards of training and evaluation, each once."""
         rewards = [*self.rewards, *(reward for settings in self.evals for reward in settings.rewards)]
         return tuple({reward.part.spec().to_json(): reward.part for reward in rewards}.values())
 
@@ -237,19 +237,19 @@ class BoundRun:
 
     @property
     def generates(self) -> bool:
-        """Whether training steps need an engine."""
+        """True if training steps need an engine."""
         recorded = self.config.train.load_debug_train_data is not None
         return not recorded and bool(self.collector.driver.needs_engine(self.collector.config))
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether training steps need the data source."""
+        """True if training steps need the data source."""
         recorded = self.config.train.load_debug_train_data is not None
         return not recorded and bool(self.collector.driver.reads_prompts(self.collector.config))
 
     @property
     def records_schedule(self) -> bool:
-        """Whether time decides the order of the run, so that what it decided is written down."""
+        """True if the results depend on timing, so that the schedule is recorded."""
         return bool(self.collector.driver.across_steps)
 
     @property
@@ -264,12 +264,12 @@ class BoundRun:
 
     @property
     def least_staleness(self) -> int:
-        """What rollouts that are never late are behind at most."""
-        return self.config.rollout.ahead + self.config.sync.update_weights_interval - 1
+        """Policy versions that a token is behind at most if no rollout is late."""
+        return self.config.rollout.max_async_level + self.config.sync.update_weights_interval - 1
 
     @property
     def routing_replay(self) -> RoutingReplay | None:
-        """Whose choice of experts the policy is trained with; None: its own."""
+        """The source of the expert choices that the policy is trained with; None: its own forward."""
         train = self.config.train
         if train.use_rollout_routing_replay:
             return RoutingReplay.ROLLOUT
@@ -287,7 +287,7 @@ class BoundRun:
 
     @property
     def global_batch_size(self) -> int:
-        """Rollouts per optimiser step."""
+        """Rollouts per optimizer step."""
         train = self.config.train
         return train.global_batch_size or self.rollouts_per_batch // (train.num_steps_per_rollout or 1)
 

@@ -1,4 +1,4 @@
-"""Cross-checks: what does not fit between tables and plugins. They compare declared sets, never names."""
+"""Cross-checks between tables and plugins. They compare declared sets, never names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_core.contracts.needs import Need
 
 
 def cross_checks(run: BoundRun) -> list[str]:
-    """Every problem, as sentences that say what was asked and what to type."""
+    """All problems, each a sentence with the key, its value, what is wrong and how to fix it."""
     checks: tuple[Callable[[BoundRun], Iterable[str]], ...] = (
         batch_arithmetic,
         run_length,
@@ -42,7 +42,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         engine_checks.media,
         saved_aside,
     )
-    # The layout comes last: a backend that looks at the model may import what takes seconds.
+    # The layout comes last: a backend that reads the model's config may import torch, which takes seconds.
     return [problem for check in checks for problem in check(run)] or [*launcher(run), *layout(run)]
 
 
@@ -63,7 +63,7 @@ def batch_arithmetic(run: BoundRun) -> Iterable[str]:
     if wave is not None and wave < rollout.rollout_batch_size:
         yield (
             f"over_sampling_batch_size {wave} is smaller than rollout_batch_size {rollout.rollout_batch_size}: "
-            f"say {rollout.rollout_batch_size} or more, or leave it out."
+            f"set {rollout.rollout_batch_size} or more, or leave it out."
         )
 
 
@@ -86,32 +86,32 @@ def asynchrony(run: BoundRun) -> Iterable[str]:
     worst, allowed = run.least_staleness, run.max_staleness
     if allowed < worst:
         yield (
-            f"rollout.max_staleness = {allowed}, but rollouts {rollout.ahead} step(s) ahead with update_weights_interval "
-            f"{interval} are up to {worst} version(s) behind: say --max-staleness {worst} or more."
+            f"rollout.max_staleness = {allowed}, but rollouts {rollout.max_async_level} step(s) ahead with "
+            f"update_weights_interval {interval} are up to {worst} version(s) behind: pass --max-staleness {worst} or more."
         )
     if rollout.partial_rollout and allowed == 0:
         yield (
-            "rollout.partial_rollout = true: an answer that goes on in a later step has tokens of an older policy, and "
-            "max_staleness is 0. Say --max-staleness with the number of steps that an answer may take beyond its first."
+            "rollout.partial_rollout = true: a response that continues in a later step has tokens of an older policy, and "
+            "max_staleness is 0. Pass --max-staleness with the number of steps that a response may take beyond its first."
         )
     if rollout.mask_offpolicy_in_partial_rollout and not rollout.partial_rollout:
         yield (
-            "rollout.mask_offpolicy_in_partial_rollout = true: nothing is broken off without --partial-rollout. For "
+            "rollout.mask_offpolicy_in_partial_rollout = true: no rollout is aborted without --partial-rollout. For "
             "rollouts that run ahead there is --on-stale mask_old_spans."
         )
-    if rollout.in_flight and rollout.ahead == 0:
+    if rollout.in_flight and rollout.max_async_level == 0:
         yield (
-            "rollout.update_weights_in_flight = true: with ahead = 0 nothing runs while weights are published. Say "
-            "--ahead 1 or more."
+            "rollout.update_weights_in_flight = true: with max_async_level = 0 no rollout runs during a weight update. Pass "
+            "--max-async-level 1 or more."
         )
-    if rollout.in_flight and Capability.VERSION_SPANS not in run.engine.driver.may_offer:
+    if rollout.in_flight and Capability.VERSION_SPANS not in run.engine.driver.optional_capabilities:
         yield (
-            f'rollout.update_weights_in_flight = true: engine "{run.engine.name}" does not say which policy wrote which '
-            "tokens of an answer. Say --no-update-weights-in-flight."
+            f'rollout.update_weights_in_flight = true: engine "{run.engine.name}" does not report which policy version '
+            "sampled which tokens of a response. Pass --no-update-weights-in-flight."
         )
     if rollout.partial_rollout and not run.collector.driver.across_steps:
         yield (
-            f'rollout.partial_rollout = true: collector "{run.collector.name}" begins every step anew. Leave '
+            f'rollout.partial_rollout = true: collector "{run.collector.name}" does not resume groups of earlier steps. Leave '
             "--rollout.collector out."
         )
 
@@ -120,12 +120,12 @@ def true_on_policy(run: BoundRun) -> Iterable[str]:
     if not run.algo.keys.true_on_policy_mode:
         return
     asked, rollout, sync = "algo.true_on_policy_mode = true:", run.config.rollout, run.config.sync
-    if Capability.TRUE_ON_POLICY not in run.engine.driver.may_offer:
+    if Capability.TRUE_ON_POLICY not in run.engine.driver.optional_capabilities:
         yield f'{asked} engine "{run.engine.name}" computes with kernels of its own. Choose another engine.'
     for problem in run.backend.driver.true_on_policy_problems(run.backend.config):
         yield f'{asked} backend "{run.backend.name}": {problem}.'
     for key, value, needed in (
-        ("rollout.ahead", rollout.ahead, 0),
+        ("rollout.max_async_level", rollout.max_async_level, 0),
         ("sync.update_weights_interval", sync.update_weights_interval, 1),
         ("rollout.partial_rollout", rollout.partial_rollout, False),
     ):
@@ -141,7 +141,7 @@ def group_baseline(run: BoundRun) -> Iterable[str]:
     if n == 1 and estimators and all(part.driver.compares_group(part.config) for part in estimators):
         yield (
             f'rollout.n_samples_per_prompt = 1, but advantage "{estimators[0].name}" compares the samples of one '
-            "prompt, so every advantage would be 0: say --n-samples-per-prompt 2 or more."
+            "prompt, so every advantage would be 0: pass --n-samples-per-prompt 2 or more."
         )
 
 
@@ -160,7 +160,7 @@ def kl_terms(run: BoundRun) -> Iterable[str]:
 def advantages(run: BoundRun) -> Iterable[str]:
     algo, uses = run.algo, run.algo.loss.driver.uses_advantages
     if uses and algo.advantage is None:
-        yield f'algo.advantage: loss "{algo.loss.name}" uses advantages. Say --algo.advantage NAME.'
+        yield f'algo.advantage: loss "{algo.loss.name}" uses advantages. Pass --algo.advantage NAME.'
     if algo.advantage_terms and not uses:
         yield f'algo.advantage_terms: loss "{algo.loss.name}" uses no advantages. Leave them out.'
 
@@ -177,13 +177,13 @@ def rewards(run: BoundRun) -> Iterable[str]:
         if reward.part.driver.gives_spans:
             yield (
                 f'{reward.part.where}: "{reward.label}" rewards spans of a response, and advantage "{deaf[0]}" gives all '
-                "tokens of one the same credit. Choose one that credits tokens one by one (its driver says accepts_spans), "
+                "tokens of one the same credit. Choose one that credits tokens one by one (its driver sets accepts_spans), "
                 "or another reward."
             )
 
 
 def debug_parts(run: BoundRun) -> Iterable[str]:
-    """Half a run, or one that is fed from a file."""
+    """Runs that only generate or only train, and runs that read rollouts or train data from a file."""
     rollout, train, debug = run.config.rollout, run.config.train, run.config.debug
     if rollout.debug_rollout_only and (train.debug_train_only or train.load_debug_train_data is not None):
         yield (
@@ -192,11 +192,11 @@ def debug_parts(run: BoundRun) -> Iterable[str]:
         )
     if train.debug_train_only and run.generates:
         yield (
-            "train.debug_train_only: there is nothing to train on: say --load-debug-rollout-data FOLDER (made with "
+            "train.debug_train_only: there is nothing to train on: pass --load-debug-rollout-data FOLDER (made with "
             "--dump-rollouts) or --load-debug-train-data FOLDER (made with --save-debug-train-data)."
         )
     if rollout.load_debug_rollout_data is not None and rollout.collector is not None:
-        yield "rollout.load_debug_rollout_data and rollout.collector both say where groups come from: drop one."
+        yield "rollout.load_debug_rollout_data and rollout.collector: both set where groups come from. Leave one out."
     if debug.use_pytorch_profiler and debug.profile_step_end <= debug.profile_step_start:
         yield (
             f"debug.profile_step_end = {debug.profile_step_end} must be more than profile_step_start = "
@@ -210,23 +210,23 @@ def corrections(run: BoundRun) -> Iterable[str]:
         if part.driver.compares_with_old and run.steps_per_rollout == 1 and not keys.use_rollout_logprobs:
             yield (
                 f'algo.corrections: "{part.name}" weighs how far the current log-probs are from the old ones, and with one '
-                "optimiser step per rollout batch they are equal: say --num-steps-per-rollout 2 or more, or "
+                "optimizer step per rollout batch they are equal: pass --num-steps-per-rollout 2 or more, or "
                 "--use-rollout-logprobs, or leave it out."
             )
     if not (keys.use_rollout_logprobs or keys.true_on_policy_mode):
         return
-    said = "use_rollout_logprobs" if keys.use_rollout_logprobs else "true_on_policy_mode"
+    given = "use_rollout_logprobs" if keys.use_rollout_logprobs else "true_on_policy_mode"
     for part in run.algo.corrections:
         if Need.ROLLOUT_LOGPROBS in part.driver.needs:
             yield (
-                f"algo.{said} = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
+                f"algo.{given} = true: correction \"{part.name}\" weighs the gap between the trainer's and the engine's "
                 "log-probs, which is then 0 by definition. Drop one of the two."
             )
 
 
 def sampling(run: BoundRun) -> Iterable[str]:
     rollout = run.config.rollout
-    if Capability.TOP_P_IDS in run.engine.driver.may_offer:
+    if Capability.TOP_P_IDS in run.engine.driver.optional_capabilities:
         return
     cut = (("rollout_top_p", rollout.rollout_top_p, 1.0), ("rollout_top_k", rollout.rollout_top_k, -1))
     for key, value, off in cut:
@@ -240,7 +240,9 @@ def sampling(run: BoundRun) -> Iterable[str]:
 def saved_aside(run: BoundRun) -> Iterable[str]:
     if not run.config.checkpoint.async_save:
         return
-    for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.stages):
+    for backend in dict.fromkeys(
+        role.backend.name for role in run.roles if not role.backend.driver.supports_async_save
+    ):
         yield (
             f'checkpoint.async_save = true: backend "{backend}" writes checkpoints only while it waits for them. Leave it '
             "out."
@@ -251,8 +253,8 @@ def launcher(run: BoundRun) -> Iterable[str]:
     yield from run.launcher.driver.problems(run.launcher.config)
     if run.launcher.driver.single_process and run.num_ranks != 1:
         yield (
-            f'launcher.name = "{run.launcher.name}" runs one trainer rank in this process, but {run.num_ranks} were asked '
-            f"for: say {run.other_launchers}."
+            f'launcher.name = "{run.launcher.name}" runs one trainer rank in this process, but {run.num_ranks} are '
+            f"requested. Pass {run.other_launchers}."
         )
 
 
@@ -263,8 +265,8 @@ def layout(run: BoundRun) -> list[str]:
         try:
             model_config = json.loads((role.model_path / "config.json").read_text())
         except (OSError, ValueError):
-            # No folder, or a damaged one: loading it is what tells of that, and the backend has nothing to compare with.
+            # No folder, or a damaged one: loading it reports that, and the backend has nothing to compare with.
             continue
         problems += role.backend.driver.problems(role.backend.config, role.num_ranks, model_config)
-    # Roles with one backend and one model say the same.
+    # Roles with one backend and one model have the same problems.
     return list(dict.fromkeys(problems))

@@ -21,11 +21,12 @@ TABLES: Final = {
     "reward": (groups.REWARDS, "reward."),
     "generate": (groups.GENERATORS, "generate."),
 }
-"""Tables that are a plugin's name and options: the group, and how flags of its options begin."""
+"""Tables that hold a plugin's name and options, to its group and the prefix of its flags."""
 
 
 def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool = False) -> list[Flag]:
-    """Plugins that cannot be resolved are left for the binding to report, unless `strict`."""
+    """The flags of all plugins that the tables choose. Plugins that cannot be resolved are left for the binding to report,
+    unless `strict`."""
     finder = Finder(registry, strict)
     flags = algo_flags(tables, finder)
     for table, (group, prefix) in TABLES.items():
@@ -51,7 +52,7 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
 
 
 def absent_flags(registry: Registry) -> dict[str, list[str]]:
-    """Flags of all installed backends, engines, transports, launchers and optimizers, to what chooses each of these."""
+    """Flags of all installed backends, engines, transports, launchers and optimizers, each to the flags that choose them."""
     finder = Finder(registry, strict=False)
     found: dict[str, list[str]] = {}
     for table, group, prefix in (
@@ -69,7 +70,7 @@ def absent_flags(registry: Registry) -> dict[str, list[str]]:
 
 
 def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
-    """The options of a recipe's parts, as the run file leaves them; all sit flat in the algo table."""
+    """The options of a recipe's parts after the run file's overrides; all are flat in the algo table."""
     algo = as_table(tables.get("algo"))
     recipe = finder.find(groups.ALGORITHMS, name_of(algo), "algo")
     if not isinstance(recipe, Recipe):
@@ -87,13 +88,13 @@ def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """Resolves names, or not."""
+    """Resolves names of plugins."""
 
     registry: Registry
     strict: bool
 
     def find(self, group: str, name: str, where: str) -> Any:
-        """What the name stands for; None if it is empty or, unless strict, cannot be resolved."""
+        """The plugin of this name; None if it is empty or, unless strict, cannot be resolved."""
         if not name:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What a run's engines are asked for and cannot do: those of the policy, and those of other models."""
+"""Cross-checks of engines: what a run requires of the policy's engines and of those of other models."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ def routing_replay(run: BoundRun) -> Iterable[str]:
         return
     from_rollout = asked is RoutingReplay.ROLLOUT
     where = f"train.{'use_rollout_routing_replay' if from_rollout else 'use_routing_replay'} = true"
-    if asked not in policy.backend.driver.replays:
-        others = sorted(policy.backend.driver.replays)
+    if asked not in policy.backend.driver.routing_replay_modes:
+        others = sorted(policy.backend.driver.routing_replay_modes)
         yield (
             f'{where}: backend "{policy.backend.name}" replays {"choices " + ", ".join(others) if others else "no choice"} of '
             "experts. Leave it out, or use a backend that does."
         )
     if from_rollout:
-        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.may_offer:
+        if run.generates and Capability.ROUTED_EXPERTS not in run.engine.driver.optional_capabilities:
             yield (
-                f'{where}: engine "{run.engine.name}" does not tell which experts it chose. Say --use-routing-replay to replay '
-                "the trainer's own choice, or use an engine that tells."
+                f'{where}: engine "{run.engine.name}" does not report which experts it chose. Pass --use-routing-replay to '
+                "replay the trainer's own choice, or use an engine that reports it."
             )
         return
     if not any(scoring.column is Need.OLD_LOGPROBS for scoring in policy.plan.scoring):
         yield (
             f'{where}: algorithm "{run.algo.name}" as it is set has no forward for old log-probs, whose choice of experts '
-            "could be replayed. Leave it out, or say --use-rollout-routing-replay to replay the engine's."
+            "could be replayed. Leave it out, or pass --use-rollout-routing-replay to replay the engine's."
         )
     if run.config.train.load_debug_train_data is not None:
         yield f"{where}, train.load_debug_train_data: nothing is scored, so nothing is recorded. Leave it out."
     if run.config.train.on_nonfinite == "skip":
         yield (
-            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks anew, away from '
+            f'{where}, train.on_nonfinite = "skip": what is left without a sample is spread over the ranks again, away from '
             "where the choices of experts are. Leave one of them out."
         )
 
 
 def penalties(run: BoundRun) -> Iterable[str]:
-    if Capability.REPETITION_PENALTY in run.engine.driver.may_offer:
+    if Capability.REPETITION_PENALTY in run.engine.driver.optional_capabilities:
         return
     for settings in run.evals:
         if settings.repetition_penalty != 1:
             yield (
                 f"eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "
-                f'"{run.engine.name}" does not penalise the tokens of prompt and answer as transformers does. Leave it out, or '
-                "say --engine with one that does."
+                f'"{run.engine.name}" does not penalize the tokens of prompt and response as transformers does. Leave it out, '
+                "or pass --engine with one that does."
             )
 
 
@@ -66,23 +66,27 @@ def transport(run: BoundRun) -> Iterable[str]:
 
 
 def colocation(run: BoundRun) -> Iterable[str]:
-    launcher, ahead = run.config.launcher, run.config.rollout.ahead
+    launcher, ahead = run.config.launcher, run.config.rollout.max_async_level
     if launcher.colocate and ahead:
         yield (
             f"launcher.colocate = true: trainer and engines take turns on their devices, so rollouts cannot run "
-            f"{ahead} step(s) ahead. Say --ahead 0, or give the engines devices of their own."
+            f"{ahead} step(s) ahead. Pass --max-async-level 0, or give the engines devices of their own."
         )
-    if launcher.colocate and run.config.eval.eval_on_the_side:
+    if launcher.colocate and run.config.eval.async_eval:
         yield (
-            "launcher.colocate = true, eval.eval_on_the_side = true: nothing generates while the trainer has the devices. "
+            "launcher.colocate = true, eval.async_eval = true: nothing generates while the trainer has the devices. "
             "Leave one of them out."
         )
     if launcher.offload_rollout is not None and not launcher.colocate:
         yield (
             f"launcher.offload_rollout = {str(launcher.offload_rollout).lower()}: the engines have devices of their own. "
-            "Say --colocate, or leave it out."
+            "Pass --colocate, or leave it out."
         )
-    if launcher.colocate and launcher.offload_rollout and Capability.SLEEP not in run.engine.driver.may_offer:
+    if (
+        launcher.colocate
+        and launcher.offload_rollout
+        and Capability.SLEEP not in run.engine.driver.optional_capabilities
+    ):
         yield f'launcher.offload_rollout = true: engine "{run.engine.name}" cannot give its memory back. Leave it out.'
 
 
@@ -90,11 +94,11 @@ def media(run: BoundRun) -> Iterable[str]:
     if not run.media:
         return
     asked = f"data.multimodal_keys = {dict(run.config.data.multimodal_keys)}"
-    for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.takes_images):
-        yield f'{asked}: backend "{backend}" does not train models with images. Say --backend with one that does.'
+    for backend in dict.fromkeys(role.backend.name for role in run.roles if not role.backend.driver.supports_images):
+        yield f'{asked}: backend "{backend}" does not train models with images. Pass --backend with one that does.'
     for needed in dict.fromkeys(part.driver.needs for part in run.media):
-        if run.generates and needed not in run.engine.driver.may_offer:
-            yield f'{asked}: engine "{run.engine.name}" takes no {needed}. Say --engine with one that does.'
+        if run.generates and needed not in run.engine.driver.optional_capabilities:
+            yield f'{asked}: engine "{run.engine.name}" takes no {needed}. Pass --engine with one that does.'
     if len(dists := sorted({part.entry.dist for part in run.media})) > 1:
         yield f"{asked}: {' and '.join(dists)} do not share prompts. Use modalities of one of them."
     if run.teacher is not None:
@@ -152,21 +156,21 @@ def engines_over_nodes(run: BoundRun) -> Iterable[str]:
 
 
 def reward_model(run: BoundRun) -> Iterable[str]:
-    """Who asks a reward model has one, and one that is there is asked."""
+    """A reward that requires a reward model has one, and a reward model that is set is used."""
     row = run.reward_model
-    asking = [part for part in run.reward_parts if part.driver.asks_engines(part.config)]
+    asking = [part for part in run.reward_parts if part.driver.needs_reward_model(part.config)]
     if row is None:
         for part in asking:
             yield (
-                f'{part.where}: reward "{part.name}" asks a model that engines of this run serve, and there is none. Say '
-                "--engines.reward.load FOLDER, or where it is served already."
+                f'{part.where}: reward "{part.name}" requires a model that engines of this run serve, and there is none. '
+                "Pass --engines.reward.load FOLDER, or the address of one that is served already."
             )
         return
     if not asking:
         yield "engines.reward: no reward of this run asks it. Leave it out, or choose a reward that does."
-    if Capability.HTTP not in row.engine.driver.may_offer:
+    if Capability.HTTP not in row.engine.driver.optional_capabilities:
         yield (
-            f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Say --engines.reward.engine with one '
+            f'engines.reward: engine "{row.engine.name}" serves no requests over HTTP. Pass --engines.reward.engine with one '
             "that does."
         )
     if run.config.launcher.colocate:

@@ -12,10 +12,10 @@ from slime_core.contracts.table import Table
 
 
 class EvalDefaults(Table):
-    """What a set does not say itself. Precedence: set > defaults > eval_* key > rollout_* key."""
+    """Settings of every set that does not have its own. Precedence: set > defaults > eval_* key > rollout_* key."""
 
     n_samples_per_eval_prompt: int | None = Field(None, gt=0)
-    """Answers per prompt."""
+    """Responses per prompt."""
     temperature: float | None = Field(None, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -23,17 +23,17 @@ class EvalDefaults(Table):
     top_k: int | None = Field(None, ge=-1)
     """Top-k sampling."""
     max_response_len: int | None = Field(None, gt=0)
-    """Tokens an answer may have."""
+    """Tokens a response may have."""
     max_prompt_len: int | None = Field(None, gt=0)
     """Longer prompts are filtered out."""
     min_new_tokens: int | None = Field(None, ge=0)
-    """No end before so many tokens."""
+    """Fewest tokens of a response."""
     repetition_penalty: float | None = Field(None, gt=0)
     """Divides the logits of tokens already seen."""
     stop: tuple[str, ...] | None = None
-    """Strings that end an answer."""
+    """Strings that end a response."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Token ids that end an answer."""
+    """Token ids that end a response."""
     reward: PluginTable | None = None
     """Reward of this set; by default the run's."""
     reward_key: str | None = None
@@ -70,20 +70,20 @@ class EvalConfig(Table):
     """Rollout steps between evaluations; by default only before and after."""
     skip_eval_before_train: bool = False
     """No evaluation before the first step."""
-    eval_on_the_side: bool = False
-    """Training goes on while an evaluation runs; a checkpoint waits for its end. Its figures are those of the versions
-    in eval/version_min and eval/version_max. One that Ctrl-C breaks off is made when the run goes on, of the weights that
-    it has then."""
-    eval_holds_weights: bool = True
-    """A publish waits for the end of an evaluation on the side, so that it has one version."""
+    async_eval: bool = False
+    """Training continues while an evaluation runs; a checkpoint waits for its end. Its metrics are those of the policy
+    versions from eval/version_min to eval/version_max. An evaluation that Ctrl-C aborts is repeated when the run resumes,
+    with the weights that the run has then."""
+    eval_blocks_weight_update: bool = True
+    """A weight update waits for the end of an evaluation on the side, so that it has one policy version."""
     eval_prompt_data: tuple[str, ...] = ()
-    """NAME PATH pairs, as slime has them; the table `datasets` says more."""
+    """NAME PATH pairs, as slime has them; the table `datasets` has more settings."""
     datasets: dict[str, EvalSet] = Field(default_factory=dict)
     """Sets by name."""
     defaults: EvalDefaults = EvalDefaults()
     """For all sets."""
     n_samples_per_eval_prompt: int = Field(1, gt=0)
-    """Answers per prompt."""
+    """Responses per prompt."""
     eval_temperature: float | None = Field(None, ge=0)
     """By default rollout_temperature."""
     eval_top_p: float | None = Field(None, gt=0, le=1)
@@ -95,7 +95,7 @@ class EvalConfig(Table):
     eval_max_prompt_len: int | None = Field(None, gt=0)
     """By default rollout_max_prompt_len."""
     eval_min_new_tokens: int = Field(0, ge=0)
-    """No end before so many tokens."""
+    """Fewest tokens of a response."""
     eval_reward_key: str | None = None
     """By default reward_key."""
     eval_input_key: str | None = None
@@ -122,7 +122,7 @@ class EvalConfig(Table):
             sets = {entry["name"]: {k: v for k, v in entry.items() if k != "name"} for entry in sets}
         pairs = list(value.pop("eval_prompt_data", ()))
         if len(pairs) % 2:
-            raise ValueError(f"eval_prompt_data wants NAME PATH pairs, got {len(pairs)} words")
+            raise ValueError(f"eval_prompt_data requires NAME PATH pairs, got {len(pairs)} words")
         refuse_duplicates([*pairs[::2], *sets])
         named = {name: {"path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)}
         return value | {"datasets": named | {k: {"path": v} if isinstance(v, str) else v for k, v in sets.items()}}

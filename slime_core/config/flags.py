@@ -5,8 +5,8 @@ backend, algorithm parts, source and transport go unprefixed, an engine's with i
 of a plugin's have the prefix that it gives them (`--router-`). Any key can be given by its dotted path
 (`--algo.advantage`) or by `--set algo.advantage=x`.
 
-The last of several values wins. A list may be said in several words, and its flag several times: then they follow each
-other. It takes the place of the run file's list; `--plugin` adds to it, for what the file names may need its own plugins.
+The last of several values wins. A list takes several words, and its flag may be repeated: the words are joined. It
+replaces the run file's list; `--plugin` adds to it, for what the file names may need its own plugins.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from slime_core.config.algo import AlgoConfig
+from slime_core.config.earlier_keys import FLAGS
 from slime_core.config.plugin_table import PluginTable
 from slime_core.config.run import RunConfig
 from slime_core.contracts.driver import TableOptions
 from slime_core.contracts.paths import FlagText
 from slime_core.errors import ConfigError, near_matches
 
-ALIASES: Final = {"async-buffer-size": "ahead"}
-"""Names that others have for a flag."""
+ALIASES: Final = {"async-buffer-size": "max-async-level", **FLAGS}
+"""Names that others have for a flag, and those that it had in an earlier release."""
 
 ADDING: Final = frozenset({("plugin",)})
 """Keys whose flags add to the run file's list."""
@@ -84,7 +85,7 @@ class FlagTable:
         for flag in flags:
             by_name[".".join(flag.path)] = flag
             if flag.field is NAME_FIELD:
-                # A table's name alone stands for the table.
+                # A table's name alone sets its `name`.
                 by_name[".".join(flag.path[:-1])] = flag
             for name in (flag.name, *flag.aliases):
                 short[name].append(flag)
@@ -116,7 +117,7 @@ class FlagTable:
                     values, position = [words[position]], position + 1
                 path, has_path, text = (values[0] if values else "").partition("=")
                 if not has_path:
-                    problems.append("--set wants KEY=VALUE, for example --set train.lr=1e-4.")
+                    problems.append("--set requires KEY=VALUE, for example --set train.lr=1e-4.")
                     continue
                 overrides.append((tuple(path.split(".")), toml_value(text)))
                 continue
@@ -134,11 +135,11 @@ class FlagTable:
                 values.append(words[position])
                 position += 1
             if negated and values:
-                problems.append(f"--{name} takes no value; say --{'.'.join(flag.path)} {values[0]}.")
+                problems.append(f"--{name} takes no value; pass --{'.'.join(flag.path)} {values[0]}.")
             elif negated or (flag.is_switch and not values):
                 overrides.append((flag.path, not negated))
             elif not values:
-                problems.append(f"--{name} wants a value.")
+                problems.append(f"--{name} requires a value.")
             else:
                 set_value(overrides, flag.path, flag_value(values, flag.field.annotation))
         if problems and not lenient:
@@ -146,8 +147,10 @@ class FlagTable:
         return overrides
 
     def find(self, name: str) -> tuple[Flag | None, bool]:
-        """The flag, and whether it was said as --no-NAME."""
-        dashed = ALIASES.get(name.replace("_", "-"), name.replace("_", "-"))
+        """The flag, and whether it was negated (--no-NAME)."""
+        dashed = name.replace("_", "-")
+        negation = "no-" if dashed.startswith("no-") and dashed[3:] in ALIASES else ""
+        dashed = negation + ALIASES.get(dashed.removeprefix(negation), dashed.removeprefix(negation))
         # A path has underscores, a plugin's option behind a prefix (`--collector.some-key`) has dashes.
         spelled = dashed if "." not in name or dashed in self.by_name else name.replace("-", "_")
         if spelled in self.by_name:
@@ -160,7 +163,7 @@ class FlagTable:
     def unknown(self, name: str) -> str:
         if name in self.ambiguous:
             ways = " or ".join("--" + ".".join(flag.path) for flag in self.ambiguous[name])
-            return f"--{name}: several keys have this name; say {ways}."
+            return f"--{name}: several keys have this name; pass {ways}."
         spelled = name.replace("_", "-")
         choices = self.absent()
         if owners := choices.get(spelled) or choices.get(spelled.removeprefix("no-")):
@@ -189,7 +192,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[Flag]:
 
 
 def short_name(path: tuple[str, ...], key: str) -> str:
-    """Tables inside tables repeat the names of what they override: those are said by their dotted path, but a role's
+    """Tables inside tables repeat the names of what they override: their flags are dotted paths, but a role's
     keys by its name (`--critic-lr`)."""
     if len(path) == 2 and path[0] == "roles":
         return f"{path[1]}-{key}".replace("_", "-")
@@ -234,13 +237,13 @@ def takes_many(annotation: Any) -> bool:
 
 
 def set_value(overrides: list[tuple[tuple[str, ...], Any]], path: tuple[str, ...], value: Any) -> None:
-    """Adds an override; a list goes on where an earlier one of the same key ended."""
+    """Adds an override; a list continues where an earlier one of the same key ended."""
     if not isinstance(value, list):
         overrides.append((path, value))
         return
-    for earlier, said in reversed(overrides):
-        if earlier == path and isinstance(said, list):
-            said.extend(value)
+    for earlier, given in reversed(overrides):
+        if earlier == path and isinstance(given, list):
+            given.extend(value)
             return
     overrides.append((path, AddedList(value) if path in ADDING else value))
 
@@ -267,7 +270,7 @@ def toml_value(text: str) -> Any:
 
 
 def mark_text(value: Any) -> Any:
-    """Strings inside become FlagText, so that paths in them are relative to where the user stands."""
+    """Strings inside become FlagText, so that paths in them are relative to the working directory."""
     if isinstance(value, str):
         return FlagText(value)
     if isinstance(value, list):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from slime_core.config.earlier_keys import current_path, current_tables, current_value
 from slime_core.config.flags import AddedList, bare_type
 from slime_core.config.run import RunConfig
 from slime_core.errors import ConfigError
@@ -33,10 +34,11 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
     """`tables` with each (path, value) set. A table written as a plain name grows into one; giving a table another
-    `name` drops the options that stood beside the old one. An AddedList comes after the list that is there."""
-    result = dict(tables)
+    `name` drops the options of the old one. An AddedList comes after the list that is there."""
+    result = current_tables(tables)
     # Names first, or an option that was typed before its table's name would be dropped with the old ones.
-    for path, value in sorted(overrides, key=lambda override: override[0][-1] != "name"):
+    for typed, value in sorted(overrides, key=lambda override: override[0][-1] != "name"):
+        path = current_path(typed)
         table = result
         for depth, key in enumerate(path[:-1]):
             inner = table.get(key)
@@ -49,7 +51,9 @@ def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], An
             for key in options_of(path[:-1], table):
                 del table[key]
         there = table.get(path[-1])
-        table[path[-1]] = [*there, *value] if isinstance(value, AddedList) and isinstance(there, list) else value
+        if isinstance(value, AddedList) and isinstance(there, list):
+            value = [*there, *value]
+        table[path[-1]] = current_value(path, value)
     return result
 
 

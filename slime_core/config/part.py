@@ -1,4 +1,4 @@
-"""Part: a plugin that a run uses, with its options bound; PartSpec is how it travels to a worker."""
+"""BoundPlugin: a plugin that a run uses, with its options bound; PluginSpec is its form for workers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slime_core.registry import Entry, Registry, Resolved, bind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartSpec:
-    """A part as it travels to a worker: plain data, resolved there again by name."""
+class PluginSpec:
+    """A plugin and its options as plain data; a worker resolves it again by name."""
 
     group: str
     name: str
@@ -24,22 +24,22 @@ class PartSpec:
         return json.dumps({"group": self.group, "name": self.name, "options": self.options}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> PartSpec:
+    def from_json(cls, text: str) -> PluginSpec:
         return cls(**json.loads(text))
 
-    def resolve(self, registry: Registry) -> Part:
+    def resolve(self, registry: Registry) -> BoundPlugin:
         resolved = registry.resolve(self.group, self.name, where=self.name)
-        return Part.of(resolved, self.name, self.options, where=self.name)
+        return BoundPlugin.of(resolved, self.name, self.options, where=self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BoundPlugin:
     """A named choice with its options."""
 
     group: str
     name: str
     where: str
-    """The table that asked for it, for messages."""
+    """The table that names it, for error messages."""
     entry: Entry
     driver: Any
     config: DriverConfig
@@ -47,14 +47,14 @@ class Part:
     @classmethod
     def of(
         cls, resolved: Resolved, name: str, options: Mapping[str, Any], *, where: str, base: Path | None = None
-    ) -> Part:
-        """What `name` was resolved to, with its options bound. ConfigError if they do not fit."""
+    ) -> BoundPlugin:
+        """The resolved plugin `name` with its options bound. ConfigError if an option is wrong."""
         entry, config = resolved.entry, bind(resolved, options, where=where, base=base)
         return cls(group=entry.group, name=name, where=where, entry=entry, driver=resolved.driver, config=config)
 
     def build(self) -> Any:
-        """The object of the contract; heavy imports happen here."""
+        """Builds the object of the contract; heavy imports happen here."""
         return self.driver.build(self.config)
 
-    def spec(self) -> PartSpec:
-        return PartSpec(group=self.group, name=self.entry.qualified, options=self.config.model_dump(mode="json"))
+    def spec(self) -> PluginSpec:
+        return PluginSpec(group=self.group, name=self.entry.qualified, options=self.config.model_dump(mode="json"))

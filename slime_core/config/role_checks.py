@@ -1,4 +1,4 @@
-"""Cross-checks of trained roles: the recipe, the parts, the backends, and what was said of a role that is not there."""
+"""Cross-checks of trained roles: the recipe, the parts, the backends, and settings of roles that are not trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_core.errors import unknown_name
 
 
 def asked_roles(run: BoundRun) -> Iterable[str]:
-    """A recipe names its roles, and a loss for each."""
+    """A recipe names its roles and a loss for each."""
     algo = run.algo
     for role in sorted(set(algo.recipe.roles) - set(LOSS_KEYS)):
         yield unknown_name(f'algo.name = "{algo.name}", role', role, "trained role", list(LOSS_KEYS))
@@ -22,14 +22,14 @@ def asked_roles(run: BoundRun) -> Iterable[str]:
         if asked and loss is None:
             yield (
                 f'algo.{key}: algorithm "{algo.name}" trains a {role}, but names no loss for it: a recipe with a missing '
-                f"part. Say --{key.replace('_', '-')} NAME."
+                f"part. Pass --{key.replace('_', '-')} NAME."
             )
         if loss is not None and not asked:
             yield f'algo.{key} = "{loss.name}": algorithm "{algo.name}" has no role {role}. Leave it out.'
 
 
 def settings_without_role(run: BoundRun) -> Iterable[str]:
-    """What is said of a role that is not trained would have no effect."""
+    """Settings of a role that is not trained would have no effect."""
     algo, launcher = run.algo, run.config.launcher
     for role in LOSS_KEYS:
         if role not in algo.recipe.roles and getattr(run.config.roles, role) != RoleConfig():
@@ -40,7 +40,7 @@ def settings_without_role(run: BoundRun) -> Iterable[str]:
             yield f'launcher.{key} = {value}: algorithm "{algo.name}" trains no critic. Leave it out.'
         elif value is not None and run.launcher.driver.single_process:
             yield (
-                f'launcher.{key} = {value}: with launcher.name = "{run.launcher.name}" all roles share this process. Say '
+                f'launcher.{key} = {value}: with launcher.name = "{run.launcher.name}" all roles share this process. Pass '
                 f"{run.other_launchers}, or leave it out."
             )
     if (steps := algo.keys.num_critic_only_steps) and algo.critic_loss is None:
@@ -48,12 +48,12 @@ def settings_without_role(run: BoundRun) -> Iterable[str]:
 
 
 def losses_of_roles(run: BoundRun) -> Iterable[str]:
-    """A role with a value head has a loss that trains values; whoever needs values has such a role."""
+    """A role with a value head has a loss that trains values; an algorithm whose parts need values has such a role."""
     for role in run.roles:
         driver = role.loss.driver
         if driver.trains_values != (role.head == "value"):
             trained = "values" if driver.trains_values else "log-probs"
-            yield f'algo: loss "{role.loss.name}" trains {trained}: it is none for the {role.name}.'
+            yield f'algo: loss "{role.loss.name}" trains {trained} and does not fit the {role.name}.'
     if Need.VALUES in run.algo.needs and not any(role.head == "value" for role in run.roles):
         yield f'algo.name = "{run.algo.name}": its parts need values, but it has no role that learns them.'
 
@@ -76,33 +76,33 @@ def optimizers(run: BoundRun) -> Iterable[str]:
 
 
 def teacher(run: BoundRun) -> Iterable[str]:
-    """A teacher that is wanted has a folder, and one that is given is wanted."""
+    """A teacher that the algorithm needs has a folder, and a teacher that is set is needed."""
     folder, algo = run.config.model.opd_teacher_load, run.algo
-    wanted = Need.TEACHER_LOGPROBS in algo.needs
+    needed = Need.TEACHER_LOGPROBS in algo.needs
     if run.teacher is not None:
-        yield from teacher_engines(run, run.teacher, wanted=wanted)
-    elif wanted and folder is None:
+        yield from teacher_engines(run, run.teacher, needed=needed)
+    elif needed and folder is None:
         readers = sorted({p.name for p in algo.parts if Need.TEACHER_LOGPROBS in getattr(p.driver, "needs", ())})
         yield (
             f'model.opd_teacher_load: {", ".join(readers)} of algorithm "{algo.name}" compares with a teacher, and none is '
-            "given. Say --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer; or, for engines of its own, "
+            "given. Pass --opd-teacher-load FOLDER, a Hugging Face model with the same tokenizer; or, for engines of its own, "
             "--engines.teacher.load FOLDER."
         )
-    elif folder is not None and not wanted:
+    elif folder is not None and not needed:
         yield f'model.opd_teacher_load: no part of algorithm "{algo.name}" compares with a teacher. Leave it out.'
 
 
-def teacher_engines(run: BoundRun, engines: BoundEngines, *, wanted: bool) -> Iterable[str]:
+def teacher_engines(run: BoundRun, engines: BoundEngines, *, needed: bool) -> Iterable[str]:
     """A teacher behind engines of its own."""
     temperature = run.config.rollout.rollout_temperature
-    if not wanted:
+    if not needed:
         yield f'engines.teacher: no part of algorithm "{run.algo.name}" compares with a teacher. Leave it out.'
     if run.config.model.opd_teacher_load is not None:
         yield (
-            "engines.teacher and model.opd_teacher_load: the teacher stands behind engines or beside the trainer. Leave one "
+            "engines.teacher and model.opd_teacher_load: the teacher is behind engines or beside the trainer. Leave one "
             "of them out."
         )
-    if Capability.SCORES not in engines.engine.driver.may_offer:
+    if Capability.SCORES not in engines.engine.driver.optional_capabilities:
         yield f'engines.teacher: engine "{engines.engine.name}" gives no log-probs of given tokens.'
     if temperature != 1:
         yield (

@@ -10,20 +10,20 @@ from slime_core.config.plugin_table import PluginTable
 from slime_core.contracts.paths import RunPath
 from slime_core.contracts.table import Table
 
-RewardPolicy: TypeAlias = Literal["error", "fail_sample", "leave_out", "zero"]
+RewardPolicy: TypeAlias = Literal["error", "fail_sample", "mask", "zero"]
 
 
 class RolloutConfig(Table):
-    """How a step's groups come together."""
+    """How the groups of a step are sampled, filtered and collected."""
 
     rollout_batch_size: int = Field(gt=0)
     """Prompts (groups) per rollout step."""
     n_samples_per_prompt: int = Field(1, gt=0)
-    """Answers per prompt."""
+    """Responses per prompt."""
     over_sampling_batch_size: int | None = Field(None, gt=0)
     """Groups submitted at once, at least rollout_batch_size; by default just that."""
     rollout_max_response_len: int = Field(gt=0)
-    """Tokens an answer may have."""
+    """Tokens a response may have."""
     rollout_max_prompt_len: int | None = Field(None, gt=0)
     """Longer prompts are filtered out and counted; by default rollout_max_context_len - 1, else no limit."""
     rollout_max_context_len: int | None = Field(None, gt=0)
@@ -35,11 +35,11 @@ class RolloutConfig(Table):
     rollout_top_k: int = Field(-1, ge=-1)
     """Top-k sampling, -1 for off; other than -1 needs an engine that reports the kept ids."""
     rollout_stop: tuple[str, ...] = ()
-    """Strings that end an answer."""
+    """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end an answer, besides the model's own."""
+    """Token ids that end a response, besides the model's own."""
     rollout_skip_special_tokens: bool = False
-    """Look for strings that end an answer in its text without special tokens, in evaluations too. The answer keeps them."""
+    """Look for strings that end a response in its text without special tokens, in evaluations too. The response keeps them."""
     rollout_seed: int | None = None
     """Seed of shuffling and sampling; by default the run's seed."""
     filters: tuple[PluginTable, ...] = ()
@@ -47,71 +47,72 @@ class RolloutConfig(Table):
     buffer_filter: PluginTable = PluginTable(name="pop_first")
     """Chooses from the buffer before new prompts are drawn."""
     collector: PluginTable | None = None
-    """How groups come together; `replay` takes them from a dump. By default as the algorithm says, else `accepted`."""
+    """Collector of a step's groups; `replay` reads them from a dump. By default the algorithm's choice, else `accepted`."""
     max_filtered_groups: int | None = Field(None, gt=0)
-    """With so many rejected groups in one step the rollouts are exhausted; by default 10 x rollout_batch_size."""
+    """Rejected groups in one step after which the rollouts count as exhausted; by default 10 x rollout_batch_size."""
     on_exhausted: Literal["error", "finish"] = "error"
-    """When the filters reject too many groups or the prompts end: the run fails, or it ends there as it would after
-    num_rollout. A run fails in any case if nothing has been trained yet."""
+    """When the filters reject too many groups or the prompts end: the run fails (error), or it ends as after num_rollout
+    (finish). A run that has trained nothing yet always fails."""
     max_retries: int = Field(3, ge=0)
-    """How often a failed sample is generated again, and a request that was lost with its engine asked again."""
+    """How often a failed sample is generated again, and a request that was lost with its engine sent again."""
     use_fault_tolerance: bool = True
-    """An engine that dies, hangs or fails is started anew and gets the weights, while others go on with its requests. Off:
-    it ends the run."""
+    """An engine that dies, hangs or fails is restarted and gets the weights, while other engines take its requests. Off: it
+    ends the run."""
     rollout_health_check_interval: float = Field(30.0, gt=0)
-    """Seconds between two questions to an engine whether it is well; none while it is paused or asleep."""
+    """Seconds between two health checks of an engine; none while it is paused or asleep."""
     rollout_health_check_timeout: float = Field(30.0, gt=0)
-    """Seconds that it may take to answer that."""
+    """Seconds that an engine may take to respond to a health check."""
     rollout_health_check_first_wait: float = Field(0.0, ge=0)
-    """Seconds after its start before it is asked for the first time."""
+    """Seconds from the start of an engine to its first health check."""
     max_engine_restarts: int = Field(3, ge=0)
-    """With so many restarts of one engine within engine_restart_window, its next failure ends the run."""
+    """Restarts of one engine within engine_restart_window after which its next failure ends the run."""
     engine_restart_window: float = Field(3600.0, gt=0)
-    """Seconds after which a restart is forgotten."""
+    """Seconds after which a restart no longer counts."""
     engine_call_timeout: float = Field(600.0, gt=0)
     """Seconds that an engine may take to pause, to load a bucket of weights, and the like, before it counts as hung."""
     on_failed_group: Literal["requeue", "drop"] = "requeue"
-    """What becomes of a group whose samples still fail: its prompt goes back to the buffer, or is dropped; counted."""
+    """Handling of a group whose samples still fail: its prompt goes back to the buffer, or is dropped; counted."""
     refill: Literal["drained", "eager"] = "drained"
-    """When slots of rejected groups are filled again: once everything in flight has ended, which keeps batch composition,
-    and so every bit, reproducible; or at once, which is faster with long tails."""
-    ahead: int = Field(0, ge=0)
-    """Steps that rollouts run ahead of training. 0: in turn with it; 1: the next step is generated meanwhile; more: fully
-    asynchronous, at most (ahead + version + 1) x rollout_batch_size groups accepted or running since the start."""
+    """When slots of rejected groups are filled again: once everything in flight has ended (drained), which keeps the
+    composition of batches reproducible; or at once (eager), which is faster with long tails."""
+    max_async_level: int = Field(0, ge=0)
+    """Steps that rollouts run ahead of training. 0: synchronous; 1: the next step is generated while one is trained; more:
+    fully asynchronous, at most (max_async_level + version + 1) x rollout_batch_size groups accepted or running since the
+    start."""
     max_staleness: int | None = Field(None, ge=0)
-    """Policy versions that a token may be behind when it is trained, at least `ahead`; by default just that."""
+    """Policy versions that a token may be behind when it is trained, at least `max_async_level`; by default just that."""
     on_stale: Literal["requeue", "drop", "mask_old_spans"] = "requeue"
-    """What becomes of a finished group with older tokens: it is generated again from its prompt, dropped, or trained
-    without those tokens; counted."""
+    """Handling of a finished group with tokens beyond max_staleness: it is generated again from its prompt (requeue),
+    dropped, or trained without those tokens (mask_old_spans); counted."""
     update_weights_in_flight: bool | None = None
-    """Publish while rollouts are under way: engines are paused for it, and what they write then goes on under the new
-    weights. Off: a publish waits for the step that is being collected. By default on with `ahead` above 1."""
+    """Update weights while rollouts are under way: engines pause for it, and unfinished responses continue with the new
+    weights. Off: a weight update waits for the step that is being collected. By default on with `max_async_level` above 1."""
     partial_rollout: bool = False
-    """When a step has its groups, break off what still runs and go on with its tokens in a later step (with
-    over_sampling_batch_size there is something to break off). Needs max_staleness of 1 or more."""
+    """When a step has its groups, abort the responses that still run and continue them in a later step (use it with
+    over_sampling_batch_size). Requires max_staleness of 1 or more."""
     mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train the tokens that an answer had when it was broken off, if a newer policy went on with it."""
+    """Do not train the tokens that a response had when it was aborted, if a newer policy continued it."""
     concurrency: int = Field(512, gt=0)
     """Samples in flight per engine."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
-    reward_choice_key: str | None = None
-    """Key of the samples' metadata that says which of the run's rewards count for them: a name, or a list of names. Without
-    the key in the metadata, all of them."""
+    reward_select_key: str | None = None
+    """Key of the samples' metadata that names the rewards of the run that count for them: a name, or a list of names.
+    Without the key in the metadata, all of them."""
     reward_timeout: float | None = Field(None, gt=0)
-    """Seconds that a reward may take for one group; by default what the reward itself says, and 30 if it says nothing."""
+    """Seconds that a reward may take for one group; by default the reward's own limit, and 30 if it has none."""
     reward_workers: int = Field(1, gt=0)
     """Worker processes for rewards."""
     reward_retries: int = Field(1, ge=0)
-    """How often a group is scored again when there was no answer in time, or a worker process or a service was lost."""
+    """How often a group is scored again after a timeout, or when a worker process or a service was lost."""
     on_reward_failure: RewardPolicy = "error"
-    """When a sample could not be scored: the run stops (error); the sample fails, and its group is handled as
-    on_failed_group says (fail_sample); the sample alone is left out of the batch and of its group's statistics (leave_out);
+    """When a sample could not be scored: the run stops (error); the sample fails, and its group is handled by
+    on_failed_group (fail_sample); the sample alone is left out of the batch and of its group's statistics (mask);
     or its reward is 0 (zero). Counted: rollout/reward_outcome/*."""
-    on_reward_wrong: RewardPolicy | None = None
+    on_reward_error: RewardPolicy | None = None
     """The same for rewards that raise, or are no finite number; by default on_reward_failure."""
     on_reward_timeout: RewardPolicy | None = None
-    """The same for rewards that gave no answer in time; by default on_reward_failure."""
+    """The same for rewards that exceed their time limit; by default on_reward_failure."""
     on_reward_infra: RewardPolicy | None = None
     """The same for lost worker processes and services; by default on_reward_failure."""
     dump_rollouts: bool = False
@@ -123,8 +124,8 @@ class RolloutConfig(Table):
 
     @property
     def in_flight(self) -> bool:
-        """Rollouts go on while weights are published."""
-        return self.ahead > 1 if self.update_weights_in_flight is None else self.update_weights_in_flight
+        """Rollouts continue during a weight update."""
+        return self.max_async_level > 1 if self.update_weights_in_flight is None else self.update_weights_in_flight
 
     @property
     def wave(self) -> int:

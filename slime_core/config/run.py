@@ -1,4 +1,4 @@
-"""RunConfig: the whole run file. One table per room; each extension point's table is a name with options beside it."""
+"""RunConfig: the whole run file. Each extension point's table is a plugin's name with its options beside it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from slime_core.contracts.table import Table
 
 
 class ModelConfig(Table):
-    """What is trained."""
+    """The model that is trained."""
 
     hf_checkpoint: RunPath
     """Hugging Face folder: config, weights, tokenizer."""
     ref_load: RunPath | None = None
     """Folder of the reference weights; by default hf_checkpoint."""
     rollout_load: RunPath | None = None
-    """Folder that the policy's engines start from, by default hf_checkpoint: the same model, with quantised weights for example
-    (`slime convert`). What a run trains is quantised likewise on its way to them."""
+    """Folder that the policy's engines start from, by default hf_checkpoint: the same model, for example with quantized
+    weights (`slime convert`). Weight updates are then quantized in the same way."""
     opd_teacher_load: RunPath | None = None
     """Folder of a teacher's weights, for algorithms that compare with one. It may be another model than the trained one,
     with the same tokenizer."""
     trust_remote_code: bool = False
-    """Run code that a model folder brings. Off unless you ask; written into the manifest."""
+    """Run code that a model folder contains. Off by default; recorded in the manifest."""
 
 
 class DataConfig(Table, extra="allow"):
@@ -46,7 +46,7 @@ class DataConfig(Table, extra="allow"):
     tool_key: str = "tools"
     """Column of the tool schemas."""
     multimodal_keys: dict[str, str] = Field(default_factory=dict)
-    """Columns of what is not text, by modality: {"image": "images", "video": "clips"}, for models that take it. A column has
+    """Columns of media, by modality: {"image": "images", "video": "clips"}, for models that take it. A column has
     one image or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path.
     A video is a file, given likewise, or a list of the images that are its frames, or an object with frames and fps."""
     apply_chat_template: bool = False
@@ -64,7 +64,7 @@ class DataConfig(Table, extra="allow"):
 
 
 class RoleConfig(OptimizerOverrides):
-    """A trained role beside the policy: what it has of its own. Everything else is the run's."""
+    """Settings of a trained role beside the policy. Everything else is as for the run."""
 
     load: RunPath | None = None
     """Hugging Face folder that it starts from; by default hf_checkpoint. A missing head starts fresh."""
@@ -100,19 +100,19 @@ class EnginesConfig(Table):
     """Engines beside the policy's, a row for each model that they serve."""
 
     teacher: EngineRow | None = None
-    """Scores what the policy wrote, for algorithms that compare with a teacher: instead of a copy in the trainer's memory
-    (model.opd_teacher_load), and on devices of its own."""
+    """Scores the policy's responses, for algorithms that compare with a teacher: on devices of its own, instead of a copy in
+    the trainer's memory (model.opd_teacher_load)."""
     reward: EngineRow | None = None
-    """Reward model or judge, for rewards that ask one over HTTP; on devices of its own, with a tokenizer of its own."""
+    """Reward model or judge, for rewards that query one over HTTP; on devices of its own, with a tokenizer of its own."""
 
 
 class RewardTable(PluginTable, use_attribute_docstrings=True):
-    """One of several rewards: its name, what it counts, and its options."""
+    """One of several rewards: its name, its weight, and its options."""
 
     weight: float = Field(1.0, allow_inf_nan=False)
-    """What its number is multiplied by."""
+    """Factor of its number in the sum."""
     label: str | None = Field(None, min_length=1)
-    """What metrics and samples call it; by default its name."""
+    """Its name in metrics and samples; by default the reward's name."""
     reward_key: str | None = None
     """Which of its named numbers counts; by default the reward's own choice."""
 
@@ -121,7 +121,7 @@ class LauncherConfig(Table, extra="allow"):
     """Where the roles run. Keys that are not listed here are options of the launcher."""
 
     name: str = "local"
-    """Launcher: what starts the workers. `local`: in this process."""
+    """Launcher, which starts the workers. `local`: in this process."""
     actor_num_nodes: int = Field(1, gt=0)
     """Machines for the trainer."""
     actor_num_gpus_per_node: int | None = Field(None, gt=0)
@@ -131,10 +131,10 @@ class LauncherConfig(Table, extra="allow"):
     critic_num_gpus_per_node: int | None = Field(None, gt=0)
     """Ranks per machine of a critic with devices of its own; by default it shares the actor's."""
     offload_train: bool | None = None
-    """Trained roles that share devices sleep, with their memory on the host, while another one works, or the engines. By
+    """Trained roles that share devices are offloaded to the host while another role or the engines use the devices. By
     default on for roles that share GPUs, with one another or with engines."""
     offload_rollout: bool | None = None
-    """Engines on the trainer's devices give their memory back while it trains. By default on with colocate on GPUs."""
+    """Engines on the trainer's devices are offloaded while it trains. By default on with colocate on GPUs."""
     rollout_num_gpus: int | None = Field(None, gt=0)
     """Devices for engines, on CPU processes; by default one engine's."""
     rollout_num_gpus_per_engine: int = Field(1, gt=0)
@@ -147,7 +147,7 @@ class LauncherConfig(Table, extra="allow"):
     """auto: cuda where there is one."""
 
     def offloads_rollout(self, device: str) -> bool:
-        """Whether engines give memory back between rollouts."""
+        """True if engines are offloaded between rollouts."""
         return self.colocate and (device == "cuda" if self.offload_rollout is None else self.offload_rollout)
 
     def nodes_of(self, num_devices: int) -> int:
@@ -165,11 +165,11 @@ class SyncConfig(Table, extra="allow"):
     transport: str | None = None
     """Weight transport; by default the engine's preferred one."""
     update_weights_interval: int = Field(1, gt=0)
-    """Rollout steps between publishes."""
+    """Rollout steps between weight updates."""
 
 
 class RouterConfig(Table):
-    """What stands between the run and its engines."""
+    """The middlewares between the run and its engines."""
 
     middlewares: tuple[PluginTable, ...] = ()
     """Router middlewares, outermost first."""
@@ -183,17 +183,17 @@ class CheckpointConfig(Table):
     keep_checkpoints: int = Field(2, gt=0)
     """Complete checkpoints to keep."""
     async_save: bool = False
-    """Copy what is saved to host memory and write it while the next steps run. Until it is complete, a killed run goes on
-    from the checkpoint before. Host memory holds a copy of weights and optimiser."""
+    """Copy weights and optimizer to host memory and write them while the next steps run. Until the checkpoint is complete, a
+    killed run resumes from the one before. Needs host memory for the copy."""
     save_hf: bool = True
     """Write hf/ in the run folder at the end: a model that transformers loads."""
 
 
 class DebugConfig(Table):
-    """Looking into a run."""
+    """Debugging and profiling."""
 
     print_completions_interval: int | None = Field(None, gt=0)
-    """Print a few completions every so many rollout steps."""
+    """Rollout steps between two prints of a few completions."""
     log_passrate: bool = False
     """Log pass@k of the training rollouts (rollout/passrate/pass@k) also when rewards are not just fail and pass: those with
     reward 1 pass."""
@@ -206,31 +206,32 @@ class DebugConfig(Table):
     save_debug_train_data: bool = False
     """Write train_data/*.parquet in the run folder: each step's batch with scores, advantages and loss weights."""
     use_pytorch_profiler: bool = False
-    """Write profile/*.json in the run folder: what the trainer's ranks do, for Perfetto or chrome://tracing."""
+    """Write profile/*.json in the run folder: traces of the trainer's ranks, for Perfetto or chrome://tracing."""
     profile_target: tuple[Literal["train_actor", "train_log_probs"], ...] = ("train_actor",)
-    """What is profiled: the optimiser steps of a rollout step, of every trained role; each forward without gradient."""
+    """Calls to profile. train_actor: the optimizer steps of a rollout step, of every trained role; train_log_probs: each
+    forward without gradient."""
     profile_step_start: int = Field(1, ge=0)
     """First call that is profiled, counted from 0 at the start of an attempt; the very first one is slower than others."""
     profile_step_end: int = Field(2, gt=0)
-    """First call after it that is not."""
+    """First call after it that is not profiled."""
     record_memory_history: bool = False
     """Record allocations of CUDA memory in the trainer's ranks: profile/*-memory-*.pickle, for pytorch.org/memory_viz, when a
     step fails."""
     memory_snapshot_num_steps: int | None = Field(None, gt=0)
-    """And after so many rollout steps."""
+    """Rollout steps after which such a snapshot is written too."""
     trace_samples: bool = False
     """Write traces.jsonl in the run folder: for each sample its turns, and how long it waited, was generated and scored."""
 
 
 class PrepareConfig(Table):
-    """Something that makes the run's model and data when they are not there yet."""
+    """A script that makes the run's model and data if they are missing."""
 
     script: RunPath
     """Python file, run once with this interpreter in the run file's folder."""
     script_arguments: tuple[str, ...] = ()
-    """Words for its command line."""
+    """Its command-line arguments."""
     creates: tuple[RunPath, ...]
-    """It runs when one of these is missing, and must leave all of them."""
+    """Files and folders that it creates. It runs if one of them is missing, and must create all of them."""
 
 
 class RunConfig(Table):
@@ -239,22 +240,22 @@ class RunConfig(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder."""
     runs_dir: RunPath = "runs"
-    """Where run folders go; by default `runs` where you stand."""
+    """Folder of the run folders; by default `runs` in the working directory."""
     seed: int = 1234
-    """Seed of everything random."""
+    """Seed of all random numbers."""
     plugin: tuple[RunPath, ...] = ()
     """Single-file plugins. --plugin adds to those of the run file."""
     required_plugins: tuple[str, ...] = ()
     """Requirements that installed plugins must meet, such as acme-slime-reward>=1.2."""
     prepare: PrepareConfig | None = None
-    """Makes model and data when they are missing."""
+    """Script that makes model and data if they are missing."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     backend: PluginTable
     engine: PluginTable
     reward: PluginTable | None = None
     rewards: tuple[RewardTable, ...] = ()
-    """Several rewards instead of one: what counts is the sum of weight x reward."""
+    """Several rewards instead of one: the sum of weight x reward is trained on."""
     generate: PluginTable = PluginTable(name="single_turn")
     algo: PluginTable
     rollout: RolloutConfig
@@ -273,7 +274,7 @@ class RunConfig(Table):
     @field_validator("plugin")
     @classmethod
     def _each_once(cls, files: tuple[str, ...]) -> tuple[str, ...]:
-        """A flag may name what the run file names."""
+        """Removes duplicates: a flag may name a file that the run file names."""
         return tuple(dict.fromkeys(files))
 
     @property

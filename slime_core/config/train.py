@@ -1,4 +1,4 @@
-"""The `train` table: batch arithmetic, optimiser, micro-batches."""
+"""The `train` table: batch arithmetic, optimizer, micro-batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class OptimizerOverrides(Table):
     """The same keys for one role; what is left out is as in the train table."""
 
     optimizer: PluginTable | None = None
-    """As in the train table, for this role."""
+    """Optimizer of this role."""
     lr: float | None = Field(None, gt=0)
     """Highest learning rate."""
     min_lr: float | None = Field(None, ge=0)
-    """Where decay ends."""
+    """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] | None = None
     """Shape after warm-up."""
     lr_warmup_iters: int | None = Field(None, ge=0)
-    """Optimiser steps of linear warm-up, counted from the role's own first step."""
+    """Optimizer steps of linear warm-up, counted from the role's own first step."""
     lr_decay_iters: int | None = Field(None, gt=0)
-    """Optimiser steps of this role until min_lr."""
+    """Optimizer steps of this role until min_lr."""
     weight_decay: float | None = Field(None, ge=0)
     """Decoupled weight decay."""
     adam_beta1: float | None = Field(None, ge=0, lt=1)
@@ -39,10 +39,10 @@ class OptimizerOverrides(Table):
     """Global gradient norm is cut to this; 0: never."""
 
     def optimizer_config(self, train: OptimizerConfig) -> OptimizerConfig:
-        """`train` with what is said here."""
-        said = {name: getattr(self, name) for name in OptimizerKeys.model_fields}
-        said["optimizer"] = self.optimizer and self.optimizer.name
-        return train.model_copy(update={name: value for name, value in said.items() if value is not None})
+        """`train` with the settings of this table in place of its own."""
+        given = {name: getattr(self, name) for name in OptimizerKeys.model_fields}
+        given["optimizer"] = self.optimizer and self.optimizer.name
+        return train.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 class TrainConfig(OptimizerKeys):
@@ -56,9 +56,9 @@ class TrainConfig(OptimizerKeys):
     num_epoch: int | None = Field(None, gt=0)
     """Passes over the data; num_rollout = num_epoch x rows // rollout_batch_size."""
     global_batch_size: int | None = Field(None, gt=0)
-    """Rollouts (trajectories) per optimiser step."""
+    """Rollouts (trajectories) per optimizer step."""
     num_steps_per_rollout: int | None = Field(None, gt=0)
-    """Optimiser steps per rollout batch: rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
+    """Optimizer steps per rollout batch: rollout_batch_size x n_samples_per_prompt = global_batch_size x this."""
     use_dynamic_batch_size: bool = True
     """Pack micro-batches up to max_tokens_per_gpu; off: micro_batch_size samples each."""
     max_tokens_per_gpu: int = Field(8192, gt=0)
@@ -70,22 +70,22 @@ class TrainConfig(OptimizerKeys):
     balance_data: bool = True
     """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
     use_routing_replay: bool = False
-    """Training takes the experts that the forward of the old log-probs chose (routing replay, R2)."""
+    """Training uses the experts that the forward of the old log-probs chose (routing replay, R2)."""
     use_rollout_routing_replay: bool = False
-    """Training, and the forward of the old log-probs, take the experts that the engine chose (rollout routing replay, R3);
+    """Training, and the forward of the old log-probs, use the experts that the engine chose (rollout routing replay, R3);
     includes use_routing_replay."""
     max_skipped_steps: int = Field(3, ge=0)
-    """Non-finite optimiser steps in a row that are skipped; one more and the run fails."""
+    """Non-finite optimizer steps in a row that are skipped; one more and the run fails."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """A sample whose log-probs or values are not finite: the run stops with its name, or the sample is left out of the
     batch (counted: rollout/nonfinite_samples)."""
     on_short_batch: Literal["error", "train"] = "error"
-    """When failures leave fewer rollouts than a step needs."""
+    """When failures leave fewer rollouts than a step needs: the run stops (error), or the step trains on them (train)."""
     ref_update_interval: int | None = Field(None, gt=0)
-    """Copy the actor over the reference every so many rollouts."""
+    """Rollout steps between two copies of the actor over the reference."""
     load_debug_train_data: RunPath | None = None
-    """Folder of train data (train_data/ of a run with save_debug_train_data): its steps are trained on again, as they were
-    scored and credited; nothing is generated."""
+    """Folder of train data (train_data/ of a run with save_debug_train_data): its steps are trained on again with the
+    recorded scores and advantages; nothing is generated."""
     debug_train_only: bool = False
     """No engine is started and nothing is evaluated: steps come from load_debug_rollout_data or load_debug_train_data."""
 

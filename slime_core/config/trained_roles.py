@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import CREDIT_COLUMNS, POLICY, BoundRole, LossTerms, RolePlan, Scoring, count_ranks
 from slime_core.contracts.backend import REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
@@ -24,28 +24,28 @@ def actor(run: BoundRun) -> BoundRole:
     """The policy: the recipe's loss with its KL, entropy and correction terms."""
     algo, keys, model = run.algo, run.algo.keys, run.config.model
     others = algo.credit_needs | algo.critic_needs
-    # Recorded choices are those of that forward.
+    # Expert choices are recorded in that forward.
     recorded = run.routing_replay is RoutingReplay.RECORDED
     old_is_current = algo.old_is_current(run.steps_per_rollout) and not recorded
     old_from_rollout = algo.old_from_rollout(run.steps_per_rollout)
     reads_old = Need.OLD_LOGPROBS in algo.needs and not old_from_rollout
-    wants_reference = Need.REF_LOGPROBS in algo.needs
+    needs_reference = Need.REF_LOGPROBS in algo.needs
     scoring = []
-    # Mismatch metrics compare the trainer's own, also where the loss takes the engine's for the old ones.
+    # Mismatch metrics compare with the trainer's log-probs, also where the loss uses the engine's as the old ones.
     if (reads_old and not old_is_current) or keys.get_mismatch_metrics:
         column = Need.OLD_LOGPROBS
         scoring.append(Scoring(column=column, output="log_probs", by_others=reads_old and column in others))
-    if wants_reference:
+    if needs_reference:
         column = Need.REF_LOGPROBS
         scoring.append(Scoring(column=column, output="log_probs", weights=REFERENCE, by_others=column in others))
     if Need.TEACHER_LOGPROBS in algo.needs and run.teacher is None:
         column = Need.TEACHER_LOGPROBS
         scoring.append(Scoring(column=column, output="log_probs", weights=TEACHER, by_others=column in others))
     given = {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.TEACHER_LOGPROBS, Need.ENTROPY, *algo.loss_needs}
-    copies = {REFERENCE: Path(model.ref_load or model.hf_checkpoint)} if wants_reference else {}
-    refreshed = tuple(copies)
+    frozen_models = {REFERENCE: Path(model.ref_load or model.hf_checkpoint)} if needs_reference else {}
+    refreshed = tuple(frozen_models)
     if Need.TEACHER_LOGPROBS in algo.needs and model.opd_teacher_load is not None:
-        copies[TEACHER] = Path(model.opd_teacher_load)
+        frozen_models[TEACHER] = Path(model.opd_teacher_load)
     return BoundRole(
         plan=RolePlan(
             name=POLICY,
@@ -54,7 +54,7 @@ def actor(run: BoundRun) -> BoundRole:
             columns=CREDIT_COLUMNS | {need.value for need in given} | {"correction"},
             corrected=True,
             routing_replay=run.routing_replay,
-            refreshed_copies=refreshed,
+            updated_frozen_models=refreshed,
         ),
         head="lm",
         loss=algo.loss,
@@ -72,15 +72,15 @@ def actor(run: BoundRun) -> BoundRole:
         model_path=Path(model.hf_checkpoint),
         optimizer=named(run.config.train.optimizer_config(), run.optimizers[POLICY]),
         optimizer_part=run.optimizers[POLICY],
-        copies=copies,
+        frozen_models=frozen_models,
         num_ranks=run.num_ranks,
         ranks_per_node=run.config.launcher.actor_num_gpus_per_node or run.num_ranks,
     )
 
 
-def critic(run: BoundRun, loss: Part) -> BoundRole:
-    """Values of the states in which each response token was chosen. Its loss stands alone: no KL, entropy or
-    correction."""
+def critic(run: BoundRun, loss: BoundPlugin) -> BoundRole:
+    """The critic: it learns the value of the state in which each response token was chosen. Its objective has no KL, entropy
+    or correction terms."""
     settings, launcher = run.config.roles.critic, run.config.launcher
     backend = run.role_backends.get("critic", run.backend)
     optimizer = run.optimizers.get("critic", run.optimizers[POLICY])
@@ -109,6 +109,6 @@ def critic(run: BoundRun, loss: Part) -> BoundRole:
     )
 
 
-def named(config: OptimizerConfig, part: Part) -> OptimizerConfig:
-    """With the name alone, where the user wrote DISTRIBUTION/NAME."""
+def named(config: OptimizerConfig, part: BoundPlugin) -> OptimizerConfig:
+    """`config` with the plugin's name alone where the user wrote DISTRIBUTION/NAME."""
     return config.model_copy(update={"optimizer": part.entry.name})

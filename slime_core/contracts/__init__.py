@@ -1,1 +1,1 @@
-"""One module per extension point: the base class, its driver, and what they exchange; and the hook specs."""
+"""One module per extension point: the base class, its driver, the types they exchange; and the hooks."""

@@ -1,6 +1,6 @@
-"""AdvantageEstimator: rewards and scores of the whole batch in, per-token advantages out. RewardShaper: before it.
+"""AdvantageEstimator: per-token advantages from the rewards and token columns of a batch. RewardShaper: runs before it.
 
-Both are pure functions, run once on the driver over the whole batch: they see no process group and no micro-batch.
+Both are pure functions that the driver calls once per batch: they see no process group and no micro-batch.
 """
 
 from __future__ import annotations
@@ -19,49 +19,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CreditInputs:
-    """S samples, M response tokens. Columns that were not declared as needs are None."""
+    """Inputs of an estimator. `batch`: the S samples of the step, with M response tokens."""
 
     batch: Batch
     rewards: Float64
     """(S,) after shaping; NaN: no reward."""
     columns: TokenColumns
+    """(M,) each: the columns declared in `AdvantageDriver.needs`; the others are None."""
     kl_penalty: Float32 | None
-    """(M,) kl_coef x k(old, ref), 0 at masked tokens; None when kl_coef is 0, and for what is added to an advantage."""
+    """(M,) nats: kl_coef x k(old, ref), 0 at masked tokens; None if kl_coef is 0, and for terms added to an advantage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Credit:
-    """What an estimator returns. Masked tokens may hold anything finite: they are never read."""
+    """Result of an estimator; masked tokens are not read, but finite. `metrics`: of the whole batch, to log by name."""
 
     advantages: Float32
     """(M,)"""
     returns: Float32 | None = None
-    """(M,) targets for a critic; None: the advantages."""
+    """(M,) value targets of a critic; None: the advantages."""
     sample_credit: Float64 | None = None
-    """(S,) the number each sample was credited with, logged as `rollout/rewards`."""
+    """(S,) the reward each sample is credited with, logged as `rollout/rewards`; None: not logged."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class AdvantageEstimator(ABC):
-    """Pure. Must give zero where all rewards of a comparison are equal, and never raise on an empty response, a fully
-    masked sample or a group of one."""
+    """Pure. 0 where all compared rewards are equal; never raises on empty or masked responses or a group of one."""
 
     @abstractmethod
-    def estimate(self, inputs: CreditInputs) -> Credit: ...
+    def estimate(self, inputs: CreditInputs) -> Credit:
+        """Computes the advantages of the whole batch; finite at every trained token."""
 
 
 class AdvantageDriver(Driver[AdvantageEstimator]):
+    """Chosen by algo.advantage. Class attributes declare what the estimator reads and accepts."""
+
     needs: ClassVar[frozenset[Need]] = frozenset()
+    """Columns of `CreditInputs.columns` that the kernel computes for it."""
     uses_rewards: ClassVar[bool] = True
-    """False: its signal is elsewhere, so that a run needs no reward for it."""
+    """False: the estimator reads no rewards, so the run needs no reward function for it."""
     accepts_kl_penalty: ClassVar[bool] = False
-    """Whether a reward-side KL (kl_coef) enters it; if not, asking for one is a config error."""
+    """True: it reads `CreditInputs.kl_penalty`. If False, kl_coef other than 0 is a config error."""
     accepts_spans: ClassVar[bool] = False
-    """Whether it credits rewards of spans where they were earned (`Batch.token_reward`); if not, they are a config error."""
+    """True: it credits span rewards at their tokens (`Batch.token_reward`). If False, a reward with spans is a config error."""
 
     @classmethod
     def compares_group(cls, config: Any) -> bool:
-        """Whether it compares samples of one prompt, so that one sample per prompt gives no signal."""
+        """True if it compares samples of one prompt, so that one sample per prompt gives no signal."""
         return False
 
 
@@ -70,7 +74,8 @@ class RewardShaper(ABC):
 
     @abstractmethod
     def shape(self, rewards: Float64, batch: Batch, max_response_len: int) -> Float64:
-        """(S,) in, (S,) out; NaN stays NaN."""
+        """Returns the shaped rewards (S,). rewards: (S,), NaN where a sample has none, which stays; max_response_len: limit
+        of the response in tokens (`rollout_max_response_len`)."""
 
 
 class ShapingDriver(Driver[RewardShaper]):

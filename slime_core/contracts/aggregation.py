@@ -1,4 +1,4 @@
-"""Aggregation: how per-token values become one number. Sums over a denominator counted before the step."""
+"""Aggregation: how per-token losses are reduced to one number, with a denominator counted before the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Aggregation(StrEnum):
-    """loss = (1/D) sum over samples i and tokens t of w_i x_t m_t, with D over the whole optimiser step."""
+    """loss = (1/D) sum over samples i and tokens t of w_i x_t m_t, with D over the whole optimizer step."""
 
     SEQ_MEAN = "seq_mean"
     """w_i = 1 / trainable tokens of the whole rollout; D = rollouts in the step."""

@@ -1,8 +1,8 @@
 """TrainBackend: one rank's view of a trainable model.
 
-Calling order: `setup`, then any of `load`, `score`, `train_step`, `export_tensors`, `save`, `sleep`, `wake`, then
-`close`; between `sleep` and `wake` only `close`, and with the weights alone what `sleep` says. All ranks of a role make
-the same calls in the same order with equally many micro-batches.
+Calling order: `setup`, then any of `load`, `forward_only`, `train_step`, `export_weights`, `save`, `sleep`, `wake_up`, then
+`close`. Between `sleep` and `wake_up` only `close` may be called, and after `sleep(keep_weights=True)` also `export_weights`.
+All ranks of a role make the same calls in the same order with the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ if TYPE_CHECKING:
     from slime_core.types.report import StepReport
 
 ACTOR = "actor"
-"""Name of the trained weights in `score(weights=...)`, whichever role they are of."""
+"""Name of the trained weights in `forward_only(weights=...)`, for every role."""
 REFERENCE = "reference"
 TEACHER = "teacher"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where a rank stands. Ranks of one `dp_rank` work on the same samples."""
+    """Position of a rank in the parallel layout. Ranks of one `dp_rank` process the same samples."""
 
     dp_rank: int = 0
+    """Data-parallel rank, in [0, dp_size): which of dp_size parts of the samples it processes."""
     dp_size: int = 1
     cp_rank: int = 0
+    """Context-parallel rank, in [0, cp_size): which of cp_size parts of each sequence it holds."""
     cp_size: int = 1
     reports: bool = True
-    """One of the ranks that hold the same tokens reports their metric sums and scores; the others do not."""
+    """Whether it reports metric sums and scores: True for exactly one of the ranks that hold the same tokens."""
     micro_batch_multiple: int = 1
-    """The count of micro-batches per rank must divide by it (virtual pipeline stages)."""
+    """The number of micro-batches per rank must be a multiple of it (virtual pipeline stages)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """float32 (T',) for one micro-batch, T' = the response tokens this rank holds."""
+    """Forward results of one micro-batch: float32 (T',) each, T' = the response tokens that this rank holds."""
 
     log_probs: Float32 | None = None
+    """Nats, of the response tokens at the micro-batch's temperature; None for a value head."""
     entropy: Float32 | None = None
+    """Nats, of the whole distribution at each token; None unless it was requested."""
     values: Float32 | None = None
+    """Outputs of a value head; None for a language-model head."""
     rows: Int64 | None = None
     """(T',) which of the micro-batch's T response tokens; None: all of them, in order."""
 
@@ -64,26 +69,27 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObjectiveOutput:
-    """`loss` is this micro-batch's share of the step's loss: shares add up over micro-batches and ranks, with no
-    averaging. `sums` are detached scalars that add up to metrics in the same way."""
+    """`loss`: scalar, this micro-batch's part of the step's loss; parts are summed over micro-batches and ranks, not
+    averaged. `sums`: detached scalars that are summed to metrics in the same way."""
 
     loss: Tensor
     sums: Mapping[str, Tensor]
 
 
 class Objective(Protocol):
-    """The kernel's loss over one micro-batch, built from the recipe. A backend calls it, and knows no algorithm."""
+    """The kernel's loss over one micro-batch, built from the recipe. A backend calls it and has no code of any algorithm."""
 
     @property
     def reads_values(self) -> bool:
-        """True for a critic: give `values`; else give `log_probs`."""
+        """True for a critic: pass `values`; otherwise pass `log_probs`."""
 
     @property
-    def wants_entropy(self) -> bool: ...
+    def needs_entropy(self) -> bool:
+        """True: pass `entropy`, for the loss or for the metric."""
 
     @property
     def entropy_has_gradient(self) -> bool:
-        """False: compute entropy without keeping activations."""
+        """False: entropy is only a metric; compute it without gradient, keeping no activations."""
 
     def __call__(
         self,
@@ -94,7 +100,8 @@ class Objective(Protocol):
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> ObjectiveOutput:
-        """Tensors are (T',) float32, on the device of `micro`'s columns. T' = 0 gives a zero with a graph."""
+        """Computes the loss of `micro`. Tensors are (T',) float32 on the device of its columns; T' = 0 returns a zero with a
+        graph. segments: reductions over the samples of `micro`. Pass `values` if `reads_values`, else `log_probs`."""
 
 
 class TrainBackend(ABC):
@@ -102,60 +109,64 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def setup(self, setup: TrainerSetup) -> Layout:
-        """Joins the process group, loads the model and its copies, builds optimiser and schedule."""
+        """Joins the process group, loads the model and its frozen copies, builds optimizer and schedule."""
 
     @abstractmethod
-    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
-        """Forward without gradient, under the trained weights or one of the copies. Micro-batches are on the CPU."""
+    def forward_only(
+        self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
+    ) -> list[Scores]:
+        """Forward without gradient; returns one `Scores` per micro-batch, in order. micros: on the CPU. weights: ACTOR or the
+        name of a frozen copy. entropy: fill `Scores.entropy` too."""
 
     @abstractmethod
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         """Forward and backward of every micro-batch, gradients summed over them and over all ranks (undoing any
-        averaging), clip, one optimiser step, one step of the schedule. Non-finite loss or norm: nothing is changed and
-        the report says `skipped`."""
+        averaging), clip, one optimizer step, one step of the schedule. If loss or norm is not finite, nothing changes and
+        the report has `skipped` set."""
 
     @abstractmethod
-    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
-        """Whole tensors under their Hugging Face names, on this rank's device, some at a time (a layer, say), always in the
-        same order. Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 yield None
-        unless `everywhere`. A tensor may be a view of what is trained: it is read before the next step and before
-        `sleep`, never written."""
+    def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """Yields whole tensors by Hugging Face name, on this rank's device, a few at a time (such as one layer), always in
+        the same order. Every rank must exhaust the iterator, since gathering is collective; ranks other than 0 yield None
+        unless `all_ranks`. A tensor may be a view of a trained parameter: read it before the next step and before `sleep`,
+        and never write to it."""
 
     def frozen_tensors(self) -> frozenset[str]:
-        """Names that `export_tensors` gives with the same content every time: an engine needs them once."""
+        """Names of tensors that `export_weights` yields unchanged every time: an engine needs them once."""
         return frozenset()
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Weights, optimiser, schedule and this rank's random state, into an existing folder that all ranks share."""
+        """Writes weights, optimizer, schedule and this rank's random state into an existing folder that all ranks share."""
 
     def stage(self, folder: Path) -> Callable[[], None]:
-        """`save` in two parts, where `BackendDriver.stages` says so: what is saved is copied to the host now, and what is
-        returned writes it, with the same content as `save`. It is called in a thread of its own while this rank goes on with
-        other calls, so its collectives have a process group of their own. The next `stage` or `save` waits for it."""
+        """`save` in two parts, for backends with `BackendDriver.supports_async_save`: copies the state to the host now, and
+        returns a function that writes it, with the same content as `save`. The function is called in a thread of its own while
+        this rank serves other calls, so its collectives need a process group of their own. The next `stage` or `save` waits for
+        it."""
         raise NotImplementedError
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Raises CheckpointError if it is incomplete or of another shape."""
+        """Loads what `save` wrote into `folder`. Raises CheckpointError if it is incomplete or its shapes differ."""
 
     @abstractmethod
     def save_hf(self, folder: Path) -> None:
-        """safetensors and config that `transformers` loads, into a folder that all ranks share; the tokenizer is the kernel's
-        business. It has no config.json before it is whole."""
+        """Writes safetensors and config for `transformers` into a folder that all ranks share; the kernel adds the tokenizer.
+        config.json is written last, so a folder without it is incomplete."""
 
     @abstractmethod
-    def refresh_copy(self, name: str) -> None:
+    def update_frozen_model(self, name: str) -> None:
         """Copies the trained weights over the frozen copy `name`."""
 
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:
-        """Gives the device memory back: weights, gradients, optimiser go to the host. With `keep_weights` all but what
-        `export_tensors` reads; then only `export_tensors`, `sleep` and `wake` may follow."""
+        """Offloads weights, gradients and optimizer to the host and frees the device memory. With `keep_weights`, all but
+        the tensors that `export_weights` reads; then only `export_weights`, `sleep`, `wake_up` and `close` may follow."""
 
     @abstractmethod
-    def wake(self, weights_only: bool = False) -> None:
-        """Takes back what it gave; with `weights_only` what `export_tensors` reads, as after `sleep(keep_weights=True)`."""
+    def wake_up(self, weights_only: bool = False) -> None:
+        """Onloads everything again; with `weights_only` what `export_weights` reads, as after `sleep(keep_weights=True)`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -163,41 +174,44 @@ class TrainBackend(ABC):
 
 
 class BackendDriver(Driver[TrainBackend]):
+    """Chosen by backend.name."""
+
     provides: ClassVar[frozenset[Need]] = frozenset(
         {Need.OLD_LOGPROBS, Need.REF_LOGPROBS, Need.ENTROPY, Need.TEACHER_LOGPROBS}
     )
-    takes_images: ClassVar[bool] = False
-    """It reads `MicroBatch.images`; a run with images is refused where it does not."""
-    stages: ClassVar[bool] = False
-    """Checkpoints can be written while training goes on (`TrainBackend.stage`)."""
-    replays: ClassVar[frozenset[RoutingReplay]] = frozenset()
-    """Whose choices of experts it can go by."""
+    """Columns that it can compute; an algorithm that needs another one is a config error. A value head needs `Need.VALUES`."""
+    supports_images: ClassVar[bool] = False
+    """It reads `MicroBatch.images`; if False, a run with images is a config error."""
+    supports_async_save: ClassVar[bool] = False
+    """Checkpoints can be written while training continues (`TrainBackend.stage`)."""
+    routing_replay_modes: ClassVar[frozenset[RoutingReplay]] = frozenset()
+    """Modes of expert replay that it supports (`TrainerSetup.routing_replay`)."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that say which rank holds what, and not what is trained: `load` takes a checkpoint that was saved under
-    others, and `--resume FOLDER` goes on with it. Also those whose default depends on the device, so that a run that moves can
-    say what it had: `load` refuses another."""
+    """Options that change which rank holds what, but not the result: `--resume FOLDER` may change them, and `load` reshards.
+    Also options whose default depends on the device, so that a run that moves can set its earlier value; `load` refuses any
+    other."""
 
     @classmethod
-    def least_ranks(cls, config: Any) -> int:
-        """How many ranks the layout needs at least."""
+    def min_world_size(cls, config: Any) -> int:
+        """Smallest number of ranks that the layout of these options works with."""
         return 1
 
     @classmethod
     @abstractmethod
     def layout(cls, config: Any, rank: int, world_size: int) -> Layout:
-        """Pure; the config has passed `problems`."""
+        """Position of `rank` (0 to world_size - 1). Pure; `config` has passed `problems`."""
 
     @classmethod
     def true_on_policy_problems(cls, config: Any) -> list[str]:
-        """What keeps a trainer with these options from `TrainerSetup.true_on_policy`; empty if it can."""
+        """Reasons why these options do not support `TrainerSetup.true_on_policy`; empty if they do."""
         return ["this backend computes with kernels of its own"]
 
     @classmethod
     def optimizer_problems(cls, config: Any, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
-        """What keeps a trainer with these options from stepping with this optimizer; empty if it can."""
+        """Reasons why these options do not support `optimizer`, which is registered as `name`; empty if they do."""
         return []
 
     @classmethod
     def problems(cls, config: Any, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
-        """Everything that does not fit between options, ranks and the model's config.json; empty if all does."""
+        """Conflicts between options, number of ranks and model; empty if there are none. model_config: its config.json."""
         return []

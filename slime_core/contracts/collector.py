@@ -1,4 +1,4 @@
-"""Collector: how the groups of one training step come together."""
+"""Collector: collects the groups of one training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ContextT = TypeVar("ContextT", contravariant=True)
 
 
 CollectorEvent: TypeAlias = Sequence[Any]
-"""Something whose time decided which groups a step has: JSON values that the collector alone reads."""
+"""An event whose order decided which groups a step has: JSON values that only the collector reads."""
 
 
 class Named(Protocol):
@@ -25,7 +25,7 @@ class Named(Protocol):
 
 
 class RolloutOptions(Protocol):
-    """The keys of the rollout table that a collector may not fit."""
+    """Keys of the rollout table that a collector may not support."""
 
     @property
     def n_samples_per_prompt(self) -> int: ...
@@ -35,45 +35,46 @@ class RolloutOptions(Protocol):
 
 
 class Collector(ABC, Generic[ContextT]):
-    """The kernel's own (`accepted`) asks the buffer for prompts, generates, scores and filters."""
+    """The kernel's own (`accepted`) takes prompts from the buffer, generates, scores and filters."""
 
     @abstractmethod
     async def collect(self, step: int, context: ContextT) -> list[SampleGroup]:
-        """Exactly `rollout_batch_size` accepted groups, in submission order; RolloutError if they cannot be had."""
+        """Returns exactly `rollout_batch_size` accepted groups in submission order, else raises RolloutError. step: rollout
+        id, from 0; context: the step's prompts, runner, filters and policy version."""
 
-    async def give_back(self, *, patient: bool) -> None:
-        """Puts everything that it holds between two steps into the buffer, with what is known of it: before a checkpoint
-        and at the end of a run. `patient`: what cannot be broken off soon is waited for, else given up."""
+    async def flush_to_buffer(self, *, graceful: bool) -> None:
+        """Moves all groups held between steps into the buffer, with their samples so far: before a checkpoint and at the
+        end of a run. graceful: wait for work that cannot be interrupted soon; if False, drop it."""
 
-    def recorded(self) -> Sequence[CollectorEvent]:
-        """What happened since the last call, in order."""
+    def drain_events(self) -> Sequence[CollectorEvent]:
+        """Returns the events since the last call, in order."""
         return ()
 
-    def follow(self, events: Sequence[CollectorEvent]) -> None:
-        """From now on things happen in the order of these, which an equal run recorded; after the last one, as they come."""
+    def replay_events(self, events: Sequence[CollectorEvent]) -> None:
+        """From now on follows the order of `events`, recorded by an identical run; after the last one, the order of arrival."""
 
     async def settled(self) -> None:
-        """Returns when nothing more is to happen before everything is given back; at once, unless it follows events."""
+        """Waits until all replayed events before a flush have happened; returns at once if no events are replayed."""
 
 
 class CollectorDriver(Driver[Collector[Any]]):
     """Chosen by rollout.collector."""
 
     across_steps: ClassVar[bool] = False
-    """Groups may go on from one step to the next: where weights are published in flight, `collect` is called for several
-    steps at once, and their groups are made side by side; what is broken off can be continued."""
+    """Groups may continue from one step to the next: with in-flight weight updates `collect` is called for several steps at
+    once, their groups are generated concurrently, and interrupted groups can be continued."""
 
     @classmethod
     def needs_engine(cls, config: Any) -> bool:
-        """False: nothing is generated (steps come from a dump, or answers from the data), so no engine is started."""
+        """False: nothing is generated (steps come from a dump, or responses from the data), and no engine is started."""
         return True
 
     @classmethod
     def reads_prompts(cls, config: Any) -> bool:
-        """Whether it takes prompts from the buffer; if not, no data source is opened."""
+        """True if it takes prompts from the buffer; if False, no data source is opened."""
         return cls.needs_engine(config)
 
     @classmethod
     def problems(cls, config: Any, rollout: RolloutOptions) -> list[str]:
-        """Everything in the rollout table that does not fit it; empty if all does."""
+        """Conflicts between its options and the rollout table; empty if there are none."""
         return []

@@ -1,7 +1,7 @@
-"""Converter: a model folder of one format to one of another, piece by piece, for `slime convert`.
+"""Converter: converts a model folder to another format, piece by piece, for `slime convert`.
 
 Calling order: `pieces`; then `write` for each of them, in any order and in several processes; then `finish`, once; then
-`read_back` for each piece. The kernel keeps count of what is done, so that a conversion that was killed goes on.
+`read_back` for each piece. The kernel records finished pieces, so a conversion that was killed can continue.
 """
 
 from __future__ import annotations
@@ -18,62 +18,62 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Checksums = Mapping[str, str]
-"""Name of a tensor to the checksum of its bytes, type and shape."""
+"""Tensor name to the checksum of its bytes, dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one process converts at a time: small enough for its memory."""
+class Shard:
+    """A part of the model that one process converts at a time: small enough for its memory."""
 
     name: str
-    """Of the piece's folder: letters, digits, dots, dashes, underscores."""
+    """Name of the piece's folder: letters, digits, dots, dashes, underscores."""
     num_bytes: int
-    """About how much is read; for the progress bar."""
+    """Approximate bytes to read, for the progress bar."""
 
 
 class Converter(ABC):
-    """Built in every process that takes part. What `write` makes depends on the source and the options alone."""
+    """Built in every converting process. The output of `write` depends only on the source and the options."""
 
     @abstractmethod
-    def pieces(self, source: Path) -> Sequence[Piece]:
-        """Looks at `source` without reading its weights. Raises ModelError if it cannot be converted."""
+    def pieces(self, source: Path) -> Sequence[Shard]:
+        """Divides the folder `source` into pieces without reading weights. Raises ModelError if it cannot be converted."""
 
     @abstractmethod
-    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
-        """Writes this piece into `folder`, which is its own and empty; returns the checksums of what was written, computed
-        from memory."""
+    def write(self, source: Path, piece: Shard, folder: Path) -> Checksums:
+        """Converts `piece` of the model folder `source` into `folder`, which is empty and used by this piece alone. Returns the
+        checksums of the written tensors, computed from memory."""
 
     @abstractmethod
     def finish(self, source: Path, folders: Mapping[str, Path], target: Path) -> None:
-        """Puts the pieces (by name, each in its folder) and whatever concerns the whole into `target`. It may be called
-        again after it was interrupted: files that it has moved already are then found in `target`."""
+        """Moves the pieces into `target` and writes the files of the whole model, such as the index. folders: each piece's
+        folder, by `Shard.name`. May be called again after an interruption: files already moved are then in `target`."""
 
     @abstractmethod
-    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
-        """Of the same tensors, as `target` holds them on disk."""
+    def read_back(self, source: Path, piece: Shard, target: Path) -> Checksums:
+        """Reads the tensors of `piece` from the finished `target`; returns checksums to compare with those of `write`."""
 
 
 class TensorFormat(ABC):
-    """Makes of trained tensors what a converted folder would hold of them, on their way to engines that started from one."""
+    """Converts trained tensors to the format of a converted folder, for weight updates of engines that loaded such a folder."""
 
     @abstractmethod
     def names(self, name: str) -> Sequence[str]:
-        """What the folder has in place of the tensor of this name; the name alone where the tensor is as it was."""
+        """Names that replace the tensor `name` in the folder; only `name` itself if the tensor is unchanged."""
 
     @abstractmethod
     def converted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole tensors by name, on any device, where the results are too. What stays as it is may be the same object."""
+        """Converts whole tensors by name; results are on the same device. Unchanged tensors may be the same objects."""
 
 
 class ConverterDriver(Driver[Converter]):
-    """`build` makes the converter."""
+    """Chosen by `slime convert`; `build` returns the converter."""
 
     @classmethod
     def writes(cls, quantization: Mapping[str, Any]) -> bool:
-        """Whether `tensor_format` is there for folders whose config.json has this `quantization_config`."""
+        """True if `tensor_format` supports folders whose config.json has this `quantization_config`."""
         return False
 
     @classmethod
     def tensor_format(cls, folder: Path) -> TensorFormat:
-        """That of a folder whose weights it writes. ModelError if the folder is not as such folders are."""
+        """Format of a folder that this converter wrote. Raises ModelError if the folder is not of that format."""
         raise NotImplementedError

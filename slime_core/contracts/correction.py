@@ -1,6 +1,6 @@
-"""OffPolicyCorrection: detached per-token weights and masks for the gap between trainer and engine.
+"""OffPolicyCorrection: detached per-token weights and masks for the mismatch between trainer and engine.
 
-Two stages. `batch`: from columns, over the whole optimiser step, on the driver (numpy). `loss`: where the current
+Two stages. `batch`: from columns, over the whole optimizer step, on the driver (numpy). `loss`: where the current
 log-probs are needed, inside the objective (torch, with `Segments`). Denominators keep the original masks.
 """
 
@@ -25,39 +25,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchCorrection:
-    """(M,) each. `keep` False masks the token."""
+    """Result of the batch stage, for M response tokens."""
 
     weights: Float32
+    """(M,) factor of each token's loss."""
     keep: Bool
+    """(M,) False: the token is masked."""
     metrics: Mapping[str, npt.NDArray[np.floating]] = field(default_factory=dict)
-    """Per token; averaged over the original masks, so that a rejection cannot hide itself."""
+    """(M,) each, by name; averaged over the original masks, so that rejected tokens count too."""
     step_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What is no mean over tokens (extrema, means over sequences), of the step, over the original masks too."""
+    """Metrics that are no token means (extrema, means over sequences), one per step, over the original masks too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossCorrection:
-    """(T,) each, detached."""
+    """Result of the loss stage: float32 (T,) each, detached."""
 
     weights: Tensor
+    """Factor of each token's loss; 0 masks the token."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per token, by name; averaged like those of `BatchCorrection`."""
 
 
 class OffPolicyCorrection(ABC):
     """Override the method of the stage that the driver declares."""
 
     def correct_batch(self, batch: Batch, columns: TokenColumns) -> BatchCorrection:
-        """Called once for each optimiser step, with all of its samples. `columns` holds the advantages, the returns and
-        the declared needs; without ROLLOUT_LOGPROBS among these, the batch's are NaN."""
+        """Called once per optimizer step. batch: all samples of the step; its `rollout_log_probs` are NaN unless
+        ROLLOUT_LOGPROBS is a declared need. columns: the advantages, the returns and the declared needs."""
         raise TypeError(f"{type(self).__name__} has no batch stage")
 
     def correct_loss(self, inputs: LossInputs, segments: Segments) -> LossCorrection:
+        """Called for each micro-batch. inputs: as of `PolicyLoss`; segments: reductions over its samples."""
         raise TypeError(f"{type(self).__name__} has no loss stage")
 
 
 class CorrectionDriver(Driver[OffPolicyCorrection]):
+    """Chosen by algo.corrections. `needs`: the columns that it reads."""
+
     needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS})
     in_loss: ClassVar[bool] = False
-    """It needs the current log-probs, so it runs inside the loss."""
+    """True: it needs the current log-probs, so it implements `correct_loss` instead of `correct_batch`."""
     compares_with_old: ClassVar[bool] = False
-    """It weighs how far the current log-probs are from the old ones, so it can do nothing where they are equal."""
+    """It weighs the ratio of current to old log-probs, so it has no effect where they are equal."""

@@ -1,4 +1,4 @@
-"""Driver: what an entry point names. It holds metadata and a Config and imports nothing heavy; `build` does that."""
+"""Driver: the class behind an entry point. It holds metadata and a Config; only `build` imports heavy libraries."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class DriverConfig(Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A function of the library behind a plugin that behaves otherwise while a run uses it. No file is changed."""
+    """A library function that a plugin replaces while a run uses it. No file is changed."""
 
     target: str
     """`package.module.Class.method`."""
     purpose: str
     when: str
-    """Which runs have it."""
+    """Which runs apply the patch."""
     found: bool
-    """The installed library has the target; without it the run lacks the purpose."""
+    """True if the installed library has the target; if False, the patch is not applied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Keys of a table that is an option, known only from what is installed."""
+    """Keys of an option that is a table, where they depend on the installed library."""
 
     option: str
     prefix: str
-    """Of the flags: `router-` for `--router-max-concurrent-requests`."""
+    """Prefix of the flags: `router-` for `--router-max-concurrent-requests`."""
     fields: Mapping[str, FieldInfo]
     """By key."""
 
@@ -56,29 +56,28 @@ class Driver(ABC, Generic[T_co]):
 
     api_version: ClassVar[int] = API_VERSION
     noun: ClassVar[str] = ""
-    """What messages call it, where its group holds several kinds of driver."""
+    """Name in messages, where its entry-point group holds several kinds of driver."""
     Config: ClassVar[type[DriverConfig]] = DriverConfig
     flag_aliases: ClassVar[Mapping[str, str]] = {}
-    """Options by the names that their flags have elsewhere, without dashes in front: `--rollout-model` for `{"rollout-model":
-    "model"}`. They are understood while the plugin is chosen, and have no prefix."""
+    """Other flag names of options, without leading dashes: `{"rollout-model": "model"}` makes `--rollout-model` set `model`.
+    They work only while the plugin is chosen, and have no prefix."""
 
     @classmethod
     def table_options(cls) -> Sequence[TableOptions]:
-        """What the options that are tables may hold, for flags and listings; the plugin itself checks what they do."""
+        """Keys that options of table type may hold, for flags and listings; the plugin itself checks their values."""
         return ()
 
     @classmethod
     @abstractmethod
     def build(cls, config: Any) -> T_co:
-        """The object of the contract. `config` is an instance of `cls.Config`; heavy imports happen here."""
+        """Builds the object of the contract. config: an instance of `cls.Config`. Heavy imports happen here."""
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:
-        """Everything that it patches, for the listing."""
+        """All patches of the plugin, for the listing."""
         return ()
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        """What the contract kit tries the plugin on, with answers worked out by hand. Files that an example needs are
-        written into `folder`, which is empty. See `slime_core.contracts.example`."""
+        """Examples for the contract kit (`slime_core.contracts.example`). folder: an empty folder for files of an example."""
         return ()

@@ -1,7 +1,7 @@
-"""RolloutEngine: continues token sequences, with weights that a trainer brings.
+"""RolloutEngine: generates tokens with weights that a trainer sends.
 
-Calling order: `start`; `load_bucket` until the last one; any number of `generate` at once; for new weights `pause`,
-`load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may not block it longer than a decode step.
+Calling order: `start`; `load_bucket` until the last one; any number of concurrent `generate`; for a weight update
+`pause`, `load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may block it for one decode step at most.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
 
 
 class Capability(StrEnum):
-    """What an engine may offer beyond plain generation; asking for a missing one is a config error."""
+    """What an engine may support beyond plain generation; a config that requires a missing one is an error."""
 
     DETERMINISTIC = "deterministic"
     """Equal requests submitted together under equal weights give equal bits."""
     BATCH_INVARIANT = "batch_invariant"
-    """...whatever else runs beside them."""
+    """Equal requests under equal weights give equal bits, whatever the rest of the batch is."""
     TOP_P_IDS = "top_p_ids"
-    """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalise."""
+    """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalize."""
     REPETITION_PENALTY = "repetition_penalty"
-    """Takes `SamplingParams.repetition_penalty` other than 1, in transformers' meaning."""
+    """Supports `SamplingParams.repetition_penalty` other than 1, defined as in transformers."""
     ROUTED_EXPERTS = "routed_experts"
-    """Tells which experts the router of each layer chose for a token, where `EngineSetup.routed_experts` asks for it."""
+    """Reports which experts the router of each layer chose for a token, if `EngineSetup.routed_experts` is set."""
     VERSION_SPANS = "version_spans"
     """Reports the policy version of each token span, also when weights change under a running request."""
     SLEEP = "sleep"
+    """Can offload and onload its device memory (`sleep`, `wake_up`)."""
     SCORES = "scores"
-    """Gives the log-probs of tokens that it is given, as a teacher does."""
+    """Computes log-probs of given tokens (`score`), as a teacher does."""
     IMAGES = "images"
-    """Takes requests with images, for the model that it has."""
+    """Accepts requests with images, for the loaded model."""
     VIDEOS = "videos"
-    """And with videos, which it is given as frames (`Image.frames`)."""
+    """Accepts requests with videos, passed as frames (`Image.frames`)."""
     HTTP = "http"
-    """Serves a reward model to others, at `EngineInfo.address`."""
+    """Serves a reward model over HTTP, at `EngineInfo.address`."""
     REPLAY = "replay"
-    """Writes down what comes to it and after which decode step (`recorded`), and can repeat that (`follow`)."""
+    """Records its events with their decode steps (`drain_events`) and can replay them (`replay_events`)."""
     TRUE_ON_POLICY = "true_on_policy"
-    """Told to (`EngineSetup.true_on_policy`), it computes with batch-invariant kernels alone: the log-probs of what it decoded
-    are those of a trainer that does so too, to the bit."""
+    """With `EngineSetup.true_on_policy` its log-probs are bitwise equal to the trainer's (batch-invariant kernels)."""
 
 
-class Memory(StrEnum):
-    """What an engine holds on its devices, and may give back for a while."""
+class MemoryTag(StrEnum):
+    """Kinds of device memory that an engine can offload."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -67,53 +67,53 @@ class Memory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What `start` found out."""
+    """Result of `start`."""
 
     capabilities: frozenset[Capability]
+    """What this engine supports with its model and options; a requirement that is not in it stops the run."""
     address: str | None = None
-    """Where it can be reached by HTTP, if it can."""
+    """HTTP address, such as `http://127.0.0.1:30000`; None: it serves no HTTP."""
     token: str | None = field(default=None, repr=False)
-    """The bearer token that `address` asks for."""
+    """Bearer token that `address` requires; None: none."""
     pid: int | None = None
-    """Of the process that serves; by default the one that called `start`."""
+    """Process id of the server; None: the process that called `start`."""
 
 
 class RolloutEngine(ABC):
     """See the module's calling order."""
 
     @abstractmethod
-    async def start(self, setup: EngineSetup) -> EngineInfo: ...
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Loads the model and returns when the engine can serve; raises EngineError if it cannot."""
 
     @abstractmethod
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Answers in the order of the requests. Requests of one call enter the engine together; calls overlap.
+        """Returns completions in the order of the requests. Requests of one call enter the engine together; calls overlap.
 
-        EngineRefused for a request that it does not serve, though it is well. After any other error the run stops it hard,
-        starts another one in its place and asks that one (or a neighbour) again."""
+        Raises EngineRefused for a request that a healthy engine does not support. After any other error the run kills the
+        engine, starts another one in its place, and sends the request again, to any engine."""
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
-        """Answers as they end; what the kernel calls. All requests enter the engine in one turn of its loop, in order.
-
-        An engine that can say which answer ended should override this: here every request is a task.
-        """
-        answers = [asyncio.create_task(self.generate([request])) for request in requests]
+        """Yields completions as they finish; called by the kernel. All requests enter the engine together, in order. Override
+        it if the engine knows which request finished: by default every request is a task of its own."""
+        responses = [asyncio.create_task(self.generate([request])) for request in requests]
         try:
-            for answer in asyncio.as_completed(answers):
-                yield (await answer)[0]
+            for response in asyncio.as_completed(responses):
+                yield (await response)[0]
         finally:
-            for answer in answers:
-                answer.cancel()
+            for response in responses:
+                response.cancel()
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
-        """Of each sequence the log-probs of its last `num_tokens` tokens, each given those before it, at temperature 1.
-        Only with `Capability.SCORES`."""
+        """Returns log-probs (float32, nats, temperature 1) of the last `num_tokens[i]` tokens of each sequence. sequences:
+        int32 (T,) each, prompt and response. Requires `Capability.SCORES`."""
         raise NotImplementedError
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends these requests (None: all) with what they have; their `generate` returns finish reason abort."""
+        """Aborts these requests (None: all); their `generate` returns the tokens so far with finish reason abort."""
 
     @abstractmethod
     async def pause(self) -> None:
@@ -121,80 +121,82 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Loads whole tensors by name, after checking the checksum. With the last bucket of a version it becomes the
-        engine's version, cached prefixes of older ones are dropped, and later tokens carry it in their spans."""
+        """Verifies the checksum and loads whole tensors by name. The last bucket of a version makes it the engine's version:
+        cached prefixes of older versions are dropped, and spans of later tokens have the new one."""
 
     @abstractmethod
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Decodes again after `pause`; running requests continue from their tokens. Without a pause it does nothing."""
 
     @abstractmethod
     async def version(self) -> int:
-        """Of the weights that the next token is sampled from; -1 before the first load."""
+        """Version of the weights that the next token is sampled with; -1 before the first load."""
 
     async def endpoints(self) -> Sequence[EngineEndpoint]:
-        """Where a transport's senders reach its servers; none: weights come by `load_bucket` alone."""
+        """Servers to which a transport's senders send weights; empty: weights are loaded by `load_bucket` only."""
         return ()
 
-    async def weights_sent(self, version: int) -> None:
-        """A sender has brought all weights of `version` to the endpoints. Like the last `load_bucket`: it becomes the
-        engine's version and cached prefixes of older ones are dropped, or EngineError says what the engine holds
-        instead."""
+    async def commit_weights(self, version: int) -> None:
+        """Called after a sender sent all weights of `version` to the endpoints. Like the last `load_bucket`: it becomes the
+        engine's version and cached prefixes of older ones are dropped. Raises EngineError, with the version that the
+        engine has, if the weights did not arrive."""
         raise NotImplementedError
 
-    async def recorded(self) -> Sequence[EngineEvent]:
-        """What came to it since the last call; nothing of an engine without REPLAY, or that was started without `records`."""
+    async def drain_events(self) -> Sequence[EngineEvent]:
+        """Events since the last call; empty for an engine without REPLAY, or started without `records`."""
         return ()
 
-    async def follow(self, events: Sequence[EngineEvent]) -> None:
-        """From now on what comes is let in when it came then, so that every batch is the same; a pause alone holds nothing.
-        After the last event everything is let in at once again."""
+    async def replay_events(self, events: Sequence[EngineEvent]) -> None:
+        """From now on admits requests at the decode steps of `events`, so that every batch is the same; a pause alone delays
+        nothing. After the last event requests are admitted at once again."""
         raise EngineRefused("this engine cannot repeat a recorded schedule")
 
     @abstractmethod
     async def checksum(self) -> str:
-        """xxh3-64 over all weights, in the order of names: equal to the exporter's when nothing was lost."""
+        """xxh3-64 over all weights in the order of their names, in hex; equal to the trainer's if nothing was lost."""
 
     @abstractmethod
-    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
-        """Gives the device memory of these back (None: of all); only while nothing runs, or paused. Weights come back as
-        they were. What it has given back already is passed over, what it cannot give back now it keeps."""
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Offloads device memory; only while paused or idle. tags: what to offload, None: everything; memory that is already
+        offloaded, or cannot be now, is skipped. `wake_up` restores the weights unchanged."""
 
     @abstractmethod
-    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
-        """Takes memory again that it gave back; None: all of it. With its weights alone new ones can be loaded; it is
-        awake when it has everything."""
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Onloads memory that `sleep` offloaded. tags: what to onload, None: everything. With WEIGHTS alone new weights can
+        be loaded; it can serve when everything is onloaded."""
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns soon if the engine can serve; raises EngineError if not. What others are answered does not change by it."""
+        """Returns soon if the engine can serve, else raises EngineError. Running requests are not affected."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Ends it with all its processes, soon, in whatever state it is; also without `start`, and twice."""
+        """Ends the engine and all its processes soon, in any state; may be called without `start`, and twice."""
 
 
 class EngineDriver(Driver[RolloutEngine]):
+    """Chosen by engine.name."""
+
     transports: ClassVar[tuple[str, ...]] = ()
-    """Names of weight transports that it understands, the preferred one first."""
+    """Names of weight transports that it supports, the preferred one first."""
     spans_nodes: ClassVar[bool] = False
-    """One engine may have devices on several machines."""
-    takes_quantized: ClassVar[bool] = False
-    """Engines that started from a folder with quantised weights take new ones, quantised in the same way (`Bucket`)."""
-    may_offer: ClassVar[frozenset[Capability]] = frozenset()
-    """What an installation of it can offer at best; `EngineInfo` says what it does offer."""
+    """True: one engine can use devices of several machines."""
+    supports_quantized_weights: ClassVar[bool] = False
+    """True: engines that loaded a quantized folder accept weight updates quantized in the same way (`Bucket`)."""
+    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    """Capabilities that it may have, depending on installation and model; `EngineInfo.capabilities` has the actual ones."""
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:
-        """Options that cannot work together or on this machine."""
+        """Conflicts between options, or with this machine; empty if there are none."""
         return []
 
     @classmethod
     def layout_problems(cls, config: Any, layout: EngineLayout) -> list[str]:
-        """Options that cannot work with what its engines are started with."""
+        """Conflicts between options and `layout`, the devices and features that its engines are started with."""
         return []
 
     @classmethod
     def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-        """What keeps engines from taking new weights. `quantization`: the `quantization_config` of the folder that they start
-        from; None: plain weights."""
+        """Reasons against weight updates. quantization: `quantization_config` of the loaded folder; None: plain weights."""
         return []

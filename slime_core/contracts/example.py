@@ -1,8 +1,8 @@
-"""Examples: what the contract kit tries a plugin on, and answers that were worked out by hand.
+"""Examples: inputs that the contract kit tests a plugin with, and expected results computed by hand.
 
-A driver gives them with `examples`, as plain numbers: a factor that the code and its test share would cancel, a number
-from a sheet of paper does not. An example that carries such answers is called an anchor; losses, advantages, KL
-estimators and corrections need at least one.
+A driver returns them from `examples` as plain numbers: a wrong factor that code and test share would cancel, a number
+computed by hand does not. An example with expected results is called an anchor; losses, advantages, KL estimators and
+corrections need at least one.
 """
 
 from __future__ import annotations
@@ -17,38 +17,42 @@ if TYPE_CHECKING:
     from slime_core.types.weights import Bucket
 
 Numbers: TypeAlias = Sequence[float]
-"""One for each response token of a sample, masked ones included."""
+"""One number per response token of a sample, masked ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Options to try a plugin with; the kit proves every property for each set of options that an example names."""
+    """Options to test a plugin with; the kit checks every property for the options of each example."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the plugin, by key; others have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSample:
     """One sample of an example: a prompt of one token and as many response tokens as `mask` has entries.
 
-    Of the per-token numbers only those need be given that the part reads.
+    Unused per-token numbers can stay None; log-probs, entropy and KL in nats; `old_*`: before this rollout's training.
     """
 
     mask: Sequence[int]
-    """1 = trained."""
+    """1 = trained token, 0 = masked."""
     reward: float = math.nan
+    """After shaping; NaN: no reward."""
     group: int = 0
-    """Samples of one prompt, which are compared with each other."""
+    """Group index: samples of one prompt, which are compared with each other."""
     rollout: int | None = None
-    """Samples of one trajectory share it; None: a trajectory of its own."""
+    """Rollout id, shared by the samples of one trajectory; None: a trajectory of its own."""
     truncated: bool = False
+    """The response reached the token limit."""
     log_probs: Numbers | None = None
     """Under the weights being trained."""
     values: Numbers | None = None
-    """Of a critic: for a loss under the weights being trained, for an advantage before this rollout's training."""
+    """Values of a critic: for a loss under the weights being trained, for an advantage before this rollout's training."""
     entropy: Numbers | None = None
     advantages: Numbers | None = None
     returns: Numbers | None = None
+    """Value targets of a critic."""
     old_log_probs: Numbers | None = None
     old_values: Numbers | None = None
     ref_log_probs: Numbers | None = None
@@ -60,23 +64,24 @@ class ExampleSample:
 
 @dataclass(frozen=True, kw_only=True)
 class LossExample(Example):
-    """Answers at masked tokens are not looked at, but there the gradient must be 0."""
+    """Expected values at masked tokens are ignored, but the gradient there must be 0."""
 
     samples: Sequence[ExampleSample]
     values: Sequence[Numbers]
-    """The loss of each token, a row for each sample."""
+    """Loss of each token, one row per sample."""
     gradient: Sequence[Numbers]
-    """Of the sum of these values over the trained tokens, by each token's log-prob (of a critic: by its value)."""
+    """Derivative of the sum of `values` over the trained tokens by each token's log-prob (critic: by its value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageExample(Example):
-    """Answers at masked tokens are not looked at."""
+    """Expected numbers at masked tokens are ignored."""
 
     samples: Sequence[ExampleSample]
     advantages: Sequence[Numbers]
+    """Expected, one row per sample."""
     returns: Sequence[Numbers] | None = None
-    """None: not looked at."""
+    """Expected, one row per sample; None: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,41 +89,42 @@ class ShapingExample(Example):
     samples: Sequence[ExampleSample]
     max_response_len: int
     rewards: Sequence[float]
-    """After shaping, one for each sample."""
+    """Expected after shaping, one per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionExample(Example):
-    """The samples are those of one optimiser step; answers at masked tokens are not looked at."""
+    """The samples are those of one optimizer step; expected weights at masked tokens are ignored."""
 
     samples: Sequence[ExampleSample]
     weights: Sequence[Numbers]
-    """0 where the correction takes the token out."""
+    """Expected, one row per sample; 0 where the correction masks the token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KlExample(Example):
-    """One entry for each token."""
+    """One entry per token."""
 
     log_probs: Numbers
     ref_log_probs: Numbers
     ratio: Numbers | None = None
+    """exp(log_probs - old_log_probs); None: not passed."""
     values: Numbers
-    """Nats."""
+    """Expected estimates, in nats."""
     gradient: Numbers
-    """Of the sum of the values, by `log_probs`, with `ratio` held fixed."""
+    """Derivative of the sum of `values` by `log_probs`, with `ratio` held fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardExample(Example):
-    """One prompt and answers to it."""
+    """One prompt and responses to it."""
 
     prompt: str = ""
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     responses: Sequence[str]
     rewards: Sequence[float] | None = None
-    """What they must earn (of several named numbers: the one that `reward_key` names); None: not looked at."""
+    """Expected, one per response (with named numbers: the one that `reward_key` names); None: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,26 +132,26 @@ class FilterExample(Example):
     """For a filter of groups or of the buffer that reads the metadata of prompts."""
 
     metadata: Sequence[Mapping[str, Any]] = ({},)
-    """Of one prompt after the other, from the start again when they end."""
+    """Metadata of the prompts in order, repeated from the start when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceExample(Example):
-    """`options` name data of at least three rows, whose prompts differ, perhaps in the folder given to `examples`."""
+    """`options` name data of at least three rows with different prompts. `input_key`, `label_key`: their columns."""
 
     input_key: str = "input"
     label_key: str | None = None
     seeded: bool = False
-    """Under these options another seed must give another order."""
+    """True: another seed must give another order."""
     epochs: bool = True
-    """Between two draws of a row all others are drawn; False: rows are drawn by weight or at random."""
+    """True: all other rows are drawn between two draws of a row. False: rows are drawn by weight or at random."""
     other_options: Mapping[str, Any] | None = None
-    """Options that name other data: the fingerprint must differ."""
+    """Options that name other data, whose fingerprint must differ; None: not checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorExample(Example):
-    """For a collector whose steps come from the `options`: what they hold."""
+    """For a collector that reads its steps from the `options`: how many groups, samples and steps they have."""
 
     rollout_batch_size: int = 2
     n_samples_per_prompt: int = 2
@@ -154,16 +160,16 @@ class CollectorExample(Example):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportExample(Example):
-    """For a transport with senders: `partner` plays a server at which they deliver.
+    """For a transport with senders: `mock_server` runs an engine's server to which they send.
 
-    `with partner(receive) as url:` it answers there. It hands over whole buckets, the last one marked; EngineError from
-    `receive` is a bucket that the engine refuses, which the senders must be told."""
+    In `with mock_server(receive) as url:` it serves at `url` and calls `receive` with whole buckets, the last one marked.
+    If `receive` raises EngineError, the engine refuses the bucket, and the server must report that to the senders."""
 
-    partner: Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]
+    mock_server: Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendExample(Example):
-    """`world_size` ranks (two at most on a small machine) that must train as one rank does."""
+    """Training with `world_size` ranks (at most two on a small machine) must give the result of one rank."""
 
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""GroupFilter: which finished groups are trained on. BufferFilter: which waiting groups go next."""
+"""GroupFilter: decides which finished groups are trained on. BufferFilter: chooses which waiting groups are used next."""
 
 from __future__ import annotations
 
@@ -17,51 +17,52 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterDecision:
     keep: bool
+    """True: train on the group; False: drop it."""
     reason: str = ""
-    """Why not: counted as `rollout/dynamic_filter/drop_<reason>`."""
+    """Why it was dropped, counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
-    """Dropped only as long as enough candidates remain for the batch."""
-    untrained: tuple[int, ...] = ()
-    """Positions in the group of samples that train nothing, though they count in its statistics: of a group that is kept,
-    they are marked `remove_sample`."""
+    """If True, it is dropped only while enough other groups remain for the batch."""
+    masked_indices: tuple[int, ...] = ()
+    """Positions in a kept group of samples to exclude from training (`remove_sample`); they count in its statistics."""
 
 
 class GroupFilter(ABC):
     """Pure. Sees a group with its rewards before shaping."""
 
     @abstractmethod
-    def decide(self, group: SampleGroup) -> FilterDecision: ...
+    def decide(self, group: SampleGroup) -> FilterDecision:
+        """Decides on one finished group, with rewards before shaping; a sample that was not scored has reward None."""
 
 
 class FilterDriver(Driver[GroupFilter]):
-    """Named in `rollout.filters`; they run in that order and the first that drops ends it."""
+    """Named in `rollout.filters`; they run in that order, until one drops the group."""
 
     noun: ClassVar[str] = "group filter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What a choice by staleness goes by."""
+    """Policy versions, for a choice by staleness."""
 
     trained: int
-    """Of the policy that will be trained on the step that is being filled: what version v wrote is `trained` - v behind."""
+    """Policy version that will train on this step: the staleness of tokens of version v is `trained` - v."""
     max_staleness: int
-    """Versions that a token may be behind; older ones are handled as `rollout.on_stale` says."""
+    """Largest allowed staleness of a token; rollout.on_stale decides what happens to older ones."""
     oldest: tuple[int | None, ...]
-    """For each item, the lowest version that wrote any of its tokens; None: it has no tokens yet."""
+    """For each item the lowest version that sampled any of its tokens; None: it has no tokens yet."""
 
 
 class BufferFilter(ABC):
-    """Chooses what goes next: from what waits in the buffer (returned, partial and surplus groups), before new prompts are
-    drawn; and from the finished groups (surplus) of a pool, when more are there than the next step takes.
+    """Chooses the next groups: from those waiting in the buffer (returned, partial, surplus) before new prompts are drawn,
+    and from the finished groups (surplus) of a pool when it has more than the next step needs.
 
-    Pure: replays repeat its choices only if they follow from its arguments.
+    Pure: a replay repeats its choices only if they depend on nothing but the arguments.
     """
 
     @abstractmethod
     def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
-        """Positions in `items` of at most `num_groups` items, in the order in which they are to go. A step that takes from
-        a pool is filled up with the groups that finished first."""
+        """Returns positions of at most `num_groups` of `items`, in the order of use. versions: policy versions of the step and
+        of the items. A step that takes from a pool is filled up with the groups that finished first."""
 
 
 class BufferFilterDriver(Driver[BufferFilter]):

@@ -1,4 +1,4 @@
-"""Generator: answers one prompt with one or more samples, in one turn or many."""
+"""Generator: turns a prompt into one or more samples, in one turn or many."""
 
 from __future__ import annotations
 
@@ -20,67 +20,71 @@ if TYPE_CHECKING:
 
 
 class Episode(Protocol):
-    """One answer to be produced: what the kernel hands to a generator."""
+    """One response to generate: the kernel passes it to a generator."""
 
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> Prompt:
+        """The prompt to respond to."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """As configured for the run or the evaluation set; `max_new_tokens` is the budget of the whole response."""
+        """Options of the run or of the evaluation set; `max_new_tokens` limits the whole response, over all turns."""
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Tokenizer of the policy's model."""
 
     @property
-    def evaluation(self) -> bool: ...
+    def evaluation(self) -> bool:
+        """True for a response of an evaluation set, which is never trained on."""
 
     @property
     def max_context_len(self) -> int | None:
-        """Tokens of prompt and response together, what tools write included; None: the model's own limit alone."""
+        """Limit of prompt and response together in tokens, tool output included; None: only the model's own limit."""
 
     @property
     def versions(self) -> range:
-        """Policy versions whose tokens may be trained now, the policy's own last."""
+        """Policy versions whose tokens may be trained on now; the last one is the current version."""
 
     @property
     def kept(self) -> Sample | None:
-        """What a partial rollout left of this answer."""
+        """Part of this response that a partial rollout kept; None: it starts from the prompt."""
 
     def trajectory(self, prompt: Prompt | None = None) -> Trajectory:
-        """An empty trajectory that starts with the prompt, or, for a partial rollout, with what was kept of it. With a
-        prompt of its own (an agent that sees something else) it is always empty."""
+        """Returns a trajectory that starts with the prompt and, for a partial rollout, the kept tokens. prompt: another prompt,
+        for an agent that sees another context; the trajectory then has no response tokens."""
 
     async def stopped(self) -> None:
-        """Returns once the answer is to end as it is. From then on every completion is an empty one that says aborted."""
+        """Waits until the response must end as it is. From then on `complete` returns empty, aborted completions."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """With rewards, by the run's reward, for a generator whose samples are to share one, or that goes on by it. A
-        reward that a sample has is kept as it is later on. What compares the answers of a group sees these alone.
-        RewardError if the run has no reward, or where a failure is to end it."""
+        """Returns the samples with rewards of the run's reward, for a generator that shares or uses them. The kernel keeps
+        rewards that a sample has already. A reward that compares responses sees only these samples. Raises RewardError
+        if the run has no reward, or if a failed reward must end it."""
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
-        """One engine call. Token in, token out: continue from `Trajectory.tokens`, never from re-tokenised text."""
+        """Sends one request to an engine. token_ids: int32 (T,), the tokens to continue: `Trajectory.tokens`, never
+        re-tokenized text; sampling: None: `self.sampling`. `max_new_tokens` is reduced to the room in the context."""
 
 
 class Generator(ABC):
-    """Stateless between episodes; many episodes run at once in one event loop, so nothing may block. A run builds one for
-    each set of options; training and evaluation sets with equal ones share it."""
+    """Stateless between episodes. Many episodes run concurrently in one event loop, so nothing may block. A run builds one
+    generator per set of options; training and evaluation sets with equal options share it."""
 
     async def open(self) -> None:
-        """Once, while trainers and engines start: PluginError, with what to type, if what it depends on is not there."""
+        """Called once, while trainers and engines start. Raises PluginError with a fix if a dependency is missing."""
         return
 
     @abstractmethod
     async def generate(self, episode: Episode) -> Sequence[Sample]:
-        """At least one sample. Samples of one episode share its rollout id unless the generator says otherwise."""
+        """Returns at least one sample. Samples of one episode share its rollout id unless the generator sets others."""
 
     async def close(self) -> None:
-        """At the end of the run: what it has opened by then (connections, processes) is let go."""
+        """Called at the end of the run: closes connections and ends processes."""
 
 
 class GeneratorDriver(Driver[Generator]):
     """Chosen by --generate."""
 
     gives_rewards: ClassVar[bool] = False
-    """Its samples have their rewards, or it raises: a run needs none of its own."""
+    """True: all its samples have rewards, so the run needs no reward of its own."""

@@ -1,8 +1,10 @@
-"""What observers can be told: one hook and one frozen event for each thing that happens in a run.
+"""Hooks for observers: one hook and one frozen event for each kind of thing that happens in a run.
 
 Write a module (or a class) whose functions are marked with `hookimpl` and named like a hook, each taking `event`
 (`step_trained` takes a `StepTrained`), and register it in the entry-point group `slime`. Observers never change what is
-trained: events are frozen, return values are ignored, and what changes numbers is a plugin that the config names.
+trained: events are frozen and return values are ignored; code that changes numbers is a plugin named in the config.
+
+In every event `rollout_id` counts rollouts from 0, `version` is a policy version, and `seconds` is wall-clock time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import pluggy
 if TYPE_CHECKING:
     from slime_core.types.batch import Batch, TokenColumns
     from slime_core.types.prompt import Prompt
-    from slime_core.types.report import EvalReport, PublishReport, TrainReport
+    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
     from slime_core.types.sample import SampleGroup
 
 PROJECT: Final = "slime"
@@ -28,12 +30,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Which run an event belongs to, so that an observer needs no state of its own to know where to write."""
+    """The run of an event, so that an observer needs no state of its own to know where to write."""
 
     name: str
     run_dir: Path
     config: Mapping[str, Any]
-    """As resolved, JSON-like."""
+    """The resolved config, as JSON types."""
     attempt: int = 1
     """1 for the first start, one more for each resume."""
 
@@ -51,10 +53,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunStart(Event):
-    """Everything is resolved and checked; nothing has been generated."""
+    """Sent when the run is resolved and checked, before anything is generated."""
 
     rollout_id: int
-    """The first rollout of this attempt: 0, or where a resumed run goes on."""
+    """The first rollout of this attempt: 0, or where a resumed run continues."""
     version: int
     """Policy version that the run starts with."""
     plugins: tuple[str, ...] = ()
@@ -63,29 +65,34 @@ class RunStart(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunEnd(Event):
-    """Also sent when the run fails or is interrupted."""
+    """Sent at the end of the run, also when it fails or is interrupted."""
 
     rollout_id: int
     """Rollouts trained so far, over all attempts."""
     version: int
     error: BaseException | None = None
-    """Why the run stops early; None: it is complete."""
+    """Why the run ends early; None: it is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutStart(Event):
+    """Sent before the groups of a rollout are collected; again if a checkpoint interrupted it."""
+
     rollout_id: int
     version: int
-    """Of the weights that the engines hold when it starts."""
+    """Policy version when it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutEnd(Event):
+    """Sent when the groups of a rollout are complete. `version`: at its start; `seconds`: since `RolloutStart`."""
+
     rollout_id: int
     version: int
     groups: tuple[SampleGroup, ...]
-    """The accepted ones, in submission order."""
+    """The accepted groups, in submission order."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Counters of the rollout, by metric name."""
     seconds: float = 0.0
 
 
@@ -93,13 +100,12 @@ class RolloutEnd(Event):
 class RejectedGroup:
     group: SampleGroup
     reason: str
-    """Which filter dropped it, or `surplus`."""
+    """Name of the filter that dropped it, or `surplus`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupsFinished(Event):
-    """All that a rollout produced, before anything is thrown away. Of a step that a checkpoint breaks off, what was rejected
-    until then comes at once, by itself."""
+    """Sent before any group of a rollout is discarded; for one that a checkpoint interrupts, with the rejected groups."""
 
     rollout_id: int
     accepted: tuple[SampleGroup, ...]
@@ -108,92 +114,101 @@ class GroupsFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchReady(Event):
-    """Scored and credited, about to be trained on."""
+    """Sent when a batch has its log-probs and advantages, before it is trained on."""
 
     rollout_id: int
     version: int
+    """Policy version that will be trained."""
     batch: Batch
     columns: TokenColumns
+    """(M,) per response token: log-probs, values, advantages and weights, as far as the algorithm needs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTrained(Event):
-    """One rollout batch has been trained on; `report.version` is the new policy version."""
+    """Sent after a rollout batch was trained on; `report.version` is the new policy version."""
 
     rollout_id: int
     report: TrainReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PublishStart(Event):
+class UpdateWeightsStart(Event):
+    """Sent before engines are paused for a weight update to `version`."""
+
     version: int
     num_engines: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PublishEnd(Event):
-    report: PublishReport
+class UpdateWeightsEnd(Event):
+    """Sent after all engines resumed with the new weights."""
+
+    report: WeightUpdateReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointSaved(Event):
-    """The folder is complete and has its final name."""
+    """Sent when the checkpoint of policy `version` is complete and has its final name. `seconds`: for all of it."""
 
     rollout_id: int
+    """Rollout that a run resumed from it starts with."""
     version: int
     path: Path
     seconds: float = 0.0
     blocked_seconds: float = 0.0
-    """Of them those that the run waited for; fewer with `checkpoint.async_save`."""
+    """The part of `seconds` that the run waited for; smaller with `checkpoint.async_save`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvalDone(Event):
+    """Sent after an evaluation over all sets."""
+
     report: EvalReport
     groups: Mapping[str, tuple[SampleGroup, ...]] = field(default_factory=dict)
-    """By name of the evaluation set."""
+    """Groups by name of the evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineLost(Event):
-    """It died, hung or failed, and was taken out of service."""
+    """Sent when an engine that died, hung or failed was taken out of service."""
 
     rollout_id: int
+    """The rollout in progress, here and in the next two events."""
     engine_index: int
     error: BaseException
     redispatched: int = 0
-    """Requests that it had not answered, and that other engines get."""
+    """Unfinished requests that are sent to other engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineRestarted(Event):
-    """Another engine runs in its place; it has no weights of the run yet."""
+    """Sent when another engine runs in place of a lost one, still without the run's weights."""
 
     rollout_id: int
     engine_index: int
     restarts: int
-    """Of this engine in this attempt."""
+    """Restarts of this engine in this attempt, this one included."""
     pid: int | None = None
-    """Of the process that serves."""
+    """Process id of the server; None: not known."""
     seconds: float = 0.0
-    """To stop the old one and start this one."""
+    """Time to stop the old engine and start this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineRecovered(Event):
-    """It has the weights and is in service again."""
+    """Sent when the engine has the weights of `version` and is in service again."""
 
     rollout_id: int
     engine_index: int
     version: int
-    """Of the weights that it has been given."""
     seconds: float = 0.0
-    """Since it was lost."""
+    """Since `EngineLost`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleFailed(Event):
-    """A generator or a reward raised."""
+    """Sent when a generator or a reward raised for a sample, which fails unless `will_retry`."""
 
     prompt: Prompt
     sample_index: int
@@ -204,8 +219,8 @@ class SampleFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoopHeld(Event):
-    """Something did not await, and nothing else of the run went on meanwhile. Told when it is over."""
+class EventLoopBlocked(Event):
+    """Sent after code that did not await blocked the event loop, so that nothing else of the run could continue."""
 
     seconds: float
     where: str
@@ -215,15 +230,15 @@ class LoopHeld(Event):
 EVENTS: Final = tuple(
     kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 )
-"""Every event above. A hook takes one of them, and what an observer returns is ignored."""
+"""All events above; a hook takes one of them."""
 
 HOOK_NAMES: Final = tuple(event.hook for event in EVENTS)
 
 
 @hookspec
 def observe(event: Event) -> None:
-    """The signature of every hook."""
+    """Signature of every hook; return values are ignored."""
 
 
 HookSpecs: Final = type("HookSpecs", (), dict.fromkeys(HOOK_NAMES, observe))
-"""The hooks, as pluggy takes them: a class with a method for each."""
+"""The hooks as pluggy requires them: a class with one method per hook."""

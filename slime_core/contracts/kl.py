@@ -16,12 +16,12 @@ class KlEstimator(ABC):
 
     @abstractmethod
     def __call__(self, log_probs: Tensor, ref_log_probs: Tensor, ratio: Tensor | None = None) -> Tensor:
-        """Nats per token. `ratio` (exp(l - old), with gradient) multiplies the estimate before any clamp, which makes
-        it unbiased off-policy (`use_unbiased_kl`)."""
+        """Estimates in nats per token. ratio: exp(log_probs - old_log_probs), with gradient; it multiplies the estimate before
+        any clamp, so that it is unbiased off-policy (`use_unbiased_kl`); None: not multiplied."""
 
 
 class KlDriver(Driver[KlEstimator]):
     """Chosen by kl_loss_type and kl_reward_type."""
 
     never_negative: ClassVar[bool] = False
-    """Not only its average, each estimate is 0 or more."""
+    """True: every estimate is at least 0, not only their mean."""

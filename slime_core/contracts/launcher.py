@@ -1,4 +1,4 @@
-"""LauncherDriver: where the workers of a run are started."""
+"""LauncherDriver: starts the workers of a run on one or several machines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from slime_core.contracts.driver import Driver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSetup:
-    """What a launcher has to know of the run beside its own options."""
+    """Settings of the run that a launcher needs beside its own options."""
 
     colocate: bool = False
-    """The trainers that are started first and the engines that are started first share their devices."""
+    """The policy's trainers and engines, which are started first, share their devices."""
     num_engines: int = 1
-    """Engines of the policy."""
+    """Number of engines of the policy; those of a teacher or a reward model are not counted."""
 
 
 class LauncherDriver(Driver[Any]):
     """Chosen by launcher.name. Builds a `slime_core.workers.launcher.Launcher`."""
 
     single_process: ClassVar[bool] = False
-    """All workers live in this process: each role has one rank, and an engine stays on this machine."""
+    """True: all workers run in this process: each role has one rank, and engines are on this machine."""
 
     @classmethod
     def build(cls, config: Any) -> Any:
@@ -32,9 +32,9 @@ class LauncherDriver(Driver[Any]):
     @classmethod
     @abstractmethod
     def build_launcher(cls, config: Any, setup: LauncherSetup) -> Any:
-        """The launcher, with nothing started yet. Heavy imports happen here."""
+        """Builds the launcher and starts nothing yet. Heavy imports happen here. config: an instance of `cls.Config`."""
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:
-        """What keeps it from starting anything on this machine; empty if nothing does."""
+        """Reasons why it cannot start workers on this machine; empty if it can."""
         return []

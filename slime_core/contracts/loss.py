@@ -1,7 +1,4 @@
-"""PolicyLoss: one micro-batch in, per-token values out. The kernel weights and sums them.
-
-Legend: T response tokens of the micro-batch, S samples.
-"""
+"""PolicyLoss: per-token losses of a micro-batch of T response tokens, S samples; the kernel weights and sums them."""
 
 from __future__ import annotations
 
@@ -18,14 +15,15 @@ if TYPE_CHECKING:
 
 
 class Segments(Protocol):
-    """Reductions over samples. One rank: plain torch; under context parallelism an all-reduce with autograd. How often
-    a loss calls it may not depend on the data: ranks without tokens call it too."""
+    """Reductions over samples. One rank: plain torch; under context parallelism an all-reduce with autograd. The
+    number of calls may not depend on the data: ranks without tokens must call it too."""
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int:
+        """S, the samples of the micro-batch, also those without tokens on this rank; 0 in a dummy micro-batch."""
 
     def seq_sum(self, values: Tensor) -> Tensor:
-        """(T,) to (S,): sums over each sample's tokens, over all ranks that hold a part of it."""
+        """(T,) to (S,): sums `values` over each sample's tokens, on all ranks that hold a part of it."""
 
     def expand(self, values: Tensor) -> Tensor:
         """(S,) to (T,): each token gets its sample's value."""
@@ -33,18 +31,21 @@ class Segments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """float32 (T,) each. `log_probs` (or, for a critic, `values`) carries the gradient; everything else is constant.
+    """float32 (T,) each, in nats; None: not declared as a need (see `Need`). `old_*`: before this rollout's training.
 
-    A tensor that the part did not declare among its needs is None.
+    `log_probs`, `entropy` and `values` may carry gradient; the others are constant. `returns` are a critic's targets.
     """
 
     mask: Tensor
-    """bool"""
+    """bool, True: trained token."""
     log_probs: Tensor | None = None
+    """Under the weights being trained; None for a critic."""
     values: Tensor | None = None
-    """Of a critic, under the weights being trained."""
+    """Of a critic, under the weights being trained; None for a policy."""
     entropy: Tensor | None = None
+    """Of the whole distribution, under the weights being trained."""
     advantages: Tensor | None = None
+    """None: the loss uses no advantages."""
     returns: Tensor | None = None
     old_log_probs: Tensor | None = None
     old_values: Tensor | None = None
@@ -55,26 +56,27 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossOutput:
-    """`values` (T,), finite where the mask is 1 and anything finite elsewhere; `metrics` (T,), detached, reduced with
-    the loss weights like the loss itself."""
+    """`values`: (T,) losses, finite everywhere. `metrics`: (T,) detached, reduced with the loss weights like the loss."""
 
     values: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class PolicyLoss(ABC):
-    """Pure and differentiable. Clamps log-ratios to [-20, 20] before any exp, selects with `where`, never multiplies by
-    a mask, and knows neither rank nor micro-batch."""
+    """Pure, differentiable. Clamps log-ratios to [-20, 20] before exp; selects with `where`, never multiplies by a mask."""
 
     @abstractmethod
-    def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput: ...
+    def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput:
+        """Computes the losses of one micro-batch. segments: reductions over its samples."""
 
 
 class LossDriver(Driver[PolicyLoss]):
+    """Chosen by algo.loss. `needs`: the columns that it reads."""
+
     needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS})
     uses_advantages: ClassVar[bool] = True
     """False: no advantages are computed and no reward is needed (supervised learning)."""
     sequence_level: ClassVar[bool] = False
-    """Its ratio is one number for a whole sequence."""
+    """True: its ratio is one number per sequence."""
     trains_values: ClassVar[bool] = False
-    """It reads `values`, not `log_probs`: a critic's loss."""
+    """True: it is a critic's loss, which reads `values` instead of `log_probs`."""

@@ -1,8 +1,8 @@
-"""Media: what prompts hold beside text, such as images and videos. The kernel carries them as `Image`s; a plugin knows what
-they are in messages, tokens and pixels.
+"""Media: contents of prompts beside text, such as images and videos. The kernel stores them as `Image`s; a plugin converts
+them to message parts, tokens and pixels.
 
-An entry of the group is a modality, by the name that `data.multimodal_keys` gives it. A run's modalities share messages, tokens
-and pixels, so one `Media` serves all of them: they come from one distribution, whose drivers build the same.
+An entry of the group is a modality, named as in `data.multimodal_keys`. One `Media` handles all modalities of a run, since they
+share messages, tokens and pixels: they come from one distribution, whose drivers build the same object.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 
 class MediaRenderer(ABC):
-    """Puts the media of rows into prompts, in the driver's process. For each row, in this order: `read`; `place` where there
-    is a chat template; `mark`; `expand`. DataErrors begin with `origin`."""
+    """Puts the media of rows into prompts, in the driver's process. Calls for each row, in this order: `read`; `place` if
+    there is a chat template; `mark`; `expand`. origin: file and row, with which messages of DataErrors begin."""
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], origin: str, folder: Path | None) -> tuple[Image, ...]:
-        """What the row's columns hold, decoded. `folder`: where relative paths begin."""
+        """Decodes the media in the row's columns. folder: base of relative paths."""
 
     @abstractmethod
     def place(self, messages: Sequence[Message], images: Sequence[Image], origin: str) -> list[Message]:
-        """The messages with a content part for each of `images`, as the chat template reads them."""
+        """Returns the messages with one content part per image, in the form that the chat template reads."""
 
     @abstractmethod
     def mark(self, text: str, images: Sequence[Image], origin: str) -> str:
-        """The rendered text with the marks that the model has learnt for each of `images`."""
+        """Returns the rendered text with the model's placeholder text for each image."""
 
     @abstractmethod
     def expand(self, token_ids: Int32, images: Sequence[Image], origin: str) -> tuple[Int32, tuple[Image, ...]]:
-        """The text's tokens with one for each feature, and `images` with their places, in the order of these."""
+        """Expands placeholders of int32 (T,) `token_ids` to one token per feature; returns them and images with places."""
 
 
 class MediaPacker(ABC):
-    """Makes pixels, in a rank of a trained role."""
+    """Computes pixel tensors, in a rank of a trained role."""
 
     @abstractmethod
     def pack(self, batch: Batch, samples: Int64) -> MicroImages | None:
-        """What these samples, packed in this order, see; None: nothing. DataError if a sample's tokens do not fit it."""
+        """Images of the samples (positions in `batch`) in order; None: they have none. DataError if tokens do not fit."""
 
 
 class Media(ABC):
@@ -58,13 +58,13 @@ class Media(ABC):
     def renderer(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, str], *, trust_remote_code: bool
     ) -> MediaRenderer:
-        """For the model in `folder`; `columns` by modality. ModelError if it does not take them, or a library is missing."""
+        """columns: data column by modality. Raises ModelError if the model lacks the modalities, or a library is missing."""
 
     @abstractmethod
     def packer(self, folder: Path, *, trust_remote_code: bool) -> MediaPacker:
-        """It reads nothing of the folder before a sample has an image."""
+        """Reads nothing from the model's `folder` until a sample has an image."""
 
 
 class MediaDriver(Driver[Media]):
     needs: ClassVar[Capability]
-    """What an engine must offer for this modality."""
+    """Capability that an engine needs for this modality."""

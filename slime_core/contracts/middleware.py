@@ -1,4 +1,4 @@
-"""RouterMiddleware: sees every generate request on its way to an engine, and the answer on its way back."""
+"""RouterMiddleware: handles every generate request before an engine gets it, and its completion."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Next: TypeAlias = "Callable[[GenerateRequest], Awaitable[Completion]]"
 class RouterMiddleware(ABC):
     """Named in `router.middlewares`, outermost first. One instance serves all requests of a run.
 
-    A middleware that chooses engines passes the request on with `engines` reordered or narrowed (`dataclasses.replace`). It
-    changes neither tokens, sampling nor seed, gives up when it is cancelled, and lets errors pass: EngineUnavailable alone
-    says that the same request may be sent again.
+    A middleware that chooses engines calls `call_next` with `engines` reordered or reduced (`dataclasses.replace`). It changes
+    neither tokens, sampling nor seed, stops when it is cancelled, and does not catch errors: only after EngineUnavailable
+    may the same request be sent again.
     """
 
     @abstractmethod
-    async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion: ...
+    async def __call__(self, request: GenerateRequest, call_next: Next) -> Completion:
+        """Returns the completion of `request`. call_next: passes a request to the next middleware or to an engine."""
 
     def metrics(self) -> Mapping[str, Any]:
-        """Counters since the start."""
+        """Counters since the start of the run, by metric name."""
         return {}
 
 

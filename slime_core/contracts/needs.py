@@ -1,4 +1,4 @@
-"""Need: an input that a part of an algorithm declares. The kernel computes what is declared once, and nothing else."""
+"""Need: an input column that a part of an algorithm declares. The kernel computes each declared column once, and no other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from enum import StrEnum
 
 
 class Need(StrEnum):
-    """Each value names the column of `TokenColumns` (or of `Batch`) that it fills."""
+    """Its column of `TokenColumns` (ROLLOUT_LOGPROBS: of `Batch`): float32 (M,), in nats (VALUES: in units of reward)."""
 
     OLD_LOGPROBS = "old_log_probs"
-    """Under the weights at the start of this rollout's training."""
+    """Log-probs under the weights before this rollout's training."""
     REF_LOGPROBS = "ref_log_probs"
-    """Under the frozen reference."""
+    """Log-probs under the frozen reference model."""
     TEACHER_LOGPROBS = "teacher_log_probs"
+    """Log-probs under the teacher model."""
     VALUES = "values"
-    """The critic's, before this rollout's training."""
+    """Values of the critic before this rollout's training."""
     ENTROPY = "entropy"
-    """Of the full distribution at each response token."""
+    """Entropy of the whole distribution at each response token."""
     ROLLOUT_LOGPROBS = "rollout_log_probs"
-    """As the engine reported them."""
+    """Log-probs as the engine reported them."""

@@ -1,4 +1,4 @@
-"""OptimizerDriver: which optimizer a backend steps with; OptimizerConfig: its keys that every backend understands."""
+"""OptimizerDriver: the optimizer that a backend uses; OptimizerConfig: its keys, which every backend supports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerKeys(Table):
-    """What every backend understands. The kernel owns these names, whatever the backend calls them."""
+    """Keys that every backend supports, under these names, whatever its library calls them."""
 
     lr: float = Field(1e-6, gt=0)
     """Highest learning rate."""
@@ -26,9 +26,9 @@ class OptimizerKeys(Table):
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
     lr_warmup_iters: int = Field(0, ge=0)
-    """Optimiser steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up from 0."""
     lr_decay_iters: int | None = Field(None, gt=0)
-    """Optimiser steps until min_lr; by default those of the whole run."""
+    """Optimizer steps until min_lr; by default those of the whole run."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled; not applied to vectors (norms, biases)."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -42,7 +42,7 @@ class OptimizerKeys(Table):
 
 
 class OptimizerConfig(OptimizerKeys):
-    """The keys, with the name of the optimizer that they are for."""
+    """The keys, with the name of the optimizer."""
 
     optimizer: str = "adam"
     """Entry point in slime.optimizers."""
@@ -50,38 +50,38 @@ class OptimizerConfig(OptimizerKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedState:
-    """Weights or moments are kept in bfloat16; what each moment is kept in."""
+    """Dtypes of the moments where weights or moments are kept in bfloat16."""
 
     exp_avg: Literal["fp32", "bf16"]
     exp_avg_sq: Literal["fp32", "bf16"]
 
 
 class OptimizerFactory(Protocol):
-    """What an OptimizerDriver builds."""
+    """Type of the function that an OptimizerDriver builds."""
 
     def __call__(
         self, groups: Sequence[dict[str, Any]], config: OptimizerConfig, rounded: RoundedState | None = None
     ) -> Optimizer:
-        """`groups`: parameter groups with their `weight_decay`; parameters may be DTensors. The backend clips gradients and
-        sets `lr` of every group before each step. `rounded` only where `OptimizerDriver.rounds_state`."""
+        """Builds a torch optimizer; the backend clips gradients and sets each group's `lr` before each step. groups: torch's
+        parameter groups with their `weight_decay`; parameters may be DTensors. rounded: only with `rounds_state`."""
 
 
 class OptimizerDriver(Driver[OptimizerFactory]):
-    """Chosen by train.optimizer. The simplest one sets `Config`, and builds a function that makes a torch optimizer."""
+    """Chosen by train.optimizer. The simplest one sets `Config` and builds a function that returns a torch optimizer."""
 
     native: ClassVar[str | None] = None
-    """The same optimizer's name in training libraries. A backend whose library brings its own optimizers takes the library's,
-    and refuses an optimizer that its library does not have."""
+    """Name of the same optimizer in training libraries. A backend whose library includes optimizers uses the library's, and
+    refuses one that the library does not have. None: no library has it."""
     rounds_state: ClassVar[bool] = False
-    """The factory takes `rounded`."""
+    """True: the factory accepts `rounded`."""
     moments: ClassVar[tuple[str, ...] | None] = None
-    """What a table of memory calls the tensors of a parameter's size that its state has; None: not told."""
+    """Names, in a memory estimate, of its state tensors of the parameter's size; None: not estimated."""
     state_before_steps: ClassVar[bool] = False
-    """`state_of` makes the state that no step has made yet. Off: a checkpoint has what steps have made so far."""
+    """True: `state_of` creates state that no step has created yet. False: a checkpoint has the state created so far."""
 
     @classmethod
     def state_of(cls, optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Tensor]:
-        """The state of a parameter, for a checkpoint: tensors alone, under names without dots."""
+        """Returns the state of `parameter` for a checkpoint: only tensors, under names without dots."""
         state: Mapping[str, Tensor] = optimizer.state.get(parameter, {})
         return state
 

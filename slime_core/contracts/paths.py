@@ -1,4 +1,4 @@
-"""RunPath: a path in a run file is relative to that file; a path in a flag is relative to where the user stands."""
+"""RunPath: a path in a run file is relative to that file; a path in a flag is relative to the working directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FlagText(str):
 
 
 def anchor(value: object, info: ValidationInfo) -> object:
-    """Joins a relative path to its base, kept as text so that a slice (`path@[0:10]`) survives."""
+    """Joins a relative path to its base; text, so that a slice (`path@[0:10]`) is kept."""
     if not isinstance(value, (str, Path)):
         return value
     base = Path.cwd() if isinstance(value, FlagText) else (info.context or {}).get("base")

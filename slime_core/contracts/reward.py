@@ -15,92 +15,91 @@ if TYPE_CHECKING:
 
 
 class Outcome(StrEnum):
-    """How the scoring of a sample ended; all but `OK` are failures, and the run file says what follows from each."""
+    """How the scoring of a sample ended; all but `OK` are failures, for which the run file sets a policy each."""
 
     OK = "ok"
     WRONG = "wrong"
-    """The reward raised, or gave something that is not a finite number: asked again it would do the same."""
+    """The reward raised or did not return a finite number; a retry would give the same."""
     TIMEOUT = "timeout"
-    """No answer in time."""
+    """No response in time."""
     INFRA = "infra"
-    """What the reward depends on failed: a service, its worker process."""
+    """A dependency of the reward failed: a service or its worker process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanRewards:
-    """A process reward: numbers for token spans of one response. The sample's reward is their sum plus `outcome`.
+    """A process reward: rewards of token spans of one response. The sample's reward is their sum plus `outcome`.
 
-    An estimator that takes them credits each at the last trainable token of its span, and what is left of the reward at
-    the last trainable token of the response.
+    An estimator that accepts spans credits each at its last trainable token, and the rest at that of the response.
     """
 
     spans: Sequence[SpanReward]
+    """Spans `[start, end)` of response tokens, 0 <= start < end <= R, with finite values."""
     outcome: float = 0.0
-    """For the response as a whole."""
+    """Reward of the whole response."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Instead of a value: this sample, of all those of its group, could not be scored."""
+    """Returned instead of a value if this sample of the group could not be scored."""
 
     outcome: Outcome
     message: str
-    """What went wrong, without the prompt, which is told anyway."""
+    """What is wrong, without the prompt, which the kernel adds."""
 
 
 RewardValue: TypeAlias = "float | Mapping[str, float] | SpanRewards | RewardFailure"
-"""A number; named numbers of which `reward_key` picks the one to train on; numbers for spans; or a failure."""
+"""A number; named numbers, of which `reward_key` selects the one to train on; rewards of spans; or a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A server of the run's own engines, for rewards that ask a model (`engines.reward`)."""
+    """A server of the run's own engines, for rewards that query a model (`engines.reward`)."""
 
     url: str
     """`http://127.0.0.1:30000`, as reward workers reach it."""
     token: str | None = field(default=None, repr=False)
     """Bearer token of its requests."""
     model_path: str
-    """Hugging Face folder of what it serves."""
+    """Hugging Face folder of the served model."""
 
 
 class Reward(ABC):
-    """Sees the whole group, so that answers can be compared. Called in a worker process: it may block, up to the time
-    limit; it may not rely on state between calls.
+    """Scores a whole group, so that responses can be compared. Called in a worker process: it may block, up to the time
+    limit, and must not rely on state between calls.
 
-    What it raises fails the whole group: RewardUnavailable and ConnectionError as `infra`, RewardTimeout and TimeoutError
+    An exception fails the whole group: RewardUnavailable and ConnectionError as `infra`, RewardTimeout and TimeoutError
     as `timeout`, everything else as `wrong`.
     """
 
     @abstractmethod
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        """One value per sample, in their order; aborted and failed samples are not in `group`. Finite numbers."""
+        """Returns one value per sample, in order; numbers must be finite. Aborted and failed samples are not in `group`."""
 
 
 class RewardDriver(Driver[Reward]):
-    """The simplest one is a plain function `def reward(sample) -> float`, which the registry accepts as it is."""
+    """Chosen by --reward. The simplest one is a function `def reward(sample) -> float`, which needs no driver."""
 
     reward_key: ClassVar[str | None] = None
-    """Which of several named numbers is trained on when the run names no `reward_key`."""
+    """Default of `reward_key`, the named number that is trained on; None: the run must set it."""
     gives_spans: ClassVar[bool] = False
-    """It may return `SpanRewards`: then the run's advantage must be one that takes them."""
+    """True: it may return `SpanRewards`; the run's advantage must accept them."""
 
     timeout_follows: ClassVar[tuple[str, ...]] = ()
-    """Options that `timeout_s` follows: they are named when the time was not enough."""
+    """Options that `timeout_s` depends on: a timeout error names them."""
 
     @classmethod
     def timeout_s(cls, config: Any, num_samples: int) -> float | None:
-        """Seconds that it may take for one group of so many samples, unless the run says another time (`reward_timeout`);
-        None: as long as any reward."""
+        """Time limit (s) of one group of `num_samples`, unless the run sets `reward_timeout`; None: the default."""
         return None
 
     @classmethod
-    def asks_engines(cls, config: Any) -> bool:
-        """Whether it asks the model of `engines.reward`. Then the run needs one, and `build_asking` replaces `build`."""
+    def needs_reward_model(cls, config: Any) -> bool:
+        """True if it queries the model of `engines.reward`: the run then needs one and calls `build_with_servers`."""
         return False
 
     @classmethod
-    def build_asking(cls, config: Any, servers: Sequence[ServedModel]) -> Reward:
-        """`servers`: all serve the same model. When some are lost or replaced, another one is built; a group that could not
-        be scored for their sake (`infra`, `timeout`) is then scored again."""
+    def build_with_servers(cls, config: Any, servers: Sequence[ServedModel]) -> Reward:
+        """Builds the reward. servers: all serve the same model. When some are lost or replaced, it is built again, and groups
+        that failed because of them (`infra`, `timeout`) are scored again."""
         raise NotImplementedError

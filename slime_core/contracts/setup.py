@@ -1,4 +1,4 @@
-"""What trainers, engines and senders are given when they start."""
+"""Setups of trainers and engines: the arguments that they are started with."""
 
 from __future__ import annotations
 
@@ -12,88 +12,90 @@ from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig
 
 
 class RoutingReplay(StrEnum):
-    """Whose choice of experts the trained weights go by, in `score` and `train_step`. Gates are computed from the current
-    router's scores of these experts, so routers still learn. Frozen copies choose by themselves."""
+    """Source of the expert choices that the trained weights use in `forward_only` and `train_step`. Gates are computed from the
+    current router's scores of these experts, so routers still learn. Frozen copies use their own choices."""
 
     RECORDED = "recorded"
-    """`score` of the trained weights keeps what their routers chose for each of `MicroBatch.samples`, and `train_step` takes
-    it again; the next `score` begins anew."""
+    """`forward_only` of the trained weights records their routers' choices for each of `MicroBatch.samples`, and `train_step`
+    uses them; the next `forward_only` records anew."""
     ROLLOUT = "rollout"
-    """The engine's: `MicroBatch.routed_experts`, in `score` of the trained weights and in `train_step`."""
+    """The engine's choices, `MicroBatch.routed_experts`, in `forward_only` of the trained weights and in `train_step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """All that a rank is told before it builds the model."""
+    """Arguments of `TrainBackend.setup`. `role`: `actor` or another trained role, with `world_size` ranks."""
 
     role: str
     rank: int
     world_size: int
     local_rank: int
+    """Index of its device on this machine."""
     rendezvous: str
     """`init_method` of torch.distributed, such as tcp://127.0.0.1:29500; unused with one rank."""
     device: Literal["cpu", "cuda"]
     model_path: Path
-    """A Hugging Face folder: config, weights, tokenizer."""
+    """Hugging Face folder: config, weights, tokenizer."""
     head: Literal["lm", "value"] = "lm"
-    """`value`: the language-model head is replaced by a linear to one number, fresh if the folder has none."""
-    copies: Mapping[str, Path] = field(default_factory=dict)
+    """`value`: a linear layer to one number replaces the language-model head; newly initialized if the folder has none."""
+    frozen_models: Mapping[str, Path] = field(default_factory=dict)
     """Frozen weights to hold beside the trained ones: name (REFERENCE, TEACHER) to HF folder."""
     optimizer: OptimizerConfig
     chosen_optimizer: ChosenOptimizer | None = None
-    """The driver of `optimizer`, filled in by the worker. None: the installed one of that name, with its defaults."""
+    """Driver of `optimizer`, set by the worker; None: the installed one of that name, with default options."""
     total_steps: int
-    """Optimiser steps of the whole run, for the learning-rate schedule."""
+    """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int
     trust_remote_code: bool = False
     routing_replay: RoutingReplay | None = None
-    """One of those that the driver says that it replays; ModelError if the model has no experts."""
+    """One of `BackendDriver.routing_replay_modes`, or None: no replay. Raise ModelError if the model has no experts."""
     true_on_policy: bool = False
-    """Compute every forward with batch-invariant kernels, so that log-probs are the engine's to the bit; only where
-    `BackendDriver.true_on_policy_problems` has none."""
+    """Compute every forward with batch-invariant kernels, so that log-probs are bitwise equal to the engine's; only set if
+    `BackendDriver.true_on_policy_problems` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
+    """Arguments of `RolloutEngine.start`."""
+
     index: int
-    """Which engine of the run this is."""
+    """Number of the engine in the run, from 0."""
     place: int = 0
-    """Which of those with these options: servers that run already are listed so."""
+    """Number among the engines with the same options, from 0: its place in a list of external servers."""
     model_path: Path
-    """Hugging Face folder: architecture, tokenizer, and the weights to start with."""
+    """Hugging Face folder: architecture, tokenizer, and initial weights."""
     device: Literal["cpu", "cuda"]
     seed: int
     max_context_len: int
-    """Tokens of prompt and response together that a request may reach."""
+    """Limit of prompt and response of a request together, in tokens."""
     max_batch: int
-    """Sequences that the run will have in flight on this engine at most."""
+    """Largest number of sequences that the run has in flight on this engine."""
     run_dir: Path
     trust_remote_code: bool = False
     num_devices: int = 1
-    """Devices of this engine, on all its machines; on a CPU processes that share its cores."""
+    """Devices of this engine on all its machines; on CPU: processes that share the cores."""
     first_device: int = 0
-    """Number of its first one, where the engine sees those of all engines."""
+    """Index of its first device, where the engine sees the devices of all engines."""
     host: str = "127.0.0.1"
-    """This machine's address, as whoever talks to the engine reaches it; the loopback where all are on one machine."""
+    """Address of this machine for clients of the engine; the loopback address if all run on one machine."""
     num_nodes: int = 1
-    """Machines that the engine spans, with equally many devices on each."""
+    """Machines of the engine, each with the same number of devices."""
     node_rank: int = 0
-    """Which of them this is. The first one serves; on the others nothing but `start`, `health` and `stop` is called."""
+    """Number of this machine, from 0. Machine 0 serves; on the others only `start`, `health` and `stop` are called."""
     rendezvous: str | None = None
-    """HOST:PORT on the first one, where they meet."""
+    """HOST:PORT on machine 0, where they connect; None with one machine."""
     transport: str | None = None
-    """Name of the transport that brings its weights; None: it keeps those of its folder."""
+    """Name of the transport of its weight updates; None: it keeps the weights of its folder."""
     offload: bool = False
-    """It shares them with a trainer: `sleep` and `wake` will be called, and must work."""
+    """It shares devices with a trainer: `sleep` and `wake_up` will be called."""
     routed_experts: bool = False
-    """Requests will ask for expert ids; only of an engine that may offer `Capability.ROUTED_EXPERTS`."""
+    """Requests will require expert ids; only set for an engine that may have `Capability.ROUTED_EXPERTS`."""
     reward_model: bool = False
-    """It serves rewards, over HTTP: nothing but `start`, `health` and `stop` is called, and the folder may hold a model with
-    a score head. Only with `Capability.HTTP`."""
+    """It serves a reward model over HTTP (`Capability.HTTP`): only `start`, `health` and `stop` are called."""
     true_on_policy: bool = False
-    """Compute with batch-invariant kernels, so that the trainer gets the same bits; only with `Capability.TRUE_ON_POLICY`."""
+    """Compute with batch-invariant kernels, for bitwise the trainer's log-probs (`Capability.TRUE_ON_POLICY`)."""
     records: bool = False
-    """`recorded` will be called, after every step. Without, nobody asks what came to it, and it need not be kept."""
+    """`drain_events` will be called after every step. False: it is not called, and events need not be kept."""
 
     @property
     def devices_here(self) -> int:
@@ -102,31 +104,31 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """What a run will start its engines with, as far as it is known before."""
+    """Engine settings of a run that are known before it starts."""
 
     num_devices: int
-    """Of each engine."""
+    """Devices of each engine."""
     devices_flag: str
-    """Where that is said: `--rollout-num-gpus-per-engine`."""
+    """Flag that sets it, such as `--rollout-num-gpus-per-engine`."""
     num_engines: int = 1
     num_nodes: int = 1
     routed_experts: bool = False
     """See `EngineSetup.routed_experts`."""
     offload: bool = False
-    """See `EngineSetup.offload`; as far as it does not depend on the machine's devices."""
+    """See `EngineSetup.offload`; False if it depends on the machine's devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEndpoint:
-    """Where a server of an engine takes weights by itself."""
+    """Server of an engine that receives weights from senders."""
 
     index: int
-    """Of the engine."""
+    """Number of the engine."""
     url: str
     """`http://127.0.0.1:30000`."""
     token: str | None = None
     """Bearer token of its requests."""
     num_ranks: int = 1
-    """Processes that hold weights. Colocated engines stand, in order, on the devices of the trainer's ranks."""
+    """Processes that hold weights. Colocated engines use, in order, the devices of the trainer's ranks."""
     incarnation: str = ""
-    """Another one after a restart: what was agreed with the server before is forgotten."""
+    """Changes at a restart, after which connections and groups of the old server are invalid."""

@@ -1,4 +1,4 @@
-"""DataSource: where prompts come from. Its position is part of the run's state."""
+"""DataSource: provides prompts. Its position is part of the run's state."""
 
 from __future__ import annotations
 
@@ -16,57 +16,59 @@ if TYPE_CHECKING:
 
 
 class Renderer(Protocol):
-    """Turns a raw row into a prompt: keys, chat template, tokens. The kernel's; sources only call it."""
+    """Turns a raw row into a prompt: keys, chat template, tokens. The kernel implements it; sources only call it."""
 
     @property
     def max_prompt_len(self) -> int | None:
-        """Tokens; None: prompts of any length are accepted. For messages: `accepts` decides."""
+        """In tokens, for messages; None: any length. `accepts` decides."""
 
     def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
-        """DataError names `origin` if a key is missing, an image does not decode, or the template fails. `folder`: where
-        relative paths of images begin."""
+        """Raises DataError if a key is missing, an image does not decode, or the template fails. group_index: number of the
+        draw; origin: file and row, for messages; folder: base of relative paths of images."""
 
     def accepts(self, prompt: Prompt) -> bool:
         """False if it is longer than the maximum prompt length."""
 
 
 class DataSource(ABC):
-    """Draws are numbered for ever; epochs wrap as often as needed."""
+    """Draws are numbered over all epochs; a new epoch starts when the rows are used up."""
 
     @abstractmethod
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next draws. Fewer than asked only if the source has ended."""
+        """Returns the next `num_prompts` draws; fewer only if the source has ended."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """Position, as JSON: with it `restore` continues with the same draws in the same order."""
+        """Returns the position as JSON types; after `restore(state)` the same draws follow in the same order."""
 
     @abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues at the position of `state`, also in a new process. Raises DataError if the data do not have it."""
 
     def observe(self, groups: Sequence[SampleGroup]) -> None:
-        """Of a step whose groups are complete: the accepted ones with their rewards, then the rejected ones. What a source
-        makes of it decides later draws, and belongs to its state."""
+        """Called when the groups of a step are complete. groups: the accepted ones with their rewards, then the rejected ones.
+        If later draws depend on them, that belongs to `state`."""
         return
 
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """Rows of one epoch after slicing and length filter; None: not known or without end."""
+        """Rows of one epoch after slicing and length filter; None: not known or unlimited."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes when the data do."""
+        """A text that changes when the data change."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Counters to log once, such as rows that were filtered or skipped."""
+        """Counters to log, such as filtered or skipped rows, by metric name."""
         return {}
 
 
 class SourceDriver(Driver["SourceFactory"]):
-    """Chosen by data.source; `build` returns a callable that makes the source once the tokenizer is there."""
+    """Chosen by data.source; `build` returns a function that builds the source once the tokenizer is loaded."""
 
 
 class SourceFactory(Protocol):
-    def __call__(self, renderer: Renderer, *, seed: int) -> DataSource: ...
+    def __call__(self, renderer: Renderer, *, seed: int) -> DataSource:
+        """seed: decides a random order."""

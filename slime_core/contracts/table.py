@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Table(BaseModel):
-    """Frozen, strict about names; the docstring under a field is its help text."""
+    """Frozen; unknown keys are errors; the docstring below a field is its help text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -1,4 +1,4 @@
-"""Tracker: writes metrics down. It observes; nothing it does changes a run's numbers."""
+"""Tracker: logs metrics. It never changes what is trained."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from slime_core.contracts.driver import Driver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
+    """The run that a tracker logs."""
+
     name: str
     run_dir: Path
     config: Mapping[str, Any]
-    """As resolved, JSON-like."""
+    """The resolved config, as JSON types."""
     attempt: int
     """1 for the first start, one more for each resume."""
     resumed_at: int | None
-    """Rollout id that a resumed run starts with: what was logged for it and later is to be dropped."""
+    """First rollout id of a resumed run: drop what was logged for it and later. None: not resumed."""
 
 
 class Tracker(ABC):
-    """One instance per run, on the driver. Failures stop the run: a silent hole in the record is worse."""
+    """One instance per run, in the driver's process. A failure stops the run: missing metrics would go unnoticed."""
 
     @abstractmethod
     def start(self, run: RunInfo) -> None: ...
 
     @abstractmethod
     def log(self, axis: str, step: int, metrics: Mapping[str, float], *, rollout_id: int) -> None:
-        """`axis` is `train/step`, `rollout/step` or `eval/step`; metric names carry their prefix."""
+        """axis: `train/step`, `rollout/step` or `eval/step`; step: on that axis, from 0; metrics: names have their prefix."""
 
     @abstractmethod
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Called once at the end of the run, also if it fails."""
 
 
 class TrackerDriver(Driver[Tracker]):
-    """Named in `trackers`."""
+    """Chosen by `trackers`, of which a run can have several."""

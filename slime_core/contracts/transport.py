@@ -1,7 +1,7 @@
-"""WeightTransport: brings a version of the weights from the trainer's ranks to the engines.
+"""WeightTransport: transfers a version of the weights from the trainer's ranks to the engines.
 
-There are two ways. Buckets in host memory can be handed to the engines through the driver (`stream_weights`,
-`EngineLink.each`). Or a transport has a sender on every rank of the policy, which talks to the engines itself, so that
+There are two ways. Buckets in host memory are passed to the engines through the driver (`stream_weights`,
+`EngineGroup.call_all`). Or a transport has a sender on every rank of the policy that connects to the engines itself, so that
 tensors never leave their device or their machine's memory (`TrainerLink.send`).
 """
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.setup import EngineEndpoint, EngineLayout
-    from slime_core.types.report import ComparedWith, PublishReport
+    from slime_core.types.report import ComparedWith, WeightUpdateReport
 
 
 class TensorExport(Protocol):
-    """The weights of one rank, as a sender reads them."""
+    """Function by which a sender reads the weights of its rank."""
 
-    def __call__(self, *, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
-        """See `TrainBackend.export_tensors`: every rank must exhaust it."""
+    def __call__(self, *, all_ranks: bool) -> Iterator[Mapping[str, Tensor] | None]:
+        """See `TrainBackend.export_weights`: every rank must exhaust it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderSetup:
-    """Where a sender stands."""
+    """Arguments of `WeightSender.setup`. `world_size`: ranks of the policy, whose HF folder is `model_path`."""
 
     rank: int
     world_size: int
@@ -39,91 +39,93 @@ class SenderSetup:
     model_path: Path
     run_dir: Path
     colocated: bool
-    """The engines' processes use the same devices."""
+    """True: the engines use the same devices."""
     frozen: frozenset[str] = frozenset()
     """See `TrainBackend.frozen_tensors`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentReport:
-    """What one rank sent."""
+    """What one rank sent: bytes, and the number of buckets."""
 
     bytes_sent: int = 0
     buckets: int = 0
     compared_with: ComparedWith | None = None
-    """See `PublishReport`."""
+    """See `WeightUpdateReport`."""
     density: float | None = None
-    """Share of the elements that are others than in the version before; None: it did not compare."""
+    """Share of elements that changed since the previous version, in [0, 1]; None: not compared."""
 
 
 class WeightSender(ABC):
     """The trainer's side of a transport, in the process of each rank of the policy. All ranks get the same calls in the
-    same order; torch.distributed's default group is there when there are several."""
+    same order; with several ranks torch.distributed's default group is initialized."""
 
     @abstractmethod
     def setup(self, setup: SenderSetup) -> None: ...
 
     @abstractmethod
     def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
-        """On return every engine holds `version`. Engines may be others than the last time. EngineError says which engine
-        did not take what."""
+        """Sends all weights; on return every engine has `version`. Raises EngineError with the engine that refused something.
+        engines: the servers, which may differ from those of the last call."""
 
     def close(self) -> None:
-        """Gives up groups, files and connections."""
+        """Closes groups, files and connections."""
 
 
 class TrainerLink(Protocol):
-    """The trainer's ranks as a transport sees them."""
+    """The trainer's ranks, for a transport."""
 
     def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """All ranks export; yields rank 0's buckets: the objects themselves in process, references to shared memory
-        where they are in other processes. Either can be given to `EngineLink.each`."""
+        """All ranks export; yields rank 0's buckets of at most `bucket_bytes` (or one larger tensor): objects in the same
+        process, else references to shared memory. Both can be passed to `EngineGroup.call_all`."""
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
-        """Every rank's sender sends; reports by rank."""
+        """Calls every rank's sender; returns reports by rank."""
 
 
-class EngineLink(Protocol):
-    """The engines as a transport sees them."""
+class EngineGroup(Protocol):
+    """The engines of the policy, for a transport."""
 
     @property
     def num_engines(self) -> int: ...
 
-    async def each(self, method: str, *args: Any) -> Sequence[Any]:
-        """Calls a method of the engine contract on every engine at once; results by engine index."""
+    async def call_all(self, method: str, *args: Any) -> Sequence[Any]:
+        """Calls a method of `RolloutEngine` on all engines concurrently; returns results by engine index."""
 
 
 class WeightTransport(ABC):
-    """`push` is idempotent: pushing a version again changes nothing."""
+    """Runs in the driver's process. `push` is idempotent: another weight update with the same version changes nothing."""
 
     @abstractmethod
-    async def push(self, trainers: TrainerLink, engines: EngineLink, version: int) -> PublishReport:
-        """Engines are paused. On return every engine has the version, or EngineError says which has not."""
+    async def push(self, trainers: TrainerLink, engines: EngineGroup, version: int) -> WeightUpdateReport:
+        """Updates all engines, which are paused; raises EngineError with the engine that does not have `version` after it."""
 
     async def close(self) -> None:
-        """Gives up groups, files and connections."""
+        """Closes groups, files and connections."""
 
 
 class TransportDriver(Driver[WeightTransport]):
+    """Chosen by sync.transport."""
+
     serves: ClassVar[tuple[str, ...]] = ()
-    """Names of engines, for the listing; an engine's own `transports` decides."""
+    """Names of engines, for the listing; `EngineDriver.transports` decides."""
 
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
-        """What does not fit between its options and those of the engine."""
+        """Conflicts between its options and those of the engine; empty if there are none."""
         return []
 
     @classmethod
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
-        """What does not fit between its options and what the engines are started with."""
+        """Conflicts between its options and `layout`, the devices and features of the engines; empty if there are none."""
         return []
 
     @classmethod
     def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-        """What keeps it from bringing weights to engines that hold them so; see `EngineDriver.push_problems`."""
+        """Reasons why it cannot update engines with this quantization; see `EngineDriver.push_problems`."""
         return []
 
     @classmethod
     def build_sender(cls, config: Any) -> WeightSender | None:
-        """The side that runs in the trainer's ranks; None: there is none, and `TrainerLink.send` is not used."""
+        """Builds the sender of a rank of the policy; None: the transport has no senders and does not use `TrainerLink.send`."""
         return None

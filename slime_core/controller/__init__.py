@@ -1,1 +1,1 @@
-"""A run from start to end: the loop, its session, the learner, checkpoints, and what a run writes down."""
+"""A run from start to end: the loop, its session, the learner, checkpoints, and the files of a run."""

@@ -1,4 +1,4 @@
-"""Assembly: trainers, engines and rewards are started side by side, and put together as a Session."""
+"""Starts trainers, engines and rewards side by side, and makes a Session of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.hookspecs import BatchReady, Run, SampleFailed
 from slime_core.contracts.middleware import RouterMiddleware
@@ -18,9 +18,9 @@ from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.controller.evaluate import EvalTask, Evaluator
 from slime_core.controller.group_settings import eval_settings, training_settings
 from slime_core.controller.learner import Learner, LearnerPlan
-from slime_core.controller.null_learner import RolloutOnly
+from slime_core.controller.null_learner import NullLearner
 from slime_core.controller.run_folder import RunFolder
-from slime_core.controller.run_inputs import Materials, NoSource
+from slime_core.controller.run_inputs import NoSource, RunInputs
 from slime_core.controller.session import Session
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.train_data import train_data_file, write_train_data
@@ -31,19 +31,19 @@ from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.workers.agreement import Agreement
-from slime_core.workers.colocation import Residency
+from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_core.workers.engine_specs import EngineSpecs
 from slime_core.workers.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.workers.launcher import Launcher
 from slime_core.workers.role_specs import RoleSpecs
 from slime_core.workers.roles import start_roles
-from slime_core.workers.train_group import Trainers
+from slime_core.workers.train_group import TrainGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlace:
-    """Where a run is, what it is told to observers as, and the state that it starts with."""
+    """The folder and device of a run, its `Run` for events, and the state that it starts with."""
 
     folder: RunFolder
     event: Run
@@ -55,36 +55,36 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """What was started."""
+    """The workers that were started."""
 
-    roles: Mapping[str, Trainers]
+    roles: Mapping[str, TrainGroup]
     """Empty in a run that only generates."""
     engines: StartedEngines
     middlewares: Mapping[str, RouterMiddleware]
     generators: Mapping[str, Generator]
-    """By their spec."""
+    """Generators by their spec."""
     rewards: RewardPool
 
 
 async def assemble_session(
-    run: BoundRun, materials: Materials, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
+    run: BoundRun, inputs: RunInputs, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
 ) -> Session:
     """Starts what the run needs; `stack` ends it."""
-    workers = await start_workers(run, materials, launcher, place, stack)
+    workers = await start_workers(run, inputs, launcher, place, stack)
     trace = RolloutTrace(place.folder.traces if run.config.debug.trace_samples else None)
     stack.callback(trace.close)
     reports = Reports(run, place)
     client = workers.engines.policy
-    # Who generates asks for the versions that may be trained by then, which the session knows.
+    # Generation needs the policy versions that may be trained, which the session knows.
     session: Session
 
-    def runner(settings: GroupSettings, generate: Part) -> GroupRunner:
+    def runner(settings: GroupSettings, generate: BoundPlugin) -> GroupRunner:
         assert client is not None
         return GroupRunner(
             settings,
             generator=workers.generators[generate.spec().to_json()],
             client=client,
-            tokenizer=materials.tokenizer,
+            tokenizer=inputs.tokenizer,
             rewards=workers.rewards,
             on_failure=partial(reports.sample_failed, evaluation=settings.evaluation),
             on_trace=trace.add,
@@ -96,9 +96,9 @@ async def assemble_session(
         run=run,
         event=place.event,
         folder=place.folder,
-        num_rollout=materials.num_rollout,
-        tokenizer=materials.tokenizer,
-        buffer=DataBuffer(materials.source or NoSource(), run.buffer_filter.build()),
+        num_rollout=inputs.num_rollout,
+        tokenizer=inputs.tokenizer,
+        buffer=DataBuffer(inputs.source or NoSource(), run.buffer_filter.build()),
         collector=run.collector.build(),
         runner=None if client is None else runner(training_settings(run), run.generate),
         filters=[part.build() for part in run.filters],
@@ -106,10 +106,10 @@ async def assemble_session(
         served_engines=workers.engines.served,
         middlewares=workers.middlewares,
         roles=roles,
-        learner=learner_of(run, workers, reports, before_steps=lambda: session.between_steps.clear()),
-        residency=residency_of(run, workers, place.device),
+        learner=learner_of(run, workers, reports, before_steps=lambda: session.optimizer_idle.clear()),
+        colocation=colocation_of(run, workers, place.device),
         transport=None if client is None or run.transport is None or not roles else run.transport.build(),
-        evaluator=Evaluator(eval_tasks(run, materials, runner)),
+        evaluator=Evaluator(eval_tasks(run, inputs, runner)),
         store=place.store,
         trackers=(),
         hooks=place.hooks,
@@ -124,7 +124,7 @@ async def assemble_session(
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What observers and files are told while groups are made and trained."""
+    """What observers receive and files record while groups are generated and trained."""
 
     run: BoundRun
     place: RunPlace
@@ -154,10 +154,10 @@ class Reports:
 
 
 async def start_workers(
-    run: BoundRun, materials: Materials, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
+    run: BoundRun, inputs: RunInputs, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
 ) -> Workers:
     """Trainers, engines, generators and rewards, at the same time. The first that fails stops the others, and is raised."""
-    converter = () if materials.converter is None else (materials.converter,)
+    converter = () if inputs.converter is None else (inputs.converter,)
     agreement = Agreement.of((*run.parts, *converter), run.registry.plugin_files)
     with_engine = bool(run.generates or run.evals)
     rewards = start_rewards(run, stack)
@@ -167,15 +167,13 @@ async def start_workers(
         agreement=agreement,
         device=place.device,
         run_dir=place.folder.path,
-        model_config=materials.model_config,
+        model_config=inputs.model_config,
     )
     generators = build_generators(run, stack) if with_engine else {}
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers = starting.create_task(
-                start_trained(run, materials, launcher, agreement, place.device, place.folder)
-            )
-            # An engine that shares devices takes what is left of them: the trainers are asleep by then.
+            trainers = starting.create_task(start_trained(run, inputs, launcher, agreement, place.device, place.folder))
+            # An engine that shares devices uses their free memory: the trainers are offloaded by then.
             first = trainers if run.config.launcher.colocate else None
             engines = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first))
             for generator in generators.values():
@@ -183,7 +181,7 @@ async def start_workers(
             for part in run.reward_parts:
                 starting.create_task(warm_reward(rewards, part, engines))
     except ExceptionGroup as group:
-        # One of them stops the others; the user wants to know of that one.
+        # The first failure stops the others; it is the one to raise.
         raise next(
             (error for error in group.exceptions if isinstance(error, SlimeError)), group.exceptions[0]
         ) from None
@@ -198,9 +196,9 @@ async def start_workers(
 
 def learner_of(
     run: BoundRun, workers: Workers, reports: Reports, before_steps: Callable[[], None]
-) -> Learner | RolloutOnly:
+) -> Learner | NullLearner:
     if not workers.roles:
-        return RolloutOnly(run.config.debug)
+        return NullLearner(run.config.debug)
     return Learner(
         workers.roles,
         LearnerPlan.of(run),
@@ -210,9 +208,9 @@ def learner_of(
     )
 
 
-def residency_of(run: BoundRun, workers: Workers, device: str) -> Residency:
+def colocation_of(run: BoundRun, workers: Workers, device: str) -> ColocationManager:
     launcher, roles = run.config.launcher, workers.roles
-    return Residency(
+    return ColocationManager(
         next(iter(roles.values())).devices if roles else Devices(),
         workers.engines.policy,
         shared=launcher.colocate and bool(roles),
@@ -221,8 +219,8 @@ def residency_of(run: BoundRun, workers: Workers, device: str) -> Residency:
 
 
 async def start_trained(
-    run: BoundRun, materials: Materials, launcher: Launcher, agreement: Agreement, device: str, folder: RunFolder
-) -> dict[str, Trainers]:
+    run: BoundRun, inputs: RunInputs, launcher: Launcher, agreement: Agreement, device: str, folder: RunFolder
+) -> dict[str, TrainGroup]:
     """The trained roles; none in a run that only generates."""
     if run.config.rollout.debug_rollout_only:
         return {}
@@ -231,14 +229,14 @@ async def start_trained(
         agreement=agreement,
         device="cuda" if device == "cuda" else "cpu",
         run_dir=folder.path,
-        num_rollout=materials.num_rollout,
-        converter=materials.converter,
+        num_rollout=inputs.num_rollout,
+        converter=inputs.converter,
     )
-    return await start_roles(specs, launcher, materials.role_configs)
+    return await start_roles(specs, launcher, inputs.role_configs)
 
 
 def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[str, Generator]:
-    """By their options: equal ones share one, so that what it opens is opened once. They are closed with the run."""
+    """The generators by their spec: equal specs share one generator. They are closed with the run."""
     built: dict[str, Generator] = {}
     for part in (run.generate, *(settings.generate for settings in run.evals if settings.generate is not None)):
         key = part.spec().to_json()
@@ -248,13 +246,13 @@ def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[st
     return built
 
 
-async def warm_reward(pool: RewardPool, part: Part, starting: asyncio.Task[StartedEngines]) -> None:
-    """Builds it in the workers; one that asks engines, when they are there."""
-    asks = part.driver.asks_engines(part.config)
+async def warm_reward(pool: RewardPool, part: BoundPlugin, starting: asyncio.Task[StartedEngines]) -> None:
+    """Builds the reward in the reward workers; if it queries engines, after they have started."""
+    asks = part.driver.needs_reward_model(part.config)
     if asks:
         pool.engines = (await starting).reward
     own = OwnLimit(seconds=partial(part.driver.timeout_s, part.config), follows=part.driver.timeout_follows)
-    await pool.warm(part.spec(), own=own, asks_engines=asks)
+    await pool.warm(part.spec(), own=own, needs_reward_model=asks)
 
 
 def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool:
@@ -265,11 +263,11 @@ def start_rewards(run: BoundRun, stack: contextlib.AsyncExitStack) -> RewardPool
 
 
 def eval_tasks(
-    run: BoundRun, materials: Materials, runner: Callable[[GroupSettings, Part], GroupRunner]
+    run: BoundRun, inputs: RunInputs, runner: Callable[[GroupSettings, BoundPlugin], GroupRunner]
 ) -> Sequence[EvalTask]:
     tasks = []
     for settings in run.evals:
-        source = materials.eval_sources[settings.name]
+        source = inputs.eval_sources[settings.name]
         prompts = source.take(source.num_rows or 0)
         made = runner(eval_settings(run, settings), settings.generate or run.generate)
         tasks.append(EvalTask(settings=settings, prompts=prompts, runner=made))

@@ -1,4 +1,5 @@
-"""Checkpoints: atomic, verified run state. Written aside, synced, marked complete, renamed; the newest complete wins."""
+"""Checkpoints: atomic, verified run state. Written to a temporary folder, synced, marked complete, renamed. A run resumes
+from the newest complete one."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ class RunState:
     eval_before: Mapping[str, float] = field(default_factory=dict)
     """Accuracy on each evaluation set before the first step; empty if that was not evaluated."""
     eval_owed: bool = False
-    """An evaluation that was due has not ended. Whoever goes on from here makes one first, of the weights that there are."""
+    """An evaluation that was due has not ended. A run that resumes from here evaluates first, with the weights it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfinished:
+class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     aside: Path
@@ -51,12 +52,12 @@ class Unfinished:
 
 
 @contextlib.contextmanager
-def whole_or_not_at_all(unfinished: Unfinished) -> Iterator[None]:
-    """What goes wrong inside takes the folder with it; StorageError where the disk is the reason."""
+def discard_on_error(unfinished: PendingCheckpoint) -> Iterator[None]:
+    """Removes the folder if the body raises; StorageError if the disk is the reason."""
     try:
         yield
     except Exception as error:
-        # Asked before the half-written files go, which frees what they took.
+        # Checked before the half-written files are removed, which frees their space.
         storage = isinstance(error, OSError) or is_full(unfinished.final, error)
         refused = storage_error(unfinished.final, error) if storage else None
         shutil.rmtree(unfinished.aside, ignore_errors=True)
@@ -72,23 +73,23 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
-    async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> Unfinished:
+    async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> PendingCheckpoint:
         """`write` fills the folder that it is given; nothing counts as saved before `complete`. One at a time. StorageError
-        if it fails for want of space; what was there before stays as it was."""
-        unfinished = Unfinished(
+        if there is no space left; earlier checkpoints stay as they are."""
+        unfinished = PendingCheckpoint(
             aside=self._folder / f".step_{state.rollout_id}.writing", final=self._folder / f"step_{state.rollout_id}"
         )
-        with whole_or_not_at_all(unfinished):
+        with discard_on_error(unfinished):
             self.sweep()
             unfinished.aside.mkdir(parents=True)
             await write(unfinished.aside)
             (unfinished.aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
         return unfinished
 
-    def complete(self, unfinished: Unfinished) -> Path:
-        """Everything is in its folder. Waits for the disk, so it may be called in a thread."""
+    def complete(self, unfinished: PendingCheckpoint) -> Path:
+        """Marks a fully written checkpoint complete. Waits for the disk, so it may be called in a thread."""
         aside, final = unfinished.aside, unfinished.final
-        with whole_or_not_at_all(unfinished):
+        with discard_on_error(unfinished):
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
             for path in [*files, *(path for path in aside.rglob("*") if path.is_dir())]:
@@ -112,7 +113,7 @@ class CheckpointStore:
         """The newest complete checkpoint (or that of `step`), verified; None if there is none."""
         steps = self.steps()
         if step is not None and step not in steps:
-            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {there_is(steps)}.")
+            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {list_steps(steps)}.")
         if not steps:
             return None
         folder = self._folder / f"step_{steps[-1] if step is None else step}"
@@ -123,7 +124,7 @@ class CheckpointStore:
         return RunState(**state), folder
 
     def set_aside_after(self, step: int) -> None:
-        """Checkpoints beyond `step` no longer belong to the run that goes on from it: they are kept under another
+        """Checkpoints beyond `step` no longer belong to the run that resumes from it: they are kept under another
         name."""
         for later in self.steps():
             if later > step:
@@ -142,13 +143,13 @@ class CheckpointStore:
             if actual != size:
                 older = [step for step in steps if step < int(folder.name.removeprefix("step_"))]
                 way_out = (
-                    f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start anew with --fresh"
+                    f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start over with --fresh"
                 )
                 found = "is missing" if actual is None else f"has {actual} of {size} bytes"
                 raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
 
     def sweep(self) -> None:
-        """Removes what is no checkpoint: nobody writes one now."""
+        """Removes incomplete checkpoints; called when none is being written."""
         half_removed = [path for path in self._folder.glob("step_*") if not (path / COMPLETE).exists()]
         for left_over in [*self._folder.glob(".step_*.writing"), *half_removed]:
             shutil.rmtree(left_over, ignore_errors=True)
@@ -158,8 +159,8 @@ class CheckpointStore:
             remove(self._folder / f"step_{step}")
 
 
-def there_is(steps: list[int]) -> str:
-    return f"say one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
+def list_steps(steps: list[int]) -> str:
+    return f"pass one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
 
 
 def remove(checkpoint: Path) -> None:

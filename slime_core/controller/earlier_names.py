@@ -1,7 +1,7 @@
 """Earlier names: how folders of runs that began with an earlier release call what is called otherwise now.
 
-An unfinished run goes on under a new release if its manifest, read in today's names, is that of the same run. So whoever
-renames a distribution or a key, or moves a plugin to another distribution, adds a row to `RENAMES`. A row stays as long as
+An unfinished run continues under a new release if its manifest, read in today's names, is that of the same run. A change
+that renames a distribution or a key, or moves a plugin to another distribution, adds a row to `RENAMES`. A row stays as long as
 there may be run folders with the old name, and does nothing to manifests that have today's.
 """
 
@@ -10,10 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-KeyPath: TypeAlias = tuple[str, ...]
-"""A key of the config, table by table: ("train", "lr")."""
+from slime_core.config.earlier_keys import RENAMED, VALUES, KeyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +25,8 @@ class Renames:
     """Distributions that were renamed, with every plugin that `entries` does not name."""
     keys: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
     """Keys of the config that were renamed or moved to another table."""
+    values: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
+    """Values that were renamed, by the key's new name."""
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     """Keys that there were not, and the value, as JSON has it, with which today's slime does what was done then."""
     became_plugins: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Renames:
     options_of: Mapping[KeyPath, str] = field(default_factory=dict)
     """Keys that a table always had and that are options of one plugin now, by its name: another's table has them no longer."""
     continued: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Beginnings of versions, such as "0.1.", and distributions, by their old names: a run that began with them goes on with
+    """Beginnings of versions, such as "0.1.", and distributions, by their old names: a run that began with them continues with
     the version that is installed. Versions of other distributions must be equal."""
 
 
@@ -57,7 +58,8 @@ RENAMES: Final = Renames(
         "slime.collectors:slime-core/replay": "slime.collectors:slime-sources/replay",
     },
     distributions={"slime-core": "slime-rl"},
-    keys={},
+    keys=RENAMED,
+    values=VALUES,
     added={},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
@@ -118,6 +120,10 @@ def config_today(config: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
                 tables = table_at(result, old[:-2])
                 assert tables is not None
                 del tables[old[-2]]
+    for path, renamed in renames.values.items():
+        table = table_at(result, path[:-1])
+        if table is not None and table.get(path[-1]) in renamed:
+            table[path[-1]] = renamed[table[path[-1]]]
     for path, name in renames.options_of.items():
         table = table_at(result, path[:-1])
         if table is not None and table.get("name") != name:

@@ -35,7 +35,7 @@ class Evaluator:
         return len(self._tasks)
 
     async def evaluate(self, rollout_id: int, version: int) -> tuple[EvalReport, Mapping[str, tuple[SampleGroup, ...]]]:
-        """Runs all sets at once. Same weights, same seeds: same answers."""
+        """Runs all sets at once. Same weights, same seeds: same responses."""
         sets = await all_or_none([asyncio.create_task(self._run(task)) for task in self._tasks])
         groups = {task.settings.name: found for task, found in zip(self._tasks, sets, strict=True)}
         metrics: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Evaluator:
 
 
 def version_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """The lowest and the highest policy version among the tokens: one and the same unless weights came meanwhile."""
+    """The lowest and the highest policy version of the tokens; they are equal unless a weight update came meanwhile."""
     versions = [span.version for group in groups for sample in group.samples for span in sample.spans]
     if not versions:
         return {}
@@ -60,7 +60,7 @@ def version_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def set_metrics(settings: BoundEvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """eval/NAME and what goes with it. A sample without a reward counts as not passed, and as reward 0."""
+    """The metrics eval/NAME and eval/NAME/*. A sample without a reward counts as not passed, and as reward 0."""
     samples = [sample for group in groups for sample in group.samples]
     name = f"eval/{settings.name}"
     rewards = np.array([0.0 if sample.reward is None else sample.reward for sample in samples])

@@ -1,6 +1,7 @@
 """EventLog: events.jsonl in the run folder, what happened to a run. {"time", "attempt", "event", …} a line.
 
-Steps and their numbers are in metrics.jsonl. Unlike that, this file is never cut: it tells of attempts that were lost too.
+Steps and their metrics are in metrics.jsonl. Unlike that file, this one is never truncated, so it also records attempts that
+were lost.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.atomic_io.storage import storage_error
-from slime_core.contracts.hookspecs import Event, PublishEnd, RunEnd, hookimpl
+from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, UpdateWeightsEnd, hookimpl
 from slime_core.errors import StorageError
 
 
 class EventLog:
-    """An observer. A line is written before the run goes on; StorageError if it cannot be."""
+    """An observer. A line is written before the run continues; StorageError if it cannot be."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @hookimpl
     def run_end(self, event: RunEnd) -> None:
-        # On a full disk the run has ended for that very reason, which is the news.
+        # On a full disk the run has ended with that error already.
         with contextlib.suppress(StorageError):
             self._write(event, "run_end", rollout_id=event.rollout_id, version=event.version, error=event.error)
 
     @hookimpl
-    def publish_end(self, event: PublishEnd) -> None:
+    def update_weights_end(self, event: UpdateWeightsEnd) -> None:
         if event.report.compared_with is not None:
             compared_with = event.report.compared_with
             self._write(event, "weights_compared", version=event.report.version, compared_with=compared_with)
@@ -61,26 +62,27 @@ class EventLog:
         self._write_fields(event, "will_retry", "error", **names)
 
     @hookimpl
-    def loop_held(self, event: Event) -> None:
-        self._write_fields(event, "seconds", "where")
+    def event_loop_blocked(self, event: EventLoopBlocked) -> None:
+        # The name that it has had in files since 0.1.
+        self._write(event, "loop_held", seconds=event.seconds, where=event.where)
 
     def _write_fields(self, event: Event, *fields: str, **renamed: str) -> None:
         """`renamed`: names in the file to the event's fields."""
         named = renamed | {field: field for field in fields}
         self._write(event, event.hook, **{name: attrgetter(field)(event) for name, field in named.items()})
 
-    def _write(self, event: Event, name: str, **told: Any) -> None:
+    def _write(self, event: Event, name: str, **fields: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "attempt": event.run.attempt, "event": name}
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | {key: plain(value) for key, value in told.items()}) + "\n")
+                file.write(json.dumps(line | {key: plain(value) for key, value in fields.items()}) + "\n")
         except OSError as error:
             raise storage_error(self._path, error) from error
 
 
 def plain(value: Any) -> Any:
-    """Errors as their text, seconds to a millisecond."""
+    """A value for JSON: errors as their text, seconds rounded to a millisecond."""
     if isinstance(value, BaseException):
         return f"{type(value).__name__}: {value}"
     return round(value, 3) if isinstance(value, float) else value

@@ -1,7 +1,7 @@
-"""LoopWatch: tells what keeps the event loop from turning.
+"""EventLoopWatchdog: reports the code that blocks the event loop.
 
-Generators, middlewares and observers share one loop with everything else of a run. One that waits without `await` stops all of
-it: answers, weights, probes of engines, Ctrl-C. Only a thread can tell while it lasts.
+Generators, middlewares and observers share one event loop with the rest of a run. One that blocks without `await` stops all of
+it: responses, weight updates, health checks of engines, Ctrl-C. Only another thread can report it while it lasts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Final
 FRAMES_SHOWN: Final = 6
 
 
-class LoopWatch:
+class EventLoopWatchdog:
     """A context manager, entered in the loop that it watches."""
 
     def __init__(self, after_s: float, on_end: Callable[[float, str], None]) -> None:
-        """A loop that has not turned for `after_s` is told of on stderr at once; when it turns again, `on_end` is called in it,
-        with the seconds and with where it stood."""
+        """A loop that has been blocked for `after_s` is reported on stderr at once. When it runs again, `on_end` is called in
+        it with the seconds that it was blocked and with the location."""
         self._after_s = after_s
         self._on_end = on_end
         self._ends = threading.Event()
         self._turned = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="slime-loop-watch", daemon=True)
 
-    def __enter__(self) -> LoopWatch:
+    def __enter__(self) -> EventLoopWatchdog:
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
         self._thread.start()
@@ -50,10 +50,10 @@ class LoopWatch:
                 return
             asked = time.monotonic()
             self._loop.call_soon_threadsafe(self._turned.set)
-            # A second look: a process that was stopped, and goes on, is late in all its threads.
+            # The second wait: in a process that was stopped and continues, all threads are late.
             if self._turned.wait(self._after_s) or self._turned.wait(self._after_s / 4):
                 continue
-            where, seconds = standing(self._watched), time.monotonic() - asked
+            where, seconds = location_of(self._watched), time.monotonic() - asked
             print(
                 f"warning: nothing has moved in this run for {seconds:.0f} s: the event loop is held in {where}. What waits "
                 "there must await: asyncio.to_thread, or an asynchronous client.",
@@ -65,8 +65,8 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(self._on_end, time.monotonic() - asked, where)
 
 
-def standing(thread: int) -> str:
-    """Where a thread is: `file:line function`, from what the loop called to the innermost."""
+def location_of(thread: int) -> str:
+    """The frames of a thread as `file:line function`, from the callback that the loop called to the innermost."""
     stack = traceback.extract_stack(sys._current_frames()[thread])
     called = [place for place, frame in enumerate(stack) if frame.filename == asyncio.events.__file__]
     inside = stack[called[-1] + 1 :] if called else stack

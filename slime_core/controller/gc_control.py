@@ -1,4 +1,4 @@
-"""The cyclic garbage collector while there is work that should not wait for it."""
+"""Keeps the cyclic garbage collector from slowing down imports and rollouts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Final
 
 YOUNG: Final = 20_000
-"""Objects made before the collector looks at the young ones. A rollout step makes tens of thousands and keeps them."""
+"""Allocations between two collections of the youngest generation. A rollout step makes tens of thousands and keeps them."""
 
 
 @contextlib.contextmanager
-def settled_heap() -> Iterator[None]:
-    """What exists when it is entered stays as long as it lasts.
+def frozen_gc() -> Iterator[None]:
+    """Freezes all objects that exist when it is entered, until it is left.
 
     Without it the collector walks all modules, models and configs again and again while samples are made: measured a
     quarter of the time of a rollout step on one CPU.
@@ -31,8 +31,8 @@ def settled_heap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modules_stay() -> Iterator[None]:
-    """Around the imports of a start: the collector neither runs while they are made, nor looks at them afterwards.
+def gc_paused() -> Iterator[None]:
+    """Disables the collector inside, and freezes the objects made there afterwards; for the imports of a start.
 
     Torch and transformers are 400 thousand objects, and hardly any of them is garbage: measured a sixth of a start's imports.
     """
@@ -42,7 +42,7 @@ def modules_stay() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        # Libraries with a compiled part (triton) print what is still there at the end, as leaks.
+        # Libraries with a compiled part (triton) report objects that are still alive at exit as leaks.
         atexit.register(gc.unfreeze)
         if before:
             gc.enable()

@@ -1,4 +1,4 @@
-"""What a run file says of groups: how many answers, sampled how, trained or evaluated."""
+"""GroupSettings from a run file: how many responses, sampled how, trained or evaluated."""
 
 from __future__ import annotations
 

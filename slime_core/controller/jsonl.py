@@ -14,7 +14,7 @@ FILE: Final = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Appends; each line is flushed, so that a killed run keeps what it has said."""
+    """Appends; each line is flushed, so that a killed run keeps what it has logged."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None

@@ -1,4 +1,4 @@
-"""Learner: accepted groups to a trained batch. Score what the recipe needs, assign credit, take the optimiser steps."""
+"""Learner: accepted groups to a trained batch. Score what the recipe needs, assign credit, take the optimizer steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from slime_core.algorithm.advantages import CreditedBatch, CreditRules, assign_credit
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.advantages import AdvantageConfig, CreditedBatch, compute_advantages_and_returns
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.loss_weights import split_steps
 from slime_core.algorithm.metrics import column_metrics, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
-from slime_core.algorithm.nonfinite import leave_out, name_samples, nonfinite_samples
+from slime_core.algorithm.nonfinite import mask_samples, name_samples, nonfinite_samples
 from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan, Scoring
 from slime_core.config.run import DebugConfig
@@ -25,11 +25,11 @@ from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.data.train_data import read_train_data, train_data_file
 from slime_core.errors import RolloutError, TrainingError
-from slime_core.rollout.teacher_client import EngineScorer
+from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
-from slime_core.workers.train_group import Dispatch, Trainers
+from slime_core.workers.train_group import Dispatch, TrainGroup
 
 METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
 """Columns whose metric has another name."""
@@ -37,7 +37,7 @@ METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerPlan:
-    """What the recipe asks of every batch; worked out once."""
+    """The settings of every batch, from the recipe and the run file."""
 
     roles: tuple[RolePlan, ...]
     """In order of scoring."""
@@ -46,7 +46,7 @@ class LearnerPlan:
     """The engine's log-probs are used: they must be there."""
     report_mismatch: bool = False
     """Metrics of the gap between the trainer's log-probs and the engine's."""
-    rules: CreditRules
+    rules: AdvantageConfig
     rollouts_per_batch: int
     train_short_batch: bool
     skip_nonfinite: bool = False
@@ -55,7 +55,7 @@ class LearnerPlan:
     recorded: Path | None = None
     """Folder of train data to train on again, instead of what was collected."""
     logged: DebugConfig = field(default_factory=DebugConfig)
-    """Metrics that were asked for."""
+    """Optional metrics to log."""
 
     @classmethod
     def of(cls, run: BoundRun) -> LearnerPlan:
@@ -67,7 +67,7 @@ class LearnerPlan:
             reads_rollout=keys.get_mismatch_metrics or Need.ROLLOUT_LOGPROBS in run.algo.needs,
             report_mismatch=keys.get_mismatch_metrics
             or any(driver.needs >= {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS} for driver in of_batch),
-            rules=credit_rules(run, run.algo),
+            rules=advantage_config(run, run.algo),
             rollouts_per_batch=run.rollouts_per_batch,
             skip_nonfinite=run.config.train.on_nonfinite == "skip",
             train_short_batch=run.config.train.on_short_batch == "train",
@@ -78,12 +78,12 @@ class LearnerPlan:
         )
 
 
-def credit_rules(run: BoundRun, algo: BoundAlgo) -> CreditRules:
+def advantage_config(run: BoundRun, algo: BoundAlgo) -> AdvantageConfig:
     from slime_core.contracts.aggregation import Aggregation
 
     keys = algo.keys
     estimators = [(part.build(), frozenset(part.driver.needs)) for part in algo.estimators]
-    return CreditRules(
+    return AdvantageConfig(
         advantage=estimators[0][0] if estimators else None,
         advantage_needs=estimators[0][1] if estimators else frozenset(),
         advantage_terms=estimators[1:],
@@ -105,9 +105,9 @@ class RoleTask:
     """A role's part in one rollout batch."""
 
     plan: RolePlan
-    trainers: Trainers
+    trainers: TrainGroup
     trains: bool
-    """Off in its idle steps."""
+    """False in its idle steps."""
 
     @property
     def scoring(self) -> list[Scoring]:
@@ -119,15 +119,15 @@ class Learner:
 
     def __init__(
         self,
-        trainers: Mapping[str, Trainers],
+        trainers: Mapping[str, TrainGroup],
         plan: LearnerPlan,
         *,
         on_batch: Callable[[int, int, Batch, TokenColumns], None],
         before_steps: Callable[[], None] = lambda: None,
-        teacher: EngineScorer | None = None,
+        teacher: TeacherClient | None = None,
     ) -> None:
-        """`trainers`: by the name of the role. `before_steps`: called when they are about to change. `teacher`: where it stands
-        behind engines."""
+        """`trainers`: by the name of the role. `before_steps`: called before the first optimizer step. `teacher`: set if the
+        teacher is served by engines."""
         self._teacher = teacher
         self._trainers = trainers
         self._plan = plan
@@ -140,7 +140,7 @@ class Learner:
         started = time.perf_counter()
         recorded: TokenColumns | None = None
         if self._plan.recorded is None:
-            batch = assemble(groups)
+            batch = build_batch(groups)
         else:
             batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
         self._check_experts(batch)
@@ -155,7 +155,7 @@ class Learner:
         scored = time.perf_counter()
         counts: dict[str, float] = {}
         if bad := self._nonfinite(batch, scores):
-            batch, scores, trained_in = leave_out(batch, scores, step_of_sample, np.array(list(bad)))
+            batch, scores, trained_in = mask_samples(batch, scores, step_of_sample, np.array(list(bad)))
             dispatches = dispatch_to(tasks, batch, trained_in)
             counts["rollout/nonfinite_samples"] = float(len(bad))
         columns = {**scores, Need.OLD_LOGPROBS: batch.rollout_log_probs} if self._plan.old_from_rollout else scores
@@ -163,7 +163,7 @@ class Learner:
         if recorded is not None:
             credited = CreditedBatch(columns=recorded, step_of_sample=step_of_sample)
         else:
-            credited = assign_credit(batch, TokenColumns(**columns), self._rules(training))
+            credited = compute_advantages_and_returns(batch, TokenColumns(**columns), self._rules(training))
         self._on_batch(rollout_id, version, batch, credited.columns)
         refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
         self._before_steps()
@@ -210,7 +210,7 @@ class Learner:
     async def _score(
         self, tasks: Sequence[RoleTask], dispatches: Mapping[str, Dispatch], batch: Batch
     ) -> tuple[dict[str, Float32], dict[str, float]]:
-        """The columns that the roles fill, and at the same time the teacher's engines; and the seconds that each took."""
+        """The columns that the roles and the teacher's engines compute at the same time, and the seconds that each took."""
         columns: dict[str, Float32] = {}
         seconds: dict[str, float] = {}
         work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
@@ -233,21 +233,21 @@ class Learner:
         return metrics
 
     def _nonfinite(self, batch: Batch, scores: Mapping[str, Float32]) -> dict[int, str]:
-        """Samples to leave out, with the column that says so; TrainingError if there may be none."""
+        """Samples to leave out, with the column that is not finite; TrainingError if none may be left out."""
         read = dict(scores)
         if self._plan.old_from_rollout or self._plan.reads_rollout:
             read["rollout_log_probs"] = batch.rollout_log_probs
         bad = nonfinite_samples(batch, read)
         if bad and not self._plan.skip_nonfinite:
             raise TrainingError(
-                f"not finite: {name_samples(batch, bad)}. Say --on-nonfinite skip to train without such samples."
+                f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples."
             )
         return bad
 
     def _mismatch(
         self, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
     ) -> list[Mapping[str, float]]:
-        """Of each optimiser step; empty if the trainer's log-probs were not scored."""
+        """Mismatch metrics of each optimizer step; empty if the trainer's log-probs were not scored."""
         log_probs = scores.get(Need.OLD_LOGPROBS)
         if log_probs is None or not self._plan.report_mismatch:
             return []
@@ -257,33 +257,33 @@ class Learner:
             for samples in samples_of_step
         ]
 
-    def _rules(self, training: Sequence[RoleTask]) -> CreditRules:
-        """Corrections are computed for those who read them: an idle policy has no log-probs to correct."""
+    def _rules(self, training: Sequence[RoleTask]) -> AdvantageConfig:
+        """Corrections are computed for roles that read them: an idle policy has no log-probs to correct."""
         if any(task.plan.corrected for task in training):
             return self._plan.rules
         return replace(self._plan.rules, corrections=())
 
     def _check_size(self, batch: Batch) -> None:
         rollouts = len(np.unique(batch.rollout_id))
-        wanted = self._plan.rollouts_per_batch
-        # More would not be harmless: another optimiser step, for which the old log-probs are not the current ones.
-        if rollouts > wanted:
+        requested = self._plan.rollouts_per_batch
+        # More rollouts would be another optimizer step, for which the old log-probs are not the current ones.
+        if rollouts > requested:
             raise RolloutError(
-                f"the batch has {rollouts} rollouts, but {wanted} were asked for: what a generator makes of one answer "
-                "must share the rollout_id of its episode."
+                f"the batch has {rollouts} rollouts, but {requested} are requested: all samples that a generator makes of "
+                "one response must share the rollout_id of its episode."
             )
-        if rollouts < wanted and not self._plan.train_short_batch:
+        if rollouts < requested and not self._plan.train_short_batch:
             raise RolloutError(
-                f"the batch has {rollouts} rollouts, but {wanted} are wanted. Say --on-short-batch train to train on "
+                f"the batch has {rollouts} rollouts, but {requested} are requested. Pass --on-short-batch train to train on "
                 "what there is."
             )
 
     def _check_experts(self, batch: Batch) -> None:
-        wanted = [role.name for role in self._plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
-        if wanted and batch.routed_experts is None and batch.mask.any():
+        requested = [role.name for role in self._plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
+        if requested and batch.routed_experts is None and batch.mask.any():
             raise RolloutError(
                 "the batch has no expert ids, and train.use_rollout_routing_replay replays the engine's. Where it comes from a "
-                "file, the run that wrote that had to say --use-rollout-routing-replay too."
+                "file, the run that wrote that had to pass --use-rollout-routing-replay too."
             )
 
     def _check_skipped(self, role: RoleReport) -> None:
@@ -292,7 +292,7 @@ class Learner:
             self._skipped_in_a_row[name] = self._skipped_in_a_row[name] + 1 if step["skipped_steps"] else 0
             if self._skipped_in_a_row[name] > self._plan.max_skipped_steps:
                 raise TrainingError(
-                    f"{self._skipped_in_a_row[name]} optimiser steps of the {name} in a row had a loss or gradient that is "
+                    f"{self._skipped_in_a_row[name]} optimizer steps of the {name} in a row had a loss or gradient that is "
                     f"not finite (--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them; lower "
                     f"--{role.plan.metric_prefix}lr or look at the rewards."
                 )
@@ -300,23 +300,23 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReport:
-    """What the training of one role gave."""
+    """The metrics of one role's training."""
 
     plan: RolePlan
     steps: Sequence[Mapping[str, float]]
-    """Metrics of each optimiser step, without prefix."""
+    """Metrics of each optimizer step, without prefix."""
     seconds: float
 
 
 def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
-    """The batch on its way to every role that does something with it, by the role's name."""
-    wanted = [task for task in tasks if task.trains or task.scoring]
+    """The dispatched batch of every role that scores or trains it, by the role's name."""
+    requested = [task for task in tasks if task.trains or task.scoring]
     plain = replace(batch, routed_experts=None)
     return {
         task.plan.name: task.trainers.dispatch(
             batch if task.plan.routing_replay is RoutingReplay.ROLLOUT else plain, step_of_sample
         )
-        for task in wanted
+        for task in requested
     }
 
 
@@ -333,8 +333,8 @@ async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Floa
     return columns, seconds
 
 
-async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
-    """As `score_role`, by engines."""
+async def score_teacher(teacher: TeacherClient, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
+    """Like `score_role`, with the teacher's engines."""
     began = time.perf_counter()
     column = await teacher.log_probs(batch)
     name = Need.TEACHER_LOGPROBS.value
@@ -342,19 +342,19 @@ async def score_teacher(teacher: EngineScorer, batch: Batch) -> tuple[dict[str, 
 
 
 async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:
-    """The optimiser steps of one role, and then, if it is due, its frozen copies."""
+    """Takes the optimizer steps of one role; with `refresh` then updates its frozen copies."""
     async with task.trainers.turn():
         began = time.perf_counter()
         steps = await task.trainers.train(dispatch, columns.only(task.plan.columns))
-        for name in task.plan.refreshed_copies if refresh else ():
-            await task.trainers.each("refresh_copy", name)
+        for name in task.plan.updated_frozen_models if refresh else ():
+            await task.trainers.call_all("update_frozen_model", name)
         return RoleReport(plan=task.plan, steps=steps, seconds=time.perf_counter() - began)
 
 
 def join_steps(
     of_driver: Sequence[Sequence[Mapping[str, float]]], trained: Sequence[RoleReport]
 ) -> tuple[Mapping[str, float], ...]:
-    """Metrics of each optimiser step under the names that trackers see. All roles take equally many steps. `of_driver`:
+    """Metrics of each optimizer step under the names that trackers see. All roles take equally many steps. `of_driver`:
     what was computed here, several kinds of it."""
     joined: list[dict[str, float]] = [{} for _ in trained[0].steps]
     for kind in of_driver:

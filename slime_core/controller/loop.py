@@ -1,11 +1,11 @@
-"""The main loop. Synchronous and asynchronous runs are one function; `ahead` is how far rollouts run in front.
+"""The main loop. Synchronous and asynchronous runs use one function; rollouts run `max_async_level` steps ahead of training.
 
 for each rollout step:
-    groups  <- collect                     (started up to `ahead` steps before)
+    groups  <- collect                     (started up to `max_async_level` steps before)
     report  <- train on them               (version + 1)
-    save if due                            (before publishing; a resumed run publishes first)
-    publish the new weights to the engines (between two steps' rollouts, or while they are under way)
-    evaluate if due                        (and wait for it, or go on)
+    save if due                            (before the weight update; a resumed run updates weights first)
+    update the engines' weights            (between two steps' rollouts, or while they are under way)
+    evaluate if due                        (and wait for it, or continue)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
-from slime_core.controller.saving import Saving
+from slime_core.controller.saving import CheckpointSaver
 from slime_core.controller.session import Session
 from slime_core.data.buffer import BufferSnapshot
 from slime_core.errors import EngineError, Interrupted, PluginError, RolloutError, RolloutsExhausted, TrainingError
@@ -25,27 +25,27 @@ from slime_core.types.sample import SampleGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ahead:
+class PendingStep:
     """A rollout step that is under way."""
 
     step: int
     task: asyncio.Task[list[SampleGroup]]
-    wanted: asyncio.Future[None]
-    """Done when it is the next to be trained."""
+    is_next: asyncio.Future[None]
+    """Done when the step is the next to be trained."""
 
 
-class Schedule:
-    """Rollout steps under way, oldest first: at most `ahead` beyond the one that is trained.
+class RolloutPrefetcher:
+    """Rollout steps under way, oldest first: at most `max_async_level` beyond the one that is trained.
 
-    Steps are collected one after the other; side by side where weights are published in flight and the collector pools
+    Steps are collected one after the other; side by side where weights are updated in flight and the collector pools
     groups of several steps.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._started: deque[Ahead] = deque()
-        self._taken: Ahead | None = None
-        """The one that is trained, or was last."""
+        self._started: deque[PendingStep] = deque()
+        self._taken: PendingStep | None = None
+        """The step that is trained, or was trained last."""
         self._before: dict[int, BufferSnapshot] = {}
         """The buffer as it was when the collection of a step began."""
         self.in_flight = session.run.config.rollout.in_flight
@@ -57,32 +57,32 @@ class Schedule:
         while session.state.next_collect <= min(step, session.num_rollout - 1):
             number = session.state.next_collect
             previous = self._started[-1].task if self._started and not self.pooled else None
-            wanted = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._collect(number, previous, wanted if self.pooled else None))
-            self._started.append(Ahead(number, task, wanted))
+            is_next = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._collect(number, previous, is_next if self.pooled else None))
+            self._started.append(PendingStep(number, task, is_next))
             session.state = replace(session.state, next_collect=number + 1)
 
     async def _collect(
-        self, step: int, previous: asyncio.Task[list[SampleGroup]] | None, wanted: asyncio.Future[None] | None
+        self, step: int, previous: asyncio.Task[list[SampleGroup]] | None, is_next: asyncio.Future[None] | None
     ) -> list[SampleGroup]:
         if previous is not None:
             await asyncio.wait({previous})
             previous.result()
         self._before[step] = self._session.buffer.snapshot()
-        return await self._session.collect(step, wanted)
+        return await self._session.collect(step, is_next)
 
-    def take_up(self, kept: list[list[SampleGroup]]) -> None:
-        """Steps that a checkpoint had collected already, oldest first."""
+    def restore(self, kept: list[list[SampleGroup]]) -> None:
+        """Adds steps that a checkpoint holds as collected, oldest first."""
         for offset, groups in enumerate(kept):
             step = self._session.state.rollout_id + offset
-            wanted = asyncio.get_running_loop().create_future()
-            self._started.append(Ahead(step, asyncio.create_task(asyncio.sleep(0, groups)), wanted))
+            is_next = asyncio.get_running_loop().create_future()
+            self._started.append(PendingStep(step, asyncio.create_task(asyncio.sleep(0, groups)), is_next))
             self._before[step] = self._session.buffer.snapshot()
 
     async def next_groups(self) -> list[SampleGroup]:
         """The oldest step's groups. Interrupted if the run is asked to stop before they are there."""
         oldest = self._started[0]
-        oldest.wanted.set_result(None)
+        oldest.is_next.set_result(None)
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             await asyncio.wait({oldest.task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,9 +95,9 @@ class Schedule:
         self._before.pop(oldest.step)
         return groups
 
-    async def drained(self) -> None:
-        """Waits for everything under way; what failed is told when it is the next to be trained. Interrupted if the run is
-        asked to stop before."""
+    async def wait_idle(self) -> None:
+        """Waits for everything under way; a failure is raised when its step is the next to be trained. Interrupted if the run
+        is asked to stop before."""
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             for ahead in self._started:
@@ -107,25 +107,26 @@ class Schedule:
         finally:
             stop.cancel()
 
-    async def at_rest(self) -> list[list[SampleGroup]]:
-        """For a checkpoint: nothing runs, and what is not in the buffer is in the groups of the steps ahead that are
-        complete, oldest first. The run goes on from there as one that is resumed does."""
+    async def quiesce(self) -> list[list[SampleGroup]]:
+        """Stops all collection for a checkpoint. Returns the groups of the complete steps ahead, oldest first; all other
+        groups are in the buffer. The run then continues exactly as a run that resumes from the checkpoint."""
         if self.pooled:
             await self._settled()
-            await self._break_off(patient=True)
+            await self._break_off(graceful=True)
             return [ahead.task.result() for ahead in self._started]
-        await self.drained()
+        await self.wait_idle()
         failed = [ahead for ahead in self._started if not succeeded(ahead.task)]
         self._keep_complete()
         groups = [ahead.task.result() for ahead in self._started]
         if failed:
-            # Whoever goes on from the checkpoint collects it again. Here it is told in its turn, and none begins behind it.
+            # A run that resumes from the checkpoint collects it again. Here its error is raised in its turn, and no step
+            # begins behind it.
             self._started.append(failed[0])
         return groups
 
     async def _settled(self) -> None:
-        """In a replay, waits until nothing more is to happen before everything is broken off. Raises what a step has raised,
-        and Interrupted if the run is asked to stop: nothing more might happen then."""
+        """In a replay, waits until all recorded events have happened. Raises the error of a step, and Interrupted if the run
+        is asked to stop, since further events may never happen then."""
         settling = asyncio.create_task(self._session.settled())
         stop = asyncio.create_task(self._session.stop_requested.wait())
         steps = {ahead.task for ahead in self._started}
@@ -142,33 +143,33 @@ class Schedule:
             settling.cancel()
             stop.cancel()
 
-    async def abandon(self, *, refused: bool = False) -> list[list[SampleGroup]]:
-        """Ends all that is under way; as `at_rest`, as far as the engines can be asked. Groups that were taken and that the
-        trainers have not begun to train are those of a step ahead again; `refused`: they are to blame, and are generated
-        anew."""
+    async def cancel_pending(self, *, discard_groups: bool = False) -> list[list[SampleGroup]]:
+        """Cancels all collection; like `quiesce`, as far as the engines respond. The groups of a step that was taken and has
+        begun no optimizer step count as collected ahead again. `discard_groups`: drop these groups and regenerate their
+        prompts."""
         session, taken, self._taken = self._session, self._taken, None
-        if taken is not None and taken.step == session.state.rollout_id and session.between_steps.is_set():
+        if taken is not None and taken.step == session.state.rollout_id and session.optimizer_idle.is_set():
             self._started.appendleft(taken)
         else:
-            refused = False
+            discard_groups = False
         if self.pooled:
-            # Everything is in the buffer by then. Engines that cannot be asked have lost what they had, and observers may be
-            # what ends the run: the error that does is the one to tell.
+            # Everything is in the buffer by then. Engines that do not respond have lost their requests, and an observer's
+            # error may be what ends the run: only the error that ended the run is raised.
             with contextlib.suppress(EngineError, PluginError):
-                await self._break_off(patient=False)
+                await self._break_off(graceful=False)
         else:
             await self._cancel(self._started)
             self._keep_complete()
-        if refused:
-            # A checkpoint that held them would be of no use: whoever goes on from it is refused again.
+        if discard_groups:
+            # A checkpoint that held them would be of no use: a run that resumes from it would be refused again.
             for ahead in self._started:
-                session.put_back(ahead.step, ahead.task.result(), kept=False)
+                session.requeue_groups(ahead.step, ahead.task.result(), kept=False)
             session.state = replace(session.state, next_collect=session.state.rollout_id)
             self._started.clear()
         return [ahead.task.result() for ahead in self._started]
 
     def _keep_complete(self) -> None:
-        """Steps before the first that is not complete stay; the buffer and the counters are as before that one."""
+        """Keeps the steps before the first incomplete one; restores the buffer and the counters to before that one."""
         complete = deque(itertools.takewhile(lambda ahead: succeeded(ahead.task), self._started))
         if len(complete) == len(self._started):
             return
@@ -178,26 +179,26 @@ class Schedule:
         session.state = replace(session.state, next_collect=broken)
         self._started = complete
 
-    async def _break_off(self, *, patient: bool) -> None:
-        """Only complete steps stay; the collector gives everything else to the buffer."""
+    async def _break_off(self, *, graceful: bool) -> None:
+        """Keeps only complete steps; the collector puts everything else into the buffer."""
         session = self._session
         await self._cancel(self._started)
         self._started = deque(ahead for ahead in self._started if succeeded(ahead.task))
         following = self._started[-1].step + 1 if self._started else session.state.rollout_id
         session.state = replace(session.state, next_collect=following)
-        await session.collector.give_back(patient=patient)
+        await session.collector.flush_to_buffer(graceful=graceful)
 
-    async def _cancel(self, under_way: deque[Ahead]) -> None:
+    async def _cancel(self, under_way: deque[PendingStep]) -> None:
         tasks = [ahead.task for ahead in under_way]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def collected(ahead: Ahead) -> list[SampleGroup]:
-    """What its collection, which has ended, gave or raised."""
+def collected(ahead: PendingStep) -> list[SampleGroup]:
+    """The groups of a step whose collection has ended; raises its error."""
     if ahead.task.cancelled():
-        # Passed on, it would end the run without a word and without saving, as if somebody had asked for that.
+        # Propagated, the cancellation would end the run without an error and without saving, as if it had been interrupted.
         raise RolloutError(
             f"step {ahead.step}: its collection was cancelled from within: by a reward, a filter, a generator or a middleware."
         )
@@ -210,34 +211,34 @@ def succeeded(task: asyncio.Task[list[SampleGroup]]) -> bool:
 
 async def run_loop(session: Session) -> None:
     """Runs until num_rollout. On Interrupted or an error in the rollouts, what was trained is saved first."""
-    config, schedule, saving = session.run.config, Schedule(session), Saving(session)
-    schedule.take_up(session.kept_ahead)
-    await session.publish()
+    config, schedule, saving = session.run.config, RolloutPrefetcher(session), CheckpointSaver(session)
+    schedule.restore(session.kept_ahead)
+    await session.update_weights()
     await evaluate_at_start(session)
     try:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id
             began = time.perf_counter()
-            schedule.start_through(step + config.rollout.ahead if schedule.pooled else step)
+            schedule.start_through(step + config.rollout.max_async_level if schedule.pooled else step)
             groups = await schedule.next_groups()
-            schedule.start_through(step + config.rollout.ahead)
+            schedule.start_through(step + config.rollout.max_async_level)
             generated = time.perf_counter()
             report = await session.train(step, groups)
             due = session.is_due(step)
-            # Logged before it is saved: a checkpoint never knows of a step that was not logged, or failed to be and said so.
+            # Logged before it is saved: a checkpoint never holds a step that was not logged, unless logging it raised an error.
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
             await saving.keep_schedule()
             if due.save:
                 await session.evaluated()
-                # Also where whoever goes on from there evaluates after other steps, or later ends.
+                # Also if a run that resumes from there evaluates after other steps, or ends later.
                 session.state = replace(session.state, eval_owed=due.evaluate)
-                await saving.save(await schedule.at_rest())
-            if due.publish:
+                await saving.save(await schedule.quiesce())
+            if due.update_weights:
                 if not schedule.in_flight:
-                    await schedule.drained()
-                if config.eval.eval_holds_weights:
+                    await schedule.wait_idle()
+                if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
-                await session.publish()
+                await session.update_weights()
             if due.evaluate:
                 await session.evaluate(step)
             await saving.raise_if_failed()
@@ -245,24 +246,24 @@ async def run_loop(session: Session) -> None:
         await session.evaluated()
         await saving.completed()
     except Exception as error:
-        ahead = await schedule.abandon(refused=isinstance(error, RolloutError | TrainingError))
+        ahead = await schedule.cancel_pending(discard_groups=isinstance(error, RolloutError | TrainingError))
         await session.end_evaluation()
         if isinstance(error, EngineError) and session.client is not None:
-            # Those that are left give their devices to what is saved; the others cannot be asked.
+            # Pending requests must fail now, so that the engines that are left can be offloaded for the checkpoint.
             session.client.fail(error)
         await saving.save_unsaved(ahead)
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))
     finally:
-        await schedule.abandon()
+        await schedule.cancel_pending()
         await session.end_evaluation()
         await saving.give_up()
 
 
 async def evaluate_at_start(session: Session) -> None:
-    """Before the first step; or, resumed, the evaluation that the last checkpoint was taken just before, or one for that which
-    was given up on the side with the steps after it trained already."""
+    """Evaluates before the first step. In a resumed run: makes the evaluation that was due after the last checkpoint, or
+    repeats one on the side that was cancelled."""
     step = session.state.rollout_id
     first = step == 0 and not session.run.config.eval.skip_eval_before_train
     if first or (step > 0 and (session.is_due(step - 1).evaluate or session.state.eval_owed)):

@@ -1,4 +1,4 @@
-"""Manifest: what a run was made of. Its fingerprint decides whether two starts are the same run."""
+"""Manifest: the config, plugins and data of a run. Its fingerprint decides whether two starts are the same run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from slime_core import __version__
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import Part
+from slime_core.config.earlier_keys import KeyPath
+from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import POLICY
-from slime_core.controller.earlier_names import RENAMES, KeyPath, Renames, in_todays_names
+from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
 from slime_core.errors import PluginError
 
 
@@ -27,16 +28,16 @@ MAY_CHANGE: Final = key_paths(
     "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row", "eval",
     "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout", "rollout.reward_retries",
 )  # fmt: skip
-"""Keys that a resumed run may change: they alter what is written down or how long it goes on, not what is trained."""
+"""Keys that a resumed run may change: they alter what is logged or how long it continues, not what is trained."""
 
 REPLAY_MAY_CHANGE: Final = key_paths(
     "name", "runs_dir", "prepare", "plugin", "required_plugins", "trackers", "debug", "checkpoint.keep_checkpoints",
     "checkpoint.async_save", "checkpoint.save_hf", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
     "rollout.reward_retries",
 )  # fmt: skip
-"""Keys that the replay of a schedule may change. Not how many steps there are, nor when checkpoints are taken and what is
-evaluated: groups are admitted, broken off and queued by these, and the schedule waits for what came then. Single-file plugins
-are compared by their text."""
+"""Keys that the replay of a schedule may change. The number of steps, the checkpoints and the evaluations must be equal: they
+decide when groups are admitted, aborted and queued, and a replay waits for the recorded events. Single-file plugins are
+compared by their text."""
 
 LIBRARIES: Final = ("torch", "transformers", "numpy")
 
@@ -49,17 +50,17 @@ class Manifest:
     python: str
     libraries: Mapping[str, str]
     plugins: Mapping[str, str]
-    """Where it was asked for, to `group:dist/name version`."""
+    """Table and name in the run file, to `group:dist/name version`."""
     plugin_files: Mapping[str, str]
     """Single-file plugins and the hash of their text."""
     trust_remote_code: bool
     data: str
     """Fingerprint of the training data."""
     config: Mapping[str, Any]
-    """As resolved, with every option of every plugin."""
+    """The resolved config, with every option of every plugin."""
     fingerprint: str
     training: str
-    """The same without its name, where roles run and which rank holds what: equal, and one run can go on as the other."""
+    """The fingerprint without the name, placement and layout of the roles: if it is equal, one run can resume the other."""
     may_differ: tuple[KeyPath, ...] = ()
     """Keys that `training` leaves out."""
 
@@ -68,7 +69,7 @@ class Manifest:
 
 
 def resolved_config(run: BoundRun) -> dict[str, Any]:
-    """The run file as it was understood: defaults filled in, plugin options bound."""
+    """The resolved run file: defaults filled in, plugin options bound."""
     config: dict[str, Any] = run.config.model_dump(mode="json")
     config |= {"backend": table(run.backend), "engine": table(run.engine), "generate": table(run.generate)}
     rewards = [table(reward.part) for reward in run.rewards]
@@ -104,12 +105,12 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
     return config
 
 
-def options_of(part: Part) -> dict[str, Any]:
+def options_of(part: BoundPlugin) -> dict[str, Any]:
     options: dict[str, Any] = part.config.model_dump(mode="json")
     return options
 
 
-def table(part: Part) -> dict[str, Any]:
+def table(part: BoundPlugin) -> dict[str, Any]:
     return {"name": part.name, **options_of(part)}
 
 
@@ -143,7 +144,7 @@ def identity(
     *,
     without_keys: tuple[KeyPath, ...],
 ) -> dict[str, Any]:
-    """What is the same in two starts of one run."""
+    """The part of the manifest that is equal in two starts of one run."""
     return {
         "config": without(config, without_keys),
         "plugins": sorted(set(deciding_plugins(plugins).values())),
@@ -153,13 +154,13 @@ def identity(
 
 
 def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
-    """Without those that only write down or evaluate, and what starts the workers."""
+    """The plugins that decide the results: not trackers, evaluation or the launcher."""
     return {where: name for where, name in plugins.items() if not where.startswith(("trackers", "eval", "launcher"))}
 
 
 def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) -> dict[str, Any]:
-    """What a manifest.json says, in today's names. If it has others, its fingerprints are those that today's slime gives
-    the same run."""
+    """The content of a manifest.json under current names. If names changed, its fingerprints are those that the current
+    version gives the same run."""
     today = in_todays_names(content, renames)
     if today == content or "fingerprint" not in content:
         return today
@@ -172,8 +173,8 @@ def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) ->
 
 
 def replay_identity(manifest: Manifest) -> dict[str, Any]:
-    """What must be equal for a schedule to be repeated to the bit, as JSON has it: the config's keys, and beside them the
-    plugins, the texts of single-file plugins and the fingerprint of the data."""
+    """What must be equal to replay a schedule bit for bit, as JSON: the config's keys, the plugins, the texts of single-file
+    plugins and the fingerprint of the data."""
     others = {
         "plugins": {
             where: name for where, name in manifest.plugins.items() if not where.startswith(("trackers", "launcher"))
@@ -192,8 +193,8 @@ def hash_of(content: Mapping[str, Any]) -> str:
 
 
 def layout_keys(run: BoundRun) -> tuple[KeyPath, ...]:
-    """Where roles run and, as far as their backends can load another's checkpoint, which rank holds what."""
-    backends: dict[KeyPath, Part] = {("backend",): run.backend}
+    """The keys of placement and, as far as the backends can load each other's checkpoints, of the layout."""
+    backends: dict[KeyPath, BoundPlugin] = {("backend",): run.backend}
     backends |= {("roles", role, "backend"): part for role, part in run.role_backends.items()}
     options = [(*path, option) for path, part in backends.items() for option in sorted(part.driver.layout_options)]
     return (("launcher",), *options)

@@ -1,4 +1,4 @@
-"""The kernel's own tracker, registered like anyone else's."""
+"""The kernel's own tracker, registered like any plugin's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""RunFolder: where a run keeps everything, and which folder a start belongs to.
+"""RunFolder: the folder of a run, and the choice of the folder at a start.
 
-A start whose fingerprint equals that of an unfinished folder goes on there. Otherwise it gets a new folder, NAME or
+A start whose fingerprint equals that of an unfinished folder continues there. Otherwise it gets a new folder, NAME or
 NAME-2, NAME-3, …: nothing is ever overwritten unless asked.
 """
 
@@ -38,17 +38,17 @@ class RunFolder:
         self.hf: Final = path / "hf"
 
     def hf_of(self, role: str) -> Path:
-        """Of a trained role beside the policy."""
+        """The hf folder of a trained role beside the policy."""
         return self.path / f"hf-{role}"
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """In today's names, whichever release wrote it; None without a run."""
+        """The manifest under current names, whichever release wrote it; None without a run."""
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
-            # Killed while it was first written: nothing had begun.
+            # The run was killed while the file was first written: nothing had begun.
             return None
         return recorded_manifest(content)
 
@@ -60,7 +60,7 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
         found = folder.read_manifest()
         if found is None:
             raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
-        # The layout may be another: whoever insists on the folder takes other floating-point bits for it.
+        # Another layout is allowed with an explicit --resume, though floating-point results then differ in bits.
         if found["fingerprint"] != manifest.fingerprint and found.get("training") != manifest.training:
             raise ConfigError(f"--resume {resume}: another run: {what_differs(found, manifest)}")
         return folder
@@ -72,7 +72,7 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
     while True:
         folder = RunFolder(runs_dir / (name if number == 1 else f"{name}-{number}"))
         found = folder.read_manifest()
-        # With checkpoints and no manifest it is someone's run all the same.
+        # A folder with checkpoints and no manifest is a run too.
         if found is None and not folder.summary.exists() and not folder.checkpoints.exists():
             return folder
         if found is not None and found["fingerprint"] == manifest.fingerprint and not folder.summary.exists():
@@ -81,18 +81,20 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
 
 
 def what_differs(found: Mapping[str, Any], manifest: Manifest) -> str:
-    """Why a folder is another run's, key by key; and what to do where the same plugin is there in another version."""
+    """The differences between a folder's run and this one, key by key, and the fix if only a plugin's version differs."""
     there, here = (without(config, manifest.may_differ) for config in (found["config"], manifest.config))
     then, now = deciding_plugins(found["plugins"]), deciding_plugins(manifest.plugins)
     chosen = then.keys() & now.keys()
     others = differences({where: then[where] for where in chosen}, {where: now[where] for where in chosen}, "plugins.")
     changed = differences(there, here) + others or ["data or plugins differ"]
-    advice = " A run goes on with the plugins that it began with: install those, or begin anew under another --name."
+    advice = (
+        " A run continues with the plugins that it began with: install those, or start a new run with another --name."
+    )
     return f"{'; '.join(changed[:SHOWN])}.{advice if others else ''}"
 
 
 def clear_folder(folder: RunFolder) -> None:
-    """Removes it with all that is in it, unless a process works there."""
+    """Removes the folder with all its content, unless a process uses it."""
     if not folder.path.exists():
         return
     with lock_folder(folder):
@@ -103,16 +105,16 @@ def clear_folder(folder: RunFolder) -> None:
 
 
 def lock_folder(folder: RunFolder) -> IO[str]:
-    """Held as long as the file is open; the system lets go of it when the process dies."""
+    """Locks the run folder as long as the returned file is open; the system releases the lock when the process ends."""
     return lock(
         folder.path,
-        busy="this run is going on in another process. Wait for it, or give this one a --name.",
-        elsewhere="Say --runs-dir for another place.",
+        busy="this run is running in another process. Wait for it, or give this one a --name.",
+        elsewhere="Pass --runs-dir for another place.",
     )
 
 
 def lock(folder: Path, *, busy: str, elsewhere: str) -> IO[str]:
-    """As above. `busy`: the error if another process holds it; `elsewhere`: what helps where nothing can be written."""
+    """Locks any folder. `busy`: the error if another process holds the lock; `elsewhere`: the fix if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = (folder / ".lock").open("w")

@@ -1,4 +1,4 @@
-"""Materials: what a run works on, loaded and checked before anything is started. A dry run stops here."""
+"""RunInputs: tokenizer, model configs and data of a run, loaded and checked before any start. A dry run stops here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slime_core import groups
 from slime_core.config.bound import BoundEvalSet, BoundRun
-from slime_core.config.part import Part
-from slime_core.config.roles import COPY_KEYS, BoundRole
+from slime_core.config.part import BoundPlugin
+from slime_core.config.roles import FROZEN_MODEL_KEYS, BoundRole
 from slime_core.config.run import DataConfig
 from slime_core.contracts.media import Media, MediaRenderer
 from slime_core.contracts.source import DataSource
@@ -30,22 +30,22 @@ EVAL_SOURCE: Final = "files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Materials:
-    """What a run works on, checked before anything is started: all that a dry run looks at."""
+class RunInputs:
+    """Tokenizer, model configs and data of a run: everything that a dry run checks."""
 
     tokenizer: PreTrainedTokenizerBase
     model_config: Mapping[str, Any]
     role_configs: Mapping[str, Mapping[str, Any]]
     """config.json of the model that each trained role starts from."""
     source: DataSource | None
-    """None: the collector brings its own groups."""
+    """None: the collector makes its own groups."""
     eval_sources: Mapping[str, DataSource]
     num_rollout: int
-    converter: Part | None = None
-    """What makes trained weights into those that the policy's engines hold; None: they hold them as they are."""
+    converter: BoundPlugin | None = None
+    """Converts trained weights to the format of the policy's engines; None: they have the same format."""
 
 
-def load_materials(run: BoundRun) -> Materials:
+def load_run_inputs(run: BoundRun) -> RunInputs:
     """Tokenizer, model config and data. Raises ModelError or DataError for what cannot be used."""
     config = run.config
     check_required(config.required_plugins)
@@ -56,7 +56,7 @@ def load_materials(run: BoundRun) -> Materials:
     role_configs = {role.name: load_role_config(role, len(tokenizer)) for role in run.roles}
     for where, other in other_models(run).items():
         check_copy(other, tokenizer, where=where, trust_remote_code=config.model.trust_remote_code)
-    converter = converter_for(run) if run.pushes else None
+    converter = converter_for(run) if run.updates_weights else None
     rollout, data = config.rollout, config.data
     max_prompt_len = rollout.rollout_max_prompt_len
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
@@ -67,7 +67,7 @@ def load_materials(run: BoundRun) -> Materials:
         renderer = prompt_renderer(run, data, tokenizer, media, max_prompt_len)
         source = run.source.build()(renderer, seed=run.rollout_seed)
     evals = {settings.name: eval_source(run, settings, tokenizer, media) for settings in run.evals}
-    return Materials(
+    return RunInputs(
         tokenizer=tokenizer,
         model_config=model_config,
         role_configs=role_configs,
@@ -80,8 +80,10 @@ def load_materials(run: BoundRun) -> Materials:
 
 def other_models(run: BoundRun) -> dict[str, Path]:
     """Folders of models beside the trained ones that read the same tokens, by the keys that name them."""
-    copies = ((name, copy) for role in run.roles for name, copy in role.copies.items() if copy != role.model_path)
-    folders = {COPY_KEYS[name]: copy for name, copy in copies}
+    frozen_models = (
+        (name, copy) for role in run.roles for name, copy in role.frozen_models.items() if copy != role.model_path
+    )
+    folders = {FROZEN_MODEL_KEYS[name]: copy for name, copy in frozen_models}
     if run.teacher is not None:
         folders["engines.teacher.load"] = run.teacher.model_path
     if run.config.model.rollout_load is not None:
@@ -90,7 +92,7 @@ def other_models(run: BoundRun) -> dict[str, Path]:
 
 
 def media_renderer(run: BoundRun, folder: Path, tokenizer: PreTrainedTokenizerBase) -> MediaRenderer | None:
-    """For all modalities of the run, which share a prompt; None: it has none."""
+    """The renderer of all modalities of the run, which share prompts; None: the run has none."""
     if not run.media:
         return None
     built: Media = run.media[0].build()
@@ -101,7 +103,7 @@ def media_renderer(run: BoundRun, folder: Path, tokenizer: PreTrainedTokenizerBa
 
 def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:
     """ModelError for a folder that holds no weights, or a model that does not know all of the tokenizer's tokens."""
-    # The policy's folder is the run's, which was looked at before.
+    # The policy's folder is the run's, which was checked before.
     where = f"roles.{role.name}.load"
     model_config = read_model_config(role.model_path, where=where)
     check_weights(role.model_path, where=where)
@@ -118,7 +120,7 @@ def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, 
     """ModelError for a folder that holds no weights, or a model that scores other tokens than the run's."""
     config = read_model_config(folder, where=where)
     check_weights(folder, where=where)
-    known, wanted = config.get("text_config", config).get("vocab_size", len(tokenizer)), tokenizer.get_vocab()
+    known, requested = config.get("text_config", config).get("vocab_size", len(tokenizer)), tokenizer.get_vocab()
     if known < len(tokenizer):
         raise ModelError(
             f"{where} = {folder}: that model has {known} tokens, the run's tokenizer {len(tokenizer)}: it must be a model "
@@ -127,11 +129,13 @@ def check_copy(folder: Path, tokenizer: PreTrainedTokenizerBase, *, where: str, 
     if not has_tokenizer(folder):
         return
     found = load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab()
-    if differing := sorted(token for token in found.keys() | wanted.keys() if found.get(token) != wanted.get(token)):
+    if differing := sorted(
+        token for token in found.keys() | requested.keys() if found.get(token) != requested.get(token)
+    ):
         shown = differing[0]
         raise ModelError(
             f"{where} = {folder}: its tokenizer is another one than the run's: {len(differing)} tokens differ, for example "
-            f"{shown!r}, which is {found.get(shown, 'unknown')} there and {wanted.get(shown, 'unknown')} in "
+            f"{shown!r}, which is {found.get(shown, 'unknown')} there and {requested.get(shown, 'unknown')} in "
             f"{tokenizer.name_or_path}. It must be a model with the same tokenizer."
         )
 
@@ -179,19 +183,19 @@ def count_rollouts(run: BoundRun, source: DataSource | None) -> int:
         return train.num_rollout
     rows = None if source is None else source.num_rows
     if rows is None:
-        raise ConfigError("train.num_epoch: the number of rows is not known; say --num-rollout instead.")
+        raise ConfigError("train.num_epoch: the number of rows is not known; pass --num-rollout instead.")
     batch = run.config.rollout.rollout_batch_size
     num_rollout = (train.num_epoch or 1) * rows // batch
     if not num_rollout:
         raise ConfigError(
-            f"train.num_epoch = {train.num_epoch or 1}: {rows} rows do not fill one step of {batch} prompts. Say "
-            "--rollout-batch-size, or --num-rollout."
+            f"train.num_epoch = {train.num_epoch or 1}: {rows} rows do not fill one step of {batch} prompts. Pass a "
+            "smaller --rollout-batch-size, or --num-rollout."
         )
     return num_rollout
 
 
 class NoSource(DataSource):
-    """Stands where a collector brings its own groups: there are no prompts."""
+    """The data source where a collector makes its own groups: it has no prompts."""
 
     def take(self, num_prompts: int) -> list[Any]:
         return []

@@ -1,4 +1,4 @@
-"""A run's checkpoints, written at once or while the run goes on."""
+"""A run's checkpoints, written at once or while the run continues."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime_core.contracts.hookspecs import CheckpointSaved
-from slime_core.controller.checkpoint import RunState, Unfinished, whole_or_not_at_all
+from slime_core.controller.checkpoint import PendingCheckpoint, RunState, discard_on_error
 from slime_core.controller.session import Session
 from slime_core.data.table import read_groups, write_groups
 from slime_core.types.sample import SampleGroup
-from slime_core.workers.train_group import Trainers
+from slime_core.workers.train_group import TrainGroup
 
 
-class Saving:
+class CheckpointSaver:
     """One checkpoint at a time: the next waits until the one before is complete."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._beside: asyncio.Task[None] | None = None
-        """A checkpoint that is being written while the run goes on."""
+        """A checkpoint that is being written while the run continues."""
 
     async def save(self, ahead: Sequence[Sequence[SampleGroup]], *, broken: str | None = None) -> None:
-        """A checkpoint of the run's state as it is, with the groups of steps that were collected ahead. With
-        `checkpoint.async_save` it is complete only after `completed`. `broken`: why what led to it cannot be repeated."""
+        """Writes a checkpoint of the run's current state. `ahead`: the groups of steps that were collected ahead. With
+        `checkpoint.async_save` it is complete only after `completed`. `broken`: why the steps up to it cannot be replayed."""
         session, began = self._session, time.perf_counter()
         await self.completed()
         await self._write_schedule(broken)
         state = replace(session.state, seconds=session.state.seconds + began - session.started)
         aside = session.run.config.checkpoint.async_save
-        staged: list[Trainers] = []
+        staged: list[TrainGroup] = []
 
         async def write(folder: Path) -> None:
             (folder / "buffer").mkdir()
-            async with session.residency.train():
+            async with session.colocation.train():
                 for name, trainers in session.roles.items():
                     (folder / "trainer" / name).mkdir(parents=True)
                     async with trainers.turn():
@@ -50,7 +50,7 @@ class Saving:
         try:
             unfinished = await session.store.begin(state, write)
         except Exception:
-            # Ranks that write beside had the folder removed under them, and make it anew.
+            # Ranks that still write recreate the folder, which was removed.
             await asyncio.gather(*(trainers.written() for trainers in staged), return_exceptions=True)
             session.store.sweep()
             raise
@@ -58,18 +58,18 @@ class Saving:
             blocked_s = time.perf_counter() - began
             self._beside = asyncio.create_task(self._complete_beside(state, unfinished, began, blocked_s))
         else:
-            # Everything is in its files: the disk is waited for while engines are watched, and nothing else goes on.
-            self._tell(state, await asyncio.to_thread(session.store.complete, unfinished), began)
+            # Everything is in its files: only the health checks of engines run while the disk is waited for.
+            self._report_saved(state, await asyncio.to_thread(session.store.complete, unfinished), began)
 
     async def keep_schedule(self) -> None:
-        """Writes down what decided the bits since the last step: engines and pool would keep it until the next checkpoint,
-        and there may be none before the end."""
+        """Appends the events since the last step to the schedule: engines and pool would keep them until the next
+        checkpoint, and there may be none before the end."""
         session = self._session
         if session.schedule is None:
             return
-        engines = {} if session.client is None else await session.client.ask("recorded")
-        heard = session.collector.recorded()
-        # What follows the loss of an engine cannot be repeated.
+        engines = {} if session.client is None else await session.client.call_by_index("drain_events")
+        heard = session.collector.drain_events()
+        # Steps after the loss of an engine cannot be replayed.
         if session.client is None or not session.client.num_lost:
             session.schedule.add(engines, heard)
 
@@ -80,43 +80,45 @@ class Saving:
             await beside
 
     async def raise_if_failed(self) -> None:
-        """What kept the checkpoint that was being written from being complete, as soon as it is known."""
+        """Raises the error of the checkpoint that was being written, once it has failed."""
         if self._beside is not None and self._beside.done():
             await self.completed()
 
     async def give_up(self) -> None:
-        """Of a checkpoint that is still being written nothing stays; the one before it does."""
+        """Cancels a checkpoint that is still being written; the one before it stays."""
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
             self._beside = None
 
     async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
-        """A complete checkpoint, if anything was trained since the last one; none of trainers that are within a step. One that
-        was being written and fails is made up for; its error is raised only if nothing can be."""
+        """Writes a complete checkpoint if anything was trained since the last one and no optimizer step is under way. It also
+        replaces one that was being written and failed; that error is raised only if nothing can be written."""
         session = self._session
         failed: Exception | None = None
         try:
             await self.completed()
-        except Exception as error:  # noqa: BLE001 - what ended the run is the one to tell, unless this is not made up for
+        except Exception as error:  # noqa: BLE001 - the error that ended the run is raised, unless no checkpoint replaces this one
             failed = error
         unsaved = session.state.rollout_id > session.saved_rollout_id
-        if unsaved and failed is not None and not session.between_steps.is_set():
+        if unsaved and failed is not None and not session.optimizer_idle.is_set():
             raise failed
-        if unsaved and session.between_steps.is_set():
+        if unsaved and session.optimizer_idle.is_set():
             await self.save(
                 ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
             )
             await self.completed()
 
-    async def _complete_beside(self, state: RunState, unfinished: Unfinished, began: float, blocked_s: float) -> None:
-        with whole_or_not_at_all(unfinished):
+    async def _complete_beside(
+        self, state: RunState, unfinished: PendingCheckpoint, began: float, blocked_s: float
+    ) -> None:
+        with discard_on_error(unfinished):
             for trainers in self._session.roles.values():
                 await trainers.written()
         path = await asyncio.to_thread(self._session.store.complete, unfinished)
-        self._tell(state, path, began, blocked_s)
+        self._report_saved(state, path, began, blocked_s)
 
-    def _tell(self, state: RunState, path: Path, began: float, blocked_s: float | None = None) -> None:
+    def _report_saved(self, state: RunState, path: Path, began: float, blocked_s: float | None = None) -> None:
         session, seconds = self._session, time.perf_counter() - began
         session.saved_rollout_id = state.rollout_id
         session.hooks.emit(
@@ -136,10 +138,10 @@ class Saving:
             return
         if session.client is not None and session.client.num_lost:
             broken = "an engine was lost"
-        # Engines may be what ended the run.
+        # The run may have ended because of an engine.
         asked = session.client is not None and broken is None
-        engines = await session.client.ask("recorded") if session.client is not None and asked else {}
-        heard = session.collector.recorded()
+        engines = await session.client.call_by_index("drain_events") if session.client is not None and asked else {}
+        heard = session.collector.drain_events()
         session.schedule.checkpoint(session.state.rollout_id, engines, heard, broken=broken)
         if session.client is not None:
             session.client.script.next_part()

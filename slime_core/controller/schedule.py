@@ -1,7 +1,7 @@
-"""schedule.jsonl: what decided the bits of a run whose order depends on time. With it another run does the same.
+"""schedule.jsonl: the events that decided the results of an asynchronous run. Another run can replay them bit for bit.
 
-A line is the identity of the run (first of all), a new attempt, what came to an engine, what a pool heard, or a checkpoint. A
-resumed run cuts the file at its checkpoint, and what is repeated ends with the last one.
+A line is the identity of the run (the first line), a new attempt, the events of an engine, the events of a pool, or a
+checkpoint. A resumed run truncates the file at its checkpoint, and a replay ends with the last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SHOWN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordedSchedule:
-    """Of a whole run, over all its attempts."""
+    """The schedule of a whole run, over all its attempts."""
 
     engines: Mapping[int, list[EngineEvent]] = field(default_factory=dict)
     pool: Sequence[CollectorEvent] = ()
     requests: Sequence[Mapping[str, Sequence[int]]] = ()
-    """Up to each checkpoint: which engine had a request, each time that it was made."""
+    """Up to each checkpoint: the engines of each request, one for each time that it was sent."""
 
 
 class ScheduleFile:
     """Appended to after every step, and at every checkpoint."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, resumed_at: int | None) -> None:
-        """`identity`: see `manifest.replay_identity`. `resumed_at`: the step of the checkpoint that the run goes on
+        """`identity`: see `manifest.replay_identity`. `resumed_at`: the step of the checkpoint that the run continues
         from; None: it begins."""
         self._path = path
         kept = [] if resumed_at is None or not path.exists() else lines_up_to(path, resumed_at)
@@ -46,15 +46,15 @@ class ScheduleFile:
         if resumed_at is not None:
             lines.append({"attempt": resumed_at})
             if not kept:
-                broken = "there the run was resumed, and nothing says what had led to its checkpoint"
+                broken = "there the run was resumed, and its schedule up to that checkpoint is missing"
                 lines.append({"checkpoint": resumed_at, "broken": broken})
             elif changed := differences(kept[0].get("run", {}), identity):
-                broken = f"there the run was resumed with other settings ({told(changed)})"
+                broken = f"there the run was resumed with other settings ({list_changes(changed)})"
                 lines.append({"checkpoint": resumed_at, "broken": broken})
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def add(self, engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[CollectorEvent]) -> None:
-        """What was heard since the last call."""
+        """Appends the events since the last call."""
         self._append(lines_of(engines, pool))
 
     def checkpoint(
@@ -65,7 +65,7 @@ class ScheduleFile:
         *,
         broken: str | None = None,
     ) -> None:
-        """As `add`, before the checkpoint itself is written. `broken`: why what led to it cannot be repeated."""
+        """Like `add`; called before the checkpoint itself is written. `broken`: why the steps up to it cannot be replayed."""
         mark = {"checkpoint": rollout_id} | ({} if broken is None else {"broken": broken})
         self._append([*lines_of(engines, pool), mark])
 
@@ -80,7 +80,7 @@ def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[Collec
 
 
 def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
-    """The lines of what a checkpoint holds; none if it is not spoken of."""
+    """The lines up to a checkpoint; none if the file does not have it."""
     lines = whole_lines(path)
     for place, line in enumerate(lines):
         if line.get("checkpoint") == rollout_id:
@@ -89,11 +89,11 @@ def lines_up_to(path: Path, rollout_id: int) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Without one that a killed run broke off."""
+    """All lines but a last one that a killed run left incomplete."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def told(changed: Sequence[str]) -> str:
+def list_changes(changed: Sequence[str]) -> str:
     return "; ".join(changed[:SHOWN]) + (f"; and {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
 
 
@@ -103,20 +103,22 @@ def read_schedule(path: Path, identity: Mapping[str, Any]) -> RecordedSchedule:
     try:
         lines = whole_lines(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: cannot be read: {error}. A run with --ahead 2 or more leaves one.") from error
+        raise ConfigError(
+            f"{where}: cannot be read: {error}. A run with --max-async-level 2 or more leaves one."
+        ) from error
     if not lines or "run" not in lines[0]:
         raise ConfigError(
             f"{where}: does not begin with the run that it was recorded by: slime {__version__} cannot repeat it."
         )
     if changed := differences(lines[0]["run"], identity):
         raise ConfigError(
-            f"{where}: recorded with other settings, plugins or data (recorded -> now): {told(changed)}. Start with those that "
-            "it was recorded with: config.toml beside it has them."
+            f"{where}: recorded with other settings, plugins or data (recorded -> now): {list_changes(changed)}. Start with "
+            "those that it was recorded with: config.toml beside it has them."
         )
     engines: defaultdict[int, list[EngineEvent]] = defaultdict(list)
     pool: list[CollectorEvent] = []
     requests: list[defaultdict[str, list[int]]] = [defaultdict(list)]
-    # A run that was killed had gone on from its last checkpoint, and no step says how far.
+    # A run that was killed had continued from its last checkpoint, and no step records how far.
     last = max((place for place, line in enumerate(lines) if "checkpoint" in line), default=0)
     for line in lines[: last + 1]:
         if "broken" in line:

@@ -16,52 +16,52 @@ import tomlkit
 from slime_core.atomic_io.atomic_file import write_text
 from slime_core.atomic_io.storage import storage_errors
 from slime_core.config.bound import BoundRun
-from slime_core.contracts.hookspecs import LoopHeld, Run, RunEnd, RunStart
+from slime_core.contracts.hookspecs import EventLoopBlocked, Run, RunEnd, RunStart
 from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.controller.assembly import RunPlace, assemble_session
 from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.controller.event_log import EventLog
-from slime_core.controller.event_loop_watchdog import LoopWatch
-from slime_core.controller.gc_control import settled_heap
+from slime_core.controller.event_loop_watchdog import EventLoopWatchdog
+from slime_core.controller.gc_control import frozen_gc
+from slime_core.controller.health import health_monitors
 from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
 from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
-from slime_core.controller.run_inputs import Materials
+from slime_core.controller.run_inputs import RunInputs
 from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.controller.session import Session
-from slime_core.controller.supervision import supervisors
 from slime_core.errors import CheckpointError, ConfigError
 from slime_core.registry.hooks import Hooks
-from slime_core.rollout.request_script import RequestScript
+from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
 from slime_core.workers.launcher import Launcher
 
 LOOP_HELD_S: Final = 30.0
-"""So long a run stands still before it is told who holds its loop."""
+"""Seconds for which the event loop may be blocked before the blocking code is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """How `slime run` was asked to start."""
+    """The options of `slime run` that decide where it starts."""
 
     fresh: bool = False
     resume: Path | None = None
     ckpt_step: int | None = None
     replay: Path | None = None
-    """The schedule of another run, to be repeated."""
+    """The schedule of another run, to replay."""
 
 
 @contextlib.asynccontextmanager
 async def start(
-    run: BoundRun, materials: Materials, options: StartOptions, observers: Mapping[str, object]
+    run: BoundRun, inputs: RunInputs, options: StartOptions, observers: Mapping[str, object]
 ) -> AsyncIterator[Session]:
-    """The running session; on the way out everything is stopped and observers are told, whatever happened."""
-    fingerprint = "" if materials.source is None else materials.source.fingerprint()
+    """The running session; at exit everything is stopped and observers get `run_end`, also after an error."""
+    fingerprint = "" if inputs.source is None else inputs.source.fingerprint()
     manifest = build_manifest(run, data_fingerprint=fingerprint)
     config = run.config
     device = choose_device(config.launcher.device)
-    # First of all: --fresh removes a run.
+    # Checked first: --fresh removes a run.
     recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
     folder = choose_run_folder(run, manifest, options)
     async with contextlib.AsyncExitStack() as stack:
@@ -82,7 +82,7 @@ async def start(
         launcher: Launcher = run.launcher.driver.build_launcher(run.launcher.config, shared)
         stack.push_async_callback(launcher.stop)
         place = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
-        session = await assemble_session(run, materials, launcher, place, stack)
+        session = await assemble_session(run, inputs, launcher, place, stack)
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
@@ -91,16 +91,16 @@ async def start(
             session.schedule = ScheduleFile(folder.schedule, replay_identity(manifest), resumed_at=resumed_at)
         if recorded is not None:
             if found is not None:
-                raise ConfigError(f"--replay-schedule: {folder.path} has begun already; say another --name.")
-            await follow(session, recorded)
+                raise ConfigError(f"--replay-schedule: {folder.path} has begun already. Pass another --name.")
+            await replay_events(session, recorded)
         plugins = tuple(sorted({part.entry.qualified for part in run.parts}))
         started = RunStart(run=event, rollout_id=state.rollout_id, version=state.version, plugins=plugins)
         hooks.emit(started)
-        stack.enter_context(settled_heap())
+        stack.enter_context(frozen_gc())
         stack.enter_context(loop_watch(session))
         if config.rollout.use_fault_tolerance:
-            for supervisor in supervisors(session, launcher):
-                await stack.enter_async_context(supervisor)
+            for monitor in health_monitors(session, launcher):
+                await stack.enter_async_context(monitor)
         with run_end_event(session):
             yield session
 
@@ -112,7 +112,7 @@ def choose_run_folder(run: BoundRun, manifest: Manifest, options: StartOptions) 
     if options.ckpt_step is not None and folder.read_manifest() is None:
         raise CheckpointError(
             f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
-            f"{config.runs_dir}. Say which folder to go on in: --resume {config.runs_dir}/NAME."
+            f"{config.runs_dir}. Pass the run to resume: --resume {config.runs_dir}/NAME."
         )
     return folder
 
@@ -120,7 +120,7 @@ def choose_run_folder(run: BoundRun, manifest: Manifest, options: StartOptions) 
 def start_trackers(
     run: BoundRun, event: Run, resumed_at: int | None, stack: contextlib.AsyncExitStack
 ) -> Sequence[Tracker]:
-    """They are finished on the way out of the run, the last one first."""
+    """Starts the trackers. They are finished at the end of the run, the last one first."""
     trackers = [part.build() for part in run.trackers]
     info = RunInfo(
         name=event.name, run_dir=event.run_dir, config=event.config, attempt=event.attempt, resumed_at=resumed_at
@@ -131,16 +131,16 @@ def start_trackers(
     return trackers
 
 
-def loop_watch(session: Session) -> LoopWatch:
+def loop_watch(session: Session) -> EventLoopWatchdog:
     def held(seconds: float, where: str) -> None:
-        session.hooks.emit(LoopHeld(run=session.event, seconds=seconds, where=where))
+        session.hooks.emit(EventLoopBlocked(run=session.event, seconds=seconds, where=where))
 
-    return LoopWatch(LOOP_HELD_S, held)
+    return EventLoopWatchdog(LOOP_HELD_S, held)
 
 
 @contextlib.contextmanager
 def run_end_event(session: Session) -> Iterator[None]:
-    """Observers are told of the end, and of the error that ended it."""
+    """Emits `run_end` at exit, with the error that ended the run."""
     error: BaseException | None = None
     try:
         yield
@@ -155,7 +155,7 @@ def run_end_event(session: Session) -> Iterator[None]:
 def finish(
     tracker: Tracker, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
 ) -> None:
-    """On the way out of the run. What ended that is the one to tell, and may be the same: a server that is gone."""
+    """At exit of the run. The error that ended the run is raised; the tracker's may have the same cause, a lost server."""
     try:
         tracker.finish()
     except Exception as failed:
@@ -164,20 +164,20 @@ def finish(
         error.add_note(f"Then a tracker could not be finished: {failed}")
 
 
-async def follow(session: Session, recorded: RecordedSchedule) -> None:
-    """Makes engines and collector do as they did then."""
+async def replay_events(session: Session, recorded: RecordedSchedule) -> None:
+    """Sets up engines and collector to replay a recorded schedule."""
     assert session.client is not None, "a schedule of the same settings is of a run with engines"
     for index, events in recorded.engines.items():
         engine = session.client.engine(index)
         assert engine is not None
-        await engine.call("follow", events)
-    session.client.script = RequestScript(recorded.requests)
-    session.collector.follow(recorded.pool)
+        await engine.call("replay_events", events)
+    session.client.script = RequestReplay(recorded.requests)
+    session.collector.replay_events(recorded.pool)
 
 
 async def restore(session: Session, checkpoint: Path) -> None:
-    """Takes on what a checkpoint holds."""
-    async with session.residency.train():
+    """Loads a checkpoint into the session."""
+    async with session.colocation.train():
         for name, trainers in session.roles.items():
             async with trainers.turn():
                 await trainers.load(checkpoint / "trainer" / name)
@@ -196,7 +196,7 @@ def count_attempt(folder: RunFolder) -> int:
 
 
 def drop_none(value: Any) -> Any:
-    """TOML has no null: what is not set is left out."""
+    """`value` without None values: TOML has no null."""
     if isinstance(value, Mapping):
         return {key: drop_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):

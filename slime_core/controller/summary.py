@@ -1,4 +1,4 @@
-"""summary.json: what came out of a run. Its presence marks the run as finished."""
+"""summary.json: the results of a run. Its presence marks the run as finished."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_summary(session: Session) -> dict[str, Any]:
 
 
 def resolved(run: BoundRun) -> dict[str, str]:
-    """What every name of the run stands for, with its distribution and version."""
+    """The plugin of every name of the run, with its distribution and version."""
     found = {"algo": f"{run.algo.entry.qualified} {run.algo.entry.version}"}
     for part in run.parts:
         where = f"algo {groups.NOUNS[part.group]}" if part.where == "algo" else part.where

@@ -1,4 +1,4 @@
-"""DataBuffer: what goes to the rollouts next: groups that came back first, then new prompts from the source."""
+"""DataBuffer: provides the next prompts of a rollout: waiting groups first, then new prompts from the source."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STATE_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class BufferSnapshot:
-    """What `DataBuffer.restore` needs to undo a step that did not come about."""
+    """State for `DataBuffer.restore`, to undo a step that failed."""
 
     items: tuple[BufferItem, ...]
     source: Mapping[str, Any]
 
 
 class DataBuffer:
-    """Nothing that was put in is lost: it is either in here, in the hands of who took it, or in a checkpoint."""
+    """No item is lost: it is in the buffer, in use by a step, or in a checkpoint."""
 
     def __init__(self, source: DataSource, buffer_filter: BufferFilter) -> None:
         self.source = source
@@ -42,22 +42,22 @@ class DataBuffer:
 
     @property
     def items(self) -> tuple[BufferItem, ...]:
-        """What waits, in the order in which it was added."""
+        """Waiting items, in the order in which they were added."""
         return tuple(self._items)
 
     def get_samples(self, num_groups: int, *, version: int = 0, max_staleness: int = 0) -> list[BufferItem]:
-        """Waiting items as the buffer filter chooses them, then new prompts. Fewer than asked only if the source has
-        ended. `version`, `max_staleness`: of the step that wants them."""
+        """Takes waiting items that the buffer filter chooses, then new prompts; fewer than `num_groups` only if the source has
+        ended. version, max_staleness: of the step that uses them."""
         places = self.choose(self.items, num_groups, version=version, max_staleness=max_staleness)
         chosen = [self._items[place] for place in places]
         gone = set(places)
         prompts = self.source.take(num_groups - len(chosen)) if len(chosen) < num_groups else []
-        # Not before: a source that raises takes nothing out of here.
+        # After the source, so that no item is lost if it raises.
         self._items = [item for place, item in enumerate(self._items) if place not in gone]
         return [*chosen, *(BufferItem(prompt=prompt, kind=ItemKind.FRESH) for prompt in prompts)]
 
     def choose(self, items: Sequence[BufferItem], num_groups: int, *, version: int, max_staleness: int) -> list[int]:
-        """Positions in `items`, as the buffer filter chooses. PluginError if they are not what it was asked for."""
+        """Returns the positions in `items` that the buffer filter chooses. Raises PluginError if they are invalid."""
         if not items:
             return []
         versions = Versions(
@@ -66,36 +66,36 @@ class DataBuffer:
         places = self._filter.select(items, num_groups, versions)
         if len(places) > num_groups or len(set(places)) != len(places) or not set(places) <= set(range(len(items))):
             raise PluginError(
-                f"buffer filter {type(self._filter).__name__} chose {places}: asked for at most {num_groups} different "
-                f"positions below {len(items)}"
+                f"buffer filter {type(self._filter).__name__} chose {places}; it must return at most {num_groups} "
+                f"different positions below {len(items)}."
             )
         return places
 
     def add_samples(self, items: Iterable[BufferItem]) -> None:
-        """Puts items at the end, in the order given. A fresh item that comes back is a returned one (`as_returned`)."""
+        """Appends items in order. Convert a fresh item with `as_returned` before."""
         added = list(items)
         if fresh := [item.prompt.group_index for item in added if item.kind is ItemKind.FRESH]:
             raise ValueError(f"groups {fresh} are still marked fresh: return them with as_returned(step)")
         self._items += added
 
     def snapshot(self) -> BufferSnapshot:
-        """Content and position as they are now."""
+        """Current items and position of the source."""
         return BufferSnapshot(self.items, self.source.state())
 
     def restore(self, snapshot: BufferSnapshot) -> None:
-        """As it was at the snapshot: what was taken since is drawn again, what was added since is gone."""
+        """Restores a snapshot: prompts taken since are drawn again, items added since are dropped."""
         self.source.restore(snapshot.source)
         self._items = list(snapshot.items)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The source's counters, and how many items of each kind wait."""
+        """The source's counters, and the number of waiting items of each kind."""
         waiting = Counter(item.kind for item in self._items)
         kinds = (ItemKind.RETURNED, ItemKind.PARTIAL, ItemKind.SURPLUS)
         return {**self.source.metrics, **{f"rollout/buffer/num_{kind}": waiting[kind] for kind in kinds}}
 
     def save(self, folder: Path) -> None:
-        """Writes the waiting items and the source's position into `folder`. StorageError if it cannot."""
+        """Writes the waiting items and the source's position into `folder`. Raises StorageError if that fails."""
         state = {
             "version": STATE_VERSION,
             "source": self.source.state(),
@@ -108,7 +108,7 @@ class DataBuffer:
         write_text(folder / STATE_FILE, json.dumps(state, indent=1, allow_nan=False))
 
     def load(self, folder: Path) -> None:
-        """Takes on the content and position that `save` wrote. CheckpointError if they are not all there."""
+        """Loads what `save` wrote. Raises CheckpointError if it is incomplete or damaged."""
         state = _read_state(folder / STATE_FILE)
         try:
             groups = read_groups(folder / GROUPS_FILE)
@@ -116,7 +116,7 @@ class DataBuffer:
             raise CheckpointError(f"the data buffer's checkpoint is damaged: {error}") from error
         if len(groups) != len(state["items"]):
             raise CheckpointError(
-                f"{folder}: {GROUPS_FILE} holds {len(groups)} groups and {STATE_FILE} speaks of {len(state['items'])}"
+                f"{folder}: {GROUPS_FILE} has {len(groups)} groups but {STATE_FILE} {len(state['items'])}"
             )
         items = tuple(
             BufferItem(

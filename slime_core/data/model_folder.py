@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its config, weights and tokenizer, with errors that say what is missing."""
+"""A Hugging Face model folder: its config, weights and tokenizer, with errors for what is missing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INDEX: Final = "model.safetensors.index.json"
-"""Of weights in several files: which tensor is where."""
+"""Index of weights in several files: the file of each tensor."""
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-"""Of models that take more than text: what says how it becomes numbers."""
+"""Preprocessing configs of models with images or videos."""
 WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
 def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> dict[str, Any]:
-    """The content of config.json. `where`: the key that names the folder."""
+    """Reads config.json; raises ModelError if there is none. where: the key that sets the folder, for messages."""
     if not folder.is_dir():
-        raise ModelError(f"{where} = {folder}: no such folder. Give a folder with config.json and weights.")
+        raise ModelError(f"{where} = {folder}: no such folder. Set a folder with config.json and weights.")
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())
@@ -35,13 +35,12 @@ def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> di
 
 
 def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
-    """ModelError if the folder holds no weights, a file that is cut short, or an index of files that are not there; the
-    backend says whether they fit."""
+    """Raises ModelError without weights, for truncated files or an index with missing ones; backends check shapes."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            # Opening reads the header alone, and compares it with the file's size.
+            # Opening reads only the header and compares it with the file size.
             with safe_open(file, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
@@ -54,7 +53,7 @@ def check_weights(folder: Path, *, where: str = "model.hf_checkpoint") -> None:
 
 
 def check_index(index: Path) -> None:
-    """ModelError unless all files that it names lie beside it. It need not exist."""
+    """Raises ModelError if a file that the index names is not beside it. The index need not exist."""
     try:
         named = set(json.loads(index.read_text())["weight_map"].values())
     except FileNotFoundError:
@@ -66,7 +65,7 @@ def check_index(index: Path) -> None:
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors, by the headers of their files."""
+    """Shapes of all tensors by name, read from the file headers."""
     from safetensors import safe_open
 
     found: dict[str, tuple[int, ...]] = {}
@@ -77,7 +76,7 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def copy_processor(source: Path, target: Path) -> None:
-    """What the folder of a model with images needs beside weights and tokenizer."""
+    """Copies the preprocessing configs, which a model with images needs beside weights and tokenizer."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -88,7 +87,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The folder's own tokenizer; ModelError if there is none or it cannot be read."""
+    """Loads the folder's tokenizer; raises ModelError if there is none or it cannot be read."""
     if not has_tokenizer(folder):
         raise ModelError(
             f"{folder}: no tokenizer in it (tokenizer.json or tokenizer_config.json). Copy the tokenizer's files there."
@@ -96,7 +95,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    # The run has a progress bar of its own.
+    # The run shows its own progress bar.
     disable_progress_bar()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -7,7 +7,7 @@ from slime_core.contracts.filter import BufferFilter, BufferFilterDriver
 
 
 class PopFirst(BufferFilterDriver):
-    """What has waited longest goes first."""
+    """Chooses the items that wait longest."""
 
     @classmethod
     def build(cls, config: DriverConfig) -> BufferFilter:

@@ -9,7 +9,7 @@ from slime_core.types.buffer_item import BufferItem
 
 
 class PopFirstFilter(BufferFilter):
-    """In the order in which they were added."""
+    """Chooses items in the order in which they were added."""
 
     def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
         return list(range(min(num_groups, len(items))))

@@ -1,4 +1,4 @@
-"""PromptRenderer: a raw row becomes a prompt: keys, chat template, tokens."""
+"""PromptRenderer: renders a raw row to a prompt: keys, chat template, tokens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 RESERVED_TEMPLATE_KWARGS: Final = frozenset(
     {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
 )
-"""What the renderer decides itself when it calls the template."""
+"""Arguments of the template that the renderer sets itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptRenderer:
-    """With the chat template off, the row's string is the prompt, and no special tokens are added. With it on, a
-    string is one user message, and the template gets the row's tools and ends with the generation prompt.
+    """Without the chat template the row's string is the prompt, and no special tokens are added. With it, a string is one
+    user message, and the template gets the row's tools and ends with the generation prompt.
 
     The input key and, if set, the label key must be in every row; metadata and tools are optional. Tools are a list
     or its JSON text, and are kept in the prompt's metadata too.
 
-    `media` puts images and the like where they belong in messages, text and tokens.
+    `media` inserts images and videos into messages, text and tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -49,17 +49,16 @@ class PromptRenderer:
 
     def __post_init__(self) -> None:
         if reserved := sorted(RESERVED_TEMPLATE_KWARGS & (self.apply_chat_template_kwargs or {}).keys()):
-            raise ConfigError(f"apply_chat_template_kwargs: {', '.join(reserved)} cannot be set; slime decides it")
+            raise ConfigError(f"apply_chat_template_kwargs: {', '.join(reserved)} cannot be set; slime sets it")
         if self.apply_chat_template and not self.tokenizer.chat_template:
             raise ModelError(
                 f"apply_chat_template is on, but the tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat "
-                "template: add chat_template.jinja to the model's folder, or leave out --apply-chat-template and give "
-                "whole prompts as strings"
+                "template. Add chat_template.jinja to the model's folder, or omit --apply-chat-template and provide "
+                "whole prompts as strings."
             )
 
     def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
-        """DataError names `origin` if a key is missing, a value has the wrong type, an image does not decode, or the
-        template fails. `folder`: where relative paths of images begin."""
+        """See `Renderer.render`; also raises DataError if a value has the wrong type."""
         value = self._required(row, self.input_key, "input_key", origin)
         label = None if self.label_key is None else self._required(row, self.label_key, "label_key", origin)
         metadata = dict(self._optional_object(row, origin))
@@ -78,8 +77,8 @@ class PromptRenderer:
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
-                f'{origin}: "{self.input_key}" is a list of messages, which needs the chat template: type '
-                "--apply-chat-template"
+                f'{origin}: "{self.input_key}" is a list of messages, which requires the chat template: pass '
+                "--apply-chat-template."
             )
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
@@ -107,7 +106,7 @@ class PromptRenderer:
         if key not in row:
             raise DataError(
                 f'{origin}: no key "{key}" ({option}); the row has: {", ".join(row) or "no keys"}. '
-                f"Say which it is with --{option.replace('_', '-')}."
+                f"Set it with --{option.replace('_', '-')}."
             )
         return row[key]
 

@@ -3,8 +3,8 @@
 One row per sample, in order. `group` numbers the groups of the table. A group whose own prompt is not its first
 sample's (or that has no samples) begins with a row for that prompt, in which the sample's columns are null.
 The images of a prompt are in its group's first row with that prompt: null in a row means those of the row before.
-What users attach (label, messages, tools, metadata) is JSON text; everything else keeps its type to the bit. Expert ids are
-there if any sample has them: flat, with their sizes beside them.
+User values (label, messages, tools, metadata) are JSON text; everything else keeps its type and bits. The columns of expert ids
+exist if any sample has them: flat, with their sizes in another column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slime_core.types.routed_experts import RoutedExperts, narrow
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 
 IMAGE_BYTES_TOGETHER: Final = 2**28
-"""On average: one row may have several times the images of another."""
+"""Average per row group: rows may differ several times in size."""
 
 _SPAN: Final = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _IMAGE: Final = pa.struct(
@@ -80,11 +80,11 @@ SCHEMA: Final = pa.schema(
 ROUTED_EXPERTS: Final = pa.schema(
     [("routed_experts", pa.large_list(pa.uint16())), ("routed_experts_sizes", pa.list_(pa.int32()))]
 )
-"""(F, layers, top_k) flat, and [layers, top_k]; null for a sample without. Of 48 layers with 8 experts, a step of six million
-tokens has more ids than 32 bits count."""
+"""(F, layers, top_k) flat, and [layers, top_k]; null for a sample without. With 48 layers and 8 experts, a step of six million
+tokens has more ids than 32-bit offsets allow."""
 
 _AS_THEY_ARE: Final = ("index", "rollout_id", "credit_key", "reward", "remove_sample", "response", "prompt_length")
-"""Columns that hold an attribute of the sample by its name."""
+"""Columns named like the attribute of the sample."""
 
 # Log-probs hardly repeat: side by side, their bytes take 15 % less than through a dictionary (1M normal draws, zstd).
 _BYTE_WISE: Final = {"rollout_log_probs.list.element": "BYTE_STREAM_SPLIT"}
@@ -95,7 +95,7 @@ _REPEATED_LISTS: Final = [
 
 
 def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
-    """DataError names the sample and the key if a label or metadata cannot be JSON."""
+    """Raises DataError, with sample and key, if a label or metadata cannot be JSON."""
     rows = [(number, prompt, sample) for number, group in enumerate(groups) for prompt, sample in _rows_of(group)]
     prompts = [prompt for _, prompt, _ in rows]
     samples = [sample for _, _, sample in rows]
@@ -135,7 +135,7 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
 
 
 def table_to_groups(table: pa.Table) -> list[SampleGroup]:
-    """The groups, equal to those written. Other columns of the table are not looked at; DataError if one is missing."""
+    """Returns groups equal to those written; other columns are ignored. Raises DataError if a column is missing."""
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise DataError(f"not a table of sample groups: it lacks {', '.join(missing)}")
     lists = {name: _slices(table[name]) for name in ("prompt_token_ids", "tokens", "loss_mask", "rollout_log_probs")}
@@ -154,7 +154,7 @@ def table_to_groups(table: pa.Table) -> list[SampleGroup]:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """A table of groups, perhaps with columns added, as zstd-compressed Parquet. StorageError if that fails."""
+    """Writes a table of groups, perhaps with added columns, as zstd-compressed Parquet. Raises StorageError if that fails."""
     write_atomically(
         path,
         lambda aside: pq.write_table(
@@ -169,8 +169,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def rows_together(images: pa.ChunkedArray) -> int | None:
-    """How many rows of a table make a row group; None: as many as usual. Arrow writes lists of images beyond 2 GiB, and cannot
-    read them again but in several row groups."""
+    """Rows per row group; None: the default. Arrow reads lists of images above 2 GiB only from several row groups."""
     if images.nbytes <= IMAGE_BYTES_TOGETHER:
         return None
     return max(1, len(images) * IMAGE_BYTES_TOGETHER // int(images.nbytes))
@@ -181,7 +180,7 @@ def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def read_groups(path: Path) -> list[SampleGroup]:
-    """DataError if the file is missing, cut short or of another kind."""
+    """Raises DataError if the file is missing, truncated or of another kind."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
@@ -198,7 +197,7 @@ def _rows_of(group: SampleGroup) -> Iterable[tuple[Prompt, Sample | None]]:
     for sample in group.samples:
         if not sample.group_index == sample.prompt.group_index == group.group_index:
             raise DataError(
-                f"sample {sample.index} says group_index {sample.group_index} and its prompt "
+                f"sample {sample.index} has group_index {sample.group_index} and its prompt "
                 f"{sample.prompt.group_index}, but it is in group {group.group_index}"
             )
         yield sample.prompt, sample
@@ -213,7 +212,7 @@ def _same_prompt(one: Prompt, other: Prompt) -> bool:
 
 
 def _first_images(rows: Sequence[tuple[int, tuple[Image, ...]]]) -> list[list[dict[str, Any]] | None]:
-    """None where a row has the images of the row before, in the same group."""
+    """Images of each row; None if it has those of the row before, in the same group."""
     written: list[list[dict[str, Any]] | None] = []
     for place, (group, images) in enumerate(rows):
         repeated = place > 0 and rows[place - 1] == (group, images)
@@ -226,18 +225,18 @@ def _optional_json(value: Any, prompt: Prompt, what: str) -> str | None:
 
 
 def _ragged(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic], of: Any = pa.ListArray) -> pa.Array:
-    """`of`: the kind of list, which decides how wide its offsets are."""
+    """`of`: the list type, which decides the width of its offsets."""
     width = np.int64 if of is pa.LargeListArray else np.int32
     offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=width)
     flat = np.concatenate([np.empty(0, dtype), *(array for array in arrays if array is not None)])
-    # concatenate would promote silently: 64-bit tokens are a mistake in a generator.
+    # concatenate would promote silently: 64-bit tokens are an error of a generator.
     assert flat.dtype == dtype, f"expected {dtype.__name__} vectors, found {flat.dtype}"
     missing = pa.array([array is None for array in arrays], pa.bool_())
     return of.from_arrays(pa.array(offsets), pa.array(flat), mask=missing)
 
 
 def _slices(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
-    """One array a row, each with memory of its own; empty for null."""
+    """One array per row, each with its own memory; empty for null."""
     rows: list[npt.NDArray[Any]] = []
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy()
@@ -302,11 +301,11 @@ def _from_json(text: str | None) -> Any:
 
 
 def dump_file(folder: Path, step: int) -> Path:
-    """Where the groups of a step are dumped."""
+    """File of the dumped groups of a step."""
     return folder / f"step_{step:06d}.parquet"
 
 
 def dumped_steps(folder: Path) -> list[int]:
-    """In order."""
+    """Steps with a dump, in order."""
     numbers = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
     return sorted(int(number) for number in numbers if number.isdigit())

@@ -1,4 +1,4 @@
-"""Train data: a batch with the columns that it is trained on, as a Parquet file. One row per sample, in order."""
+"""Train data: a batch with its per-token columns as a Parquet file, one row per sample, in order."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from slime_core.types.batch_images import BatchImages
 from slime_core.types.image import Image
 
 COLUMN: Final = "column_"
-"""Begins the names of per-token columns that scoring and credit have added."""
+"""Prefix of the columns of `TokenColumns`."""
 IMAGES: Final = "images"
-"""A sample's images that no sample before it has, and beside them the numbers of all its images."""
+"""Images of a sample that no earlier sample has; `image_numbers` lists all its images."""
 IMAGE_NUMBERS: Final = "image_numbers"
 IMAGE_PLACES: Final = "image_places"
 IMAGE_FRAMES: Final = "image_frames"
-"""Of the images that no sample before has."""
+"""Frames of the images in `images`."""
 BY_TOKEN: Final = ("tokens", "routed_experts")
 BY_RESPONSE_TOKEN: Final = ("mask", "rollout_log_probs", "version", "token_reward")
 OPTIONAL: Final = ("token_reward", "routed_experts", "images")
 MOST_IN_LISTS: Final = np.iinfo(np.int32).max
 SIZES: Final = "routed_experts_sizes"
-"""[layers, top_k]: expert ids are flat in the file."""
+"""[layers, top_k] of the expert ids, which are flat in the file."""
 
 
 def train_data_file(folder: Path, step: int) -> Path:
-    """Where the train data of a step are."""
+    """File of the train data of a step."""
     return folder / f"step_{step:06d}.parquet"
 
 
 def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
-    """StorageError if that fails."""
+    """Raises StorageError if that fails."""
     whole: dict[str, Any] = {}
     for field in fields(batch):
         values = getattr(batch, field.name)
@@ -61,12 +61,12 @@ def write_train_data(path: Path, batch: Batch, columns: TokenColumns) -> None:
 
 
 def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
-    """To the bit what was written. DataError if the file is missing or of another kind."""
+    """Reads exactly what was written. Raises DataError if the file is missing or of another kind."""
     if not path.is_file():
         there = len(list(path.parent.glob("step_*.parquet")))
         raise DataError(
-            f"{path}: no such train data; {path.parent} holds {there} steps. Say --num-rollout {there}, or name the "
-            "train_data/ folder of another run, which was made with --save-debug-train-data."
+            f"{path}: no such train data; {path.parent} holds {there} steps. Pass --num-rollout {there}, or set the "
+            "train_data/ folder of another run with --save-debug-train-data."
         )
     try:
         table = pq.read_table(path)
@@ -78,8 +78,8 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
         for name in table.column_names
         if name not in (IMAGES, IMAGE_NUMBERS, IMAGE_PLACES, IMAGE_FRAMES)
     }
-    wanted = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
-    if missing := [name for name in wanted if name not in named]:
+    requested = [field.name for field in fields(Batch) if field.name not in OPTIONAL]
+    if missing := [name for name in requested if name not in named]:
         raise DataError(f"{path}: not train data: it lacks {', '.join(missing)}")
     if (sizes := named.pop(SIZES, None)) is not None:
         named["routed_experts"] = named["routed_experts"].reshape(-1, *sizes[:2])
@@ -90,7 +90,7 @@ def read_train_data(path: Path) -> tuple[Batch, TokenColumns]:
 
 
 def image_columns(images: BatchImages) -> dict[str, pa.Array]:
-    """Distinct images are numbered in the order of their first use, so new ones follow each other."""
+    """Distinct images are numbered in order of first use, so the new ones of a sample are consecutive."""
     known = 0
     new: list[list[Image]] = []
     for sample in range(len(images.counts)):
@@ -122,7 +122,7 @@ def read_images(table: pa.Table) -> BatchImages | None:
 
 def lists(values: Any, lengths: Any) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # Expert ids of long steps are more than 32 bits count.
+    # Expert ids of long steps exceed 32-bit offsets.
     large = offsets[-1] > MOST_IN_LISTS
     kind = pa.LargeListArray if large else pa.ListArray
     return kind.from_arrays(pa.array(offsets if large else offsets.astype(np.int32)), pa.array(values))

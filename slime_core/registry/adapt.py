@@ -1,4 +1,4 @@
-"""Plain things as drivers: a function, or a class of the contract itself, where a driver would only be ceremony."""
+"""Drivers around plain functions, and around classes of the contract itself."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class FunctionFilter(GroupFilter):
     def decide(self, group: SampleGroup) -> FilterDecision:
         import numpy as np
 
-        answer = self._function(group)
-        if isinstance(answer, FilterDecision):
-            return answer
-        if isinstance(answer, bool | np.bool_):
-            return FilterDecision(keep=bool(answer), reason="" if answer else self._name)
-        raise TypeError(f"the filter {self._name} returned {answer!r}; it must return a bool or a FilterDecision")
+        response = self._function(group)
+        if isinstance(response, FilterDecision):
+            return response
+        if isinstance(response, bool | np.bool_):
+            return FilterDecision(keep=bool(response), reason="" if response else self._name)
+        raise TypeError(f"the filter {self._name} returned {response!r}; it must return a bool or a FilterDecision")
 
 
 class FunctionKl(KlEstimator):
@@ -76,7 +76,7 @@ def as_method(contract: type, method: str) -> Callable[[Function], Any]:
 
 @dataclass(frozen=True, slots=True)
 class PlainForm:
-    """What a group accepts beside drivers."""
+    """The functions and classes that a group accepts beside drivers."""
 
     driver: type
     contract: type
@@ -106,7 +106,7 @@ PLAIN_FORMS: Final[Mapping[str, PlainForm]] = {
 
 
 def is_plain(group: str, thing: object) -> bool:
-    """Whether `thing` is meant as a plain form: a function, or a class of the group's contract."""
+    """True if `thing` is a plain form: a function, or a class of the group's contract."""
     form = PLAIN_FORMS.get(group)
     if form is None:
         return False
@@ -114,7 +114,7 @@ def is_plain(group: str, thing: object) -> bool:
 
 
 def plain_problem(group: str, thing: Any) -> str:
-    """Why a plain thing cannot be made a driver; empty if it can."""
+    """The reason why `thing` cannot be made a driver; empty if it can."""
     form = PLAIN_FORMS[group]
     if isinstance(thing, type):
         missing = sorted(getattr(thing, "__abstractmethods__", ()))
@@ -131,7 +131,7 @@ def plain_problem(group: str, thing: Any) -> str:
 
 
 def as_driver(group: str, name: str, thing: Any) -> Any:
-    """A driver without options around a plain thing. Its class variables come from the decorator, if there was one."""
+    """A driver without options around a plain form. Its class variables come from the decorator, if there was one."""
     form = PLAIN_FORMS[group]
     mark = mark_of(thing)
 

@@ -11,7 +11,7 @@ from typing import Final
 KERNEL: Final = "slime-rl"
 """The kernel's own distribution."""
 OLD_KERNEL: Final = "slime-core"
-"""Its name until 0.1. On PyPI that is somebody else's."""
+"""Its name until 0.1. On PyPI that is another project's."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,11 +23,11 @@ class Entry:
     dist: str
     """Name of the distribution; for a plugin file, the file's name."""
     version: str
-    """Of the distribution; for a plugin file, the start of its sha256."""
+    """Version of the distribution; for a plugin file, the start of its sha256."""
     target: str
     """`module:attribute`, or `module` alone."""
     is_old: bool = field(default=False, compare=False)
-    """Whether the distribution requires `slime-core`, as those built for 0.1 do."""
+    """True if the distribution requires `slime-core`, as those built for 0.1 do."""
 
     @property
     def qualified(self) -> str:

@@ -23,7 +23,7 @@ Trace = Callable[[str], None]
 
 class Hooks:
     """An observer that raises stops the run with a PluginError that names it; at `run_end` all observers are called first,
-    and what failed is raised together."""
+    and their errors are raised together."""
 
     def __init__(self, plugins: Mapping[str, object] | None = None, *, trace: Trace | None = None) -> None:
         """`plugins`: `dist/name` to a module or an object (a class is made into an object) with marked functions.
@@ -40,7 +40,7 @@ class Hooks:
     @classmethod
     def load(cls, registry: Registry, *, own: Mapping[str, object] | None = None) -> Hooks:
         """Imports and registers every entry of the group `slime`, each under `dist/name`, after the caller's `own`.
-        What the registry traces is traced here too."""
+        Uses the registry's `trace` too."""
         plugins: dict[str, object] = dict(own or {})
         problems = []
         for entry in registry.entries(groups.HOOKS):
@@ -82,19 +82,19 @@ class Hooks:
         try:
             call(event)
         except StorageError:
-            # A full disk is nothing that could be mended in the observer.
+            # A full disk cannot be fixed in the observer.
             raise
         except Exception as error:
             raise PluginError(
                 f"hook {hook}: the observer {name} failed: {type(error).__name__}: {error}. "
-                f"Mend it, or {_way_out(name.partition('/')[0])}."
+                f"Fix it, or {_way_out(name.partition('/')[0])}."
             ) from error
         finally:
             if self._trace is not None:
                 self._trace(f"hook {hook} {name} {1000 * (time.perf_counter() - started):.1f} ms")
 
     def _observers(self, hook: str) -> Sequence[tuple[str, Callable[..., None]]]:
-        # The relay would call them all and say only that one failed; taken one by one, each failure has a name. pluggy
+        # pluggy would call them all and report only that one failed; called one by one, each failure has a name. pluggy
         # calls the last one first, and keeps tryfirst at the end.
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
         return [
@@ -127,7 +127,7 @@ class Hooks:
 
 
 def _call(implementation: pluggy.HookImpl, event: object) -> None:
-    """With the arguments that it takes: the event, or none."""
+    """Calls an observer with the event, or without it if it takes no argument."""
     implementation.function(*([event] if implementation.argnames else []))
 
 
@@ -138,7 +138,7 @@ def _way_out(dist: str) -> str:
 
 
 def _problem(caller: pluggy.HookCaller, implementation: pluggy.HookImpl) -> str:
-    """What pluggy would let pass in silence; empty if nothing."""
+    """A problem that pluggy does not report; empty if there is none."""
     if not caller.has_spec():
         if implementation.optionalhook:
             return ""

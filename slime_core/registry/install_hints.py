@@ -1,4 +1,4 @@
-"""The one place in the kernel where plugins are called by name: what to install for a known name that is missing."""
+"""The only place in the kernel that knows plugins by name: the package to install for a known name that is missing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.GENERATORS: {
         "slime-search-r1": ("search_r1",),
         "slime-agents": ("retool", "multi_agent", "openai_agent"),
-        "slime-buffer-service": ("outside_agents",),
+        "slime-buffer-service": ("external_agents", "outside_agents"),
         "slime-verifiers": ("verifiers",),
         "slime-compat": ("compat",),
     },
@@ -83,7 +83,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 """Group to distribution, or extra of the kernel's own, to the names that it registers."""
 
 MOVED: Final[Mapping[str, str]] = {"slime_core.testing": "slime_plugin_kit"}
-"""Packages that have left the kernel, and where they went. Their old names work until 0.3."""
+"""Packages that were moved out of the kernel, to their new names. The old names work until 0.3."""
 
 
 def known_names(group: str) -> frozenset[str]:
@@ -92,11 +92,11 @@ def known_names(group: str) -> frozenset[str]:
 
 
 def install_hint(group: str, name: str) -> str:
-    """The sentence that says what to install for a known name; empty for any other."""
-    wanted = name.replace("-", "_").lower()
+    """A sentence with the distribution to install for a known name; empty for any other."""
+    requested = name.replace("-", "_").lower()
     for dist, names in DISTRIBUTION_OF.get(group, {}).items():
-        if wanted in names:
+        if requested in names:
             # A shell would take the brackets for a pattern.
             typed = f'"{dist}"' if "[" in dist else dist
-            return f"{wanted} comes with {dist}: pip install {typed}"
+            return f"{requested} comes with {dist}: pip install {typed}"
     return ""

@@ -1,4 +1,4 @@
-"""What is installed, asked of importlib.metadata: it is the truth, and it knows names and versions of distributions."""
+"""Installed entry points, read by importlib.metadata, which also has the names and versions of distributions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def installed_entries() -> dict[Entry, EntryPoint]:
 
 
 def requires_old_kernel(requirements: Iterable[str]) -> bool:
-    """Whether the kernel is required by its old name, and not by its own; what an extra requires does not count."""
+    """True if the kernel is required under its old name only; requirements of extras do not count."""
     always = [text for text in requirements if "extra" not in text.partition(";")[2]]
     named = {normalized(found[0]) for text in always if (found := re.match(r"[\w.-]+", text))}
     return OLD_KERNEL in named and KERNEL not in named

@@ -1,4 +1,4 @@
-"""Mark: what the decorators of `slime_core.plugin` leave on a function or class, and nothing more."""
+"""Mark: the attribute that the decorators of `slime_core.plugin` set on a function or class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 NAME_PATTERN: Final = re.compile(r"[a-z0-9_-]+")
-"""What users type: lower case, digits, `-` and `_`."""
+"""Names of plugins: lower case, digits, `-` and `_`."""
 
 
 class Mark(NamedTuple):

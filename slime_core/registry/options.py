@@ -1,4 +1,4 @@
-"""Options of a plugin: binding what the user wrote to its Config, and telling of one in words."""
+"""Options of a plugin: binds the user's values to its Config, and describes an option in words."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bind(resolved: Resolved, options: Mapping[str, Any], *, where: str, base: Pa
 def problem_line(
     detail: ErrorDetails, model: type[BaseModel], options: Mapping[str, Any], owner: str, where: str
 ) -> str:
-    """One pydantic error in the words of the run file. `owner` is whose options these are."""
+    """One pydantic error in the words of the run file. `owner`: the plugin that has these options."""
     typed = _typed_path(detail["loc"], options, keep_last=detail["type"] == "missing")
     path = ".".join([where, *typed]) if where else ".".join(typed)
     table = _model_at(model, typed[:-1]) if typed else model
@@ -84,7 +84,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def _typed_path(loc: Sequence[int | str], options: Mapping[str, Any], *, keep_last: bool) -> list[str]:
-    """Those parts of pydantic's location that the user wrote: it adds names of union members of its own."""
+    """The parts of pydantic's location that the user wrote, without the names of union members that pydantic adds."""
     path: list[str] = []
     here: Any = options
     for position, part in enumerate(loc):
@@ -103,7 +103,7 @@ def _holds(value: Any, part: int | str) -> bool:
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """The nested model that the options under `path` belong to; None where that cannot be told."""
+    """The nested model that the options under `path` belong to; None where that is not known."""
     from pydantic import BaseModel
 
     here: Any = model
@@ -131,5 +131,5 @@ def _shown(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """A docstring as a phrase, without its final stop."""
+    """A docstring as a phrase, without its full stop."""
     return " ".join(text.split()).removesuffix(".")

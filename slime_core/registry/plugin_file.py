@@ -29,7 +29,7 @@ class PluginFile:
     """Plain data: it can be pickled or sent as JSON, and gives the same registry entries anywhere."""
 
     path: Path
-    """Where it was read; afterwards only a name for messages."""
+    """Where it was read; later only a name for error messages."""
     text: str
     sha256: str
 
@@ -115,9 +115,7 @@ class PluginFile:
         line = _line_of(error, str(self.path))
         text = f"--plugin {self.path}{line}: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name and self._is_beside(error.name):
-            text += (
-                f". A plugin file stands alone: {error.name} beside it is not sent to workers; make it a distribution"
-            )
+            text += f". A plugin file must be one file: {error.name} beside it is not sent to workers; make it a distribution"
         return text
 
     def _is_beside(self, module: str) -> bool:

@@ -1,4 +1,4 @@
-"""Registry: which names there are, and what one of them stands for."""
+"""Registry: the names of all plugins, and the object of each."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ TRACE_VARIABLE: Final = "SLIME_HOOK_TRACE"
 class Status(StrEnum):
     OK = "ok"
     DUPLICATE = "duplicate"
-    """Another distribution has the name too: an error once it is asked for without `dist/`."""
+    """Another distribution has the name too: an error once it is used without `dist/`."""
     OFF = "off"
     """Switched off by the allow-list or the deny-list."""
     OLD = "requires slime-core"
     """Built for 0.1: it is not loaded."""
     UNKNOWN_GROUP = "unknown group"
-    """Nothing will ever look there."""
+    """No part of slime reads this group."""
 
 
 class Registry:
     """Immutable: what is installed is read once, at construction. Listing imports no plugin; resolving imports one.
 
-    `allow` and `deny` name distributions; the kernel's own entries are always on, and so are plugin files, which were
-    asked for one by one. `trace` gets a line for everything that is loaded.
+    `allow` and `deny`: names of distributions; the kernel's own entries and plugin files, which are named one by one, are
+    always on. `trace`: gets a line for everything that is loaded.
     """
 
     __slots__ = ("_entries", "_objects", "_points", "allow", "deny", "plugin_files", "trace")
@@ -85,22 +85,22 @@ class Registry:
         )
 
     def entries(self, group: str | None = None) -> list[Entry]:
-        """What can be asked for, in one group or in all, sorted by group, name and distribution."""
+        """The entries that can be used, in one group or in all, sorted by group, name and distribution."""
         return [e for e in self._entries if group in (None, e.group) and not self._is_off(e)]
 
     def listing(self) -> list[tuple[Entry, Status]]:
-        """Everything that is there, with what is wrong with it as far as names tell."""
+        """All entries, each with the problems that its name shows without an import."""
         return [(entry, self._status(entry)) for entry in self._entries]
 
     def is_file(self, entry: Entry) -> bool:
-        """Whether it comes from a plugin file."""
+        """True if the entry comes from a plugin file."""
         return entry in self._objects
 
     def find(self, group: str, asked: str, *, where: str, expect: type | None = None) -> Entry:
         """The entry called `asked` (`name` or `dist/name`), without importing it.
 
-        `where` is the key or flag that asked, for the message of the PluginError: unknown, switched off, or offered
-        by two distributions. `expect`: the kind of driver that the message lists.
+        `where`: the key or flag that has the name, for the PluginError if it is unknown, switched off, or offered by two
+        distributions. `expect`: the kind of driver that the error lists.
         """
         dist, _, name = asked.rpartition("/")
         named = [e for e in self._entries if e.group == group and e.name == name and (not dist or e.is_from(dist))]
@@ -119,8 +119,8 @@ class Registry:
         `expect` narrows a group that holds two kinds of driver (AdvantageDriver or ShapingDriver). PluginError as in
         `find`; also if it cannot be imported, was written for another version of the contracts, or is something else.
         """
-        # Here, so that listing need not import pydantic, and stevedore, and every contract.
-        from slime_core.registry.validation import accept
+        # Imported here, so that listing imports neither pydantic nor stevedore nor the contracts.
+        from slime_core.registry.validation import validate
 
         entry = self.find(group, asked, where=where, expect=expect)
         asked_where = f'{where} = "{asked}"'
@@ -129,10 +129,10 @@ class Registry:
         if self.trace is not None:
             seconds = time.perf_counter() - started
             self.trace(f"load {entry.group} {entry.qualified} {entry.version} {entry.target} {1000 * seconds:.1f} ms")
-        return Resolved(entry, accept(entry, loaded, where=asked_where, expect=expect))
+        return Resolved(entry, validate(entry, loaded, where=asked_where, expect=expect))
 
     def load(self, entry: Entry, *, where: str) -> Any:
-        """What the entry names, imported, as it is. PluginError names the plugin and chains the cause."""
+        """The imported object of the entry, unchecked. PluginError names the plugin and chains the cause."""
         from slime_core.registry.loading import load
 
         if entry in self._objects:
@@ -162,11 +162,11 @@ class Registry:
         )
 
     def _is_a(self, entry: Entry, expect: type) -> bool:
-        """Imports it; what cannot be imported is nothing."""
-        from slime_core.registry.validation import accept
+        """True if the entry's driver is an `expect`. Imports it; False if it cannot be imported."""
+        from slime_core.registry.validation import validate
 
         try:
-            accept(entry, self.load(entry, where=entry.group), where=entry.group, expect=expect)
+            validate(entry, self.load(entry, where=entry.group), where=entry.group, expect=expect)
         except PluginError:
             return False
         return True
@@ -205,7 +205,7 @@ class Registry:
 
 
 def _read(files: Sequence[PluginFile | Path]) -> tuple[PluginFile, ...]:
-    # Here, because it hashes, and loading OpenSSL is a tenth of what a listing costs.
+    # Imported here: it hashes, and loading OpenSSL takes a tenth of the time of a listing.
     from slime_core.registry.plugin_file import PluginFile
 
     return tuple(file if isinstance(file, PluginFile) else PluginFile.read(file) for file in files)
@@ -223,4 +223,4 @@ def _ambiguous(found: Sequence[Entry]) -> str:
         return f"{who.provenance} registers it {len(found)} times ({targets}). Upgrade {who.dist}, or uninstall it."
     offered = " and ".join(dict.fromkeys(entry.provenance for entry in found))
     ways = " or ".join(dict.fromkeys(f'"{entry.qualified}"' for entry in found))
-    return f"offered by {offered}. Say which one: {ways}."
+    return f"offered by {offered}. Set one of them: {ways}."

@@ -1,4 +1,4 @@
-"""Resolved: an entry together with what it names, checked against the contract of its group."""
+"""Resolved: an entry and its imported object, checked against the contract of its group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Resolved:
     entry: Entry
     loaded: Any
-    """A driver class, or a Recipe in the group of algorithms; in a plugin's own group, whatever is there."""
+    """A driver class, or a Recipe in the group of algorithms; in a plugin's own group, any object."""
 
     @property
     def driver(self) -> Any:

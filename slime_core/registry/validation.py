@@ -1,4 +1,4 @@
-"""What each entry-point group takes, and the check that a loaded object is one of these."""
+"""The classes that each entry-point group takes, and the check of a loaded object."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ ACCEPTED: Final[Mapping[str, tuple[type, ...]]] = {
     groups.OPTIMIZERS: (OptimizerDriver,),
     groups.MEDIA: (MediaDriver,),
 }
-"""Drivers by group; algorithms are data. A plugin's own groups are its own business."""
+"""Driver classes by group; algorithms are data. Groups that plugins declare are not checked."""
 
 
-def accept(entry: Entry, loaded: Any, *, where: str, expect: type | None = None) -> Any:
+def validate(entry: Entry, loaded: Any, *, where: str, expect: type | None = None) -> Any:
     """`loaded`, or a driver around it if it is a plain function or class. PluginError if it fits neither."""
     problem = version_problem(entry, loaded) or kind_problem(entry, loaded)
     if problem:
@@ -66,36 +66,36 @@ def accept(entry: Entry, loaded: Any, *, where: str, expect: type | None = None)
 
 
 def version_problem(entry: Entry, loaded: Any) -> str:
-    """Who must upgrade, if `loaded` states another version of the contracts; else empty."""
+    """The distribution to upgrade, if `loaded` states another version of the contracts; else empty."""
     stated = getattr(loaded, "api_version", API_VERSION)
     if stated == API_VERSION:
         return ""
     who = entry.dist if isinstance(stated, int) and stated < API_VERSION else KERNEL
-    said = f"{entry.name} of {entry.provenance} speaks version {stated} of the contracts"
-    return f"{said}, this {KERNEL} speaks version {API_VERSION}: upgrade {who}"
+    given = f"{entry.name} of {entry.provenance} speaks version {stated} of the contracts"
+    return f"{given}, this {KERNEL} speaks version {API_VERSION}: upgrade {who}"
 
 
 def kind_problem(entry: Entry, loaded: Any) -> str:
-    """What was found and what belongs in the group, if they differ; else empty."""
+    """A sentence with what was found and what the group takes, if they differ; else empty."""
     accepted = ACCEPTED.get(entry.group)
     if accepted is None:
         return ""
-    said = f"{entry.name} of {entry.provenance} ({entry.target})"
+    given = f"{entry.name} of {entry.provenance} ({entry.target})"
     if is_plain(entry.group, loaded):
         problem = plain_problem(entry.group, loaded)
-        return f"{said} does not fit: {problem}" if problem else ""
+        return f"{given} does not fit: {problem}" if problem else ""
     if isinstance(loaded, Recipe) and Recipe in accepted:
         return ""
     if isinstance(loaded, type) and issubclass(loaded, accepted) and Recipe not in accepted:
         missing = sorted(getattr(loaded, "__abstractmethods__", ()))
-        return f"{said} does not implement {', '.join(missing)}" if missing else ""
-    wanted = " or ".join(f"{a(cls)}{' instance' if cls is Recipe else ' class'}" for cls in accepted)
+        return f"{given} does not implement {', '.join(missing)}" if missing else ""
+    requested = " or ".join(f"{a(cls)}{' instance' if cls is Recipe else ' class'}" for cls in accepted)
     plain = f", or a plain {PLAIN_FORMS[entry.group].signature}" if entry.group in PLAIN_FORMS else ""
-    return f"{said} is {found(loaded)}; {entry.group} takes {wanted}{plain}"
+    return f"{given} is {found(loaded)}; {entry.group} takes {requested}{plain}"
 
 
 def found(loaded: Any) -> str:
-    """What `loaded` is, in the words of the contracts."""
+    """A description of `loaded` by the class of the contracts that it is."""
     known = [cls for accepted in ACCEPTED.values() for cls in accepted]
     if isinstance(loaded, type):
         base = next((cls for cls in known if issubclass(loaded, cls)), None)
@@ -108,5 +108,5 @@ def found(loaded: Any) -> str:
 
 
 def a(cls: type) -> str:
-    """Its name after an article."""
+    """The name of a class after an article."""
     return f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}"

@@ -1,7 +1,7 @@
-"""accepted: the kernel's collector. Waves of groups, consumed in the order in which they were submitted.
+"""accepted: the kernel's collector. It submits waves of groups and takes them in the order of submission.
 
-Order matters for more than tidiness: which samples share a batch changes floating-point bits, so a run is repeatable only
-if neither acceptance nor refilling depends on which answer happened to come first.
+The samples that share a batch change floating-point bits, so a run is repeatable only if neither acceptance nor refilling
+depends on which response happens to come first.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Final
 
 from slime_core.contracts.collector import Collector
 from slime_core.rollout.context import RolloutContext
-from slime_core.rollout.group_filtering import check_limit, data_ended, goes_back, marked, verdict
+from slime_core.rollout.group_filtering import apply_filters, check_limit, data_ended, marked, should_requeue
 from slime_core.rollout.groups import RunningGroup, is_aborted
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
 
 ABORT_INTERVAL_S: Final = 3.0
-"""An abort is repeated until every task has ended: one may have missed a request on its way to an engine."""
+"""An abort is repeated until every task has ended, since it misses requests that an engine has not received yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A group in flight and the item to give back if it is not used."""
+    """A group in flight and the item to put back if it is not used."""
 
     item: BufferItem
     running: RunningGroup
 
 
 class AcceptedGroups(Collector[RolloutContext]):
-    """Submits a wave, judges its groups in order, and submits again for what was rejected."""
+    """Submits a wave, filters its groups in order, and submits more for the rejected ones."""
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
         config = context.config
@@ -50,12 +50,12 @@ class AcceptedGroups(Collector[RolloutContext]):
                 group = await in_flight[0].running.task
                 submitted = in_flight.popleft()
                 candidates = len(accepted) + 1 + len(in_flight)
-                decision = verdict(group, context, insufficient=candidates <= target)
+                decision = apply_filters(group, context, insufficient=candidates <= target)
                 if decision.keep:
-                    accepted.append(marked(group, decision.untrained))
+                    accepted.append(marked(group, decision.masked_indices))
                     continue
                 refused.append((group, decision.reason))
-                if goes_back(group, config):
+                if should_requeue(group, config):
                     returned.append(submitted.item.as_returned(step))
                 check_limit(refused, len(accepted), step, config)
                 if config.refill == "eager":
@@ -85,7 +85,7 @@ class AcceptedGroups(Collector[RolloutContext]):
             await context.runner.abort(running)
             await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
             if not wait_for_rewards:
-                # The run ends: what the engines had is aborted by now, and a reward may take as long as its limit.
+                # The run ends: requests are aborted by now, and a reward could take as long as its time limit.
                 for task in tasks:
                     task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,10 +1,10 @@
-"""EngineClient: one entrance to all engines, with a bound on what is in flight.
+"""EngineClient: sends requests to all engines, with a limit on the requests in flight.
 
-Requests that are made in one turn of the event loop travel together and enter an engine together. So a wave of prompts
-makes the same batches each time, and ten thousand requests are a few messages.
+Requests made in one iteration of the event loop are sent together and enter an engine together, so that a wave of prompts
+forms the same batches each time, and ten thousand requests are a few messages.
 
-Once somebody watches, an engine that fails is taken out of service: its requests go to the others, or wait until one is
-back, and publishes pass it by. Whoever watches puts another engine in its place.
+With a watcher (`watch`), an engine that fails is taken out of service: its requests go to other engines, or wait for one,
+and weight updates skip it. The watcher puts another engine in its place.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
-from slime_core.contracts.engine import Memory
+from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
-from slime_core.rollout.engine_slot import EngineHandle, Message, OneEngine, Seat
-from slime_core.rollout.request_script import RequestScript
+from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
+from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 
 OnLoss: TypeAlias = Callable[[int, Exception, int], None]
-"""Told which engine was taken out of service, why, and how many of its requests are dispatched again."""
+"""Called with the engine that was taken out of service, the error, and the number of its requests that are sent again."""
 
 HOLDS: Final = frozenset({"pause", "sleep"})
-FREES: Final = {"resume": "pause", "wake": "sleep"}
-"""Calls that hold engines back, and those that end that."""
+FREES: Final = {"resume": "pause", "wake_up": "sleep"}
+"""Calls that stop engines from generating, and those that let them continue."""
 
 
 class EngineClient:
-    """Spreads requests over engines in turn, at most `concurrency` per engine; the rest wait in order."""
+    """Sends requests to engines by round robin, at most `concurrency` per engine; the others wait in order."""
 
     def __init__(
         self,
@@ -44,32 +44,32 @@ class EngineClient:
         max_losses: int = 3,
         call_limit_s: float = 600.0,
     ) -> None:
-        """While engines are watched: `max_losses` is how often a request may be lost with its engine before it fails,
-        `call_limit_s` what an engine gets for a call of `each` before it counts as hung."""
-        self._seats = tuple(Seat(index, engine, concurrency) for index, engine in enumerate(engines))
+        """For watched engines: `max_losses` is how often a request may be lost with its engine before it fails, and
+        `call_limit_s` the time limit of a call of `call_all`, after which an engine counts as hung."""
+        self._seats = tuple(EngineSlot(index, engine, concurrency) for index, engine in enumerate(engines))
         self._concurrency = concurrency
         self._max_losses = max_losses
         self._call_limit_s = call_limit_s
         self._on_loss: OnLoss | None = None
         self._failure: Exception | None = None
         self._losses: Counter[str] = Counter()
-        self.script = RequestScript()
-        """In a replay, where requests go, as long as it goes on."""
+        self.script = RequestReplay()
+        """During a replay: the engines that requests go to."""
         self.num_lost = 0
-        """Engines that were taken out of service so far."""
+        """Engines taken out of service so far."""
         self._held: set[str] = set()
         self._awake = asyncio.Event()
         self._awake.set()
         self._serving = asyncio.Event()
         self._serving.set()
-        self._answers: dict[str, asyncio.Future[Completion]] = {}
+        self._responses: dict[str, asyncio.Future[Completion]] = {}
         self._sent: dict[str, float] = {}
-        """When requests in flight got their place."""
+        """Times at which requests in flight were sent."""
         self._next_engine = 0
-        # Middlewares are told which engines there are; a request that still carries this very tuple goes to any of them.
+        # Middlewares get all engines in a request; one that still has this very tuple afterwards goes to any of them.
         self._every = tuple(range(len(self._seats))) if middlewares else ()
         self._waiting = WaitingRequests(self._every)
-        # Requests among the middlewares, and whether they were aborted meanwhile.
+        # Requests in the middlewares, and whether they were aborted meanwhile.
         self._entered: dict[str, bool] = {}
         self._flush_planned = False
         self._streams: set[asyncio.Task[None]] = set()
@@ -79,16 +79,16 @@ class EngineClient:
 
     @property
     def num_engines(self) -> int:
-        """Those in service."""
+        """Engines in service."""
         return sum(seat.serves for seat in self._seats)
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Of the engines in service."""
+        """Indices of the engines in service."""
         return tuple(seat.index for seat in self._seats if seat.serves)
 
     @property
-    def at_rest(self) -> bool:
+    def quiesce(self) -> bool:
         """Engines are paused or asleep."""
         return bool(self._held)
 
@@ -97,18 +97,17 @@ class EngineClient:
         return not self._awake.is_set()
 
     async def awake(self) -> None:
-        """Returns when engines are not asleep: till then their devices may be somebody else's."""
+        """Waits until engines are not asleep; while they are, trainers may use their devices."""
         await self._awake.wait()
 
     async def serving(self) -> None:
-        """Returns when an engine is in service; raises the error for which there will be none."""
+        """Waits until an engine is in service; raises the error if there will be none."""
         await self._serving.wait()
         if self._failure is not None:
             raise self._failure
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Through the middlewares to an engine and back. EngineError if the engine fails; of watched ones
-        EngineUnavailable if the request was lost too often."""
+        """Sends it through the middlewares. EngineError if the engine fails; watched: EngineUnavailable if lost too often."""
         if not self._every:
             return await self._submit(request)
         self._entered[request.request_id] = False
@@ -117,51 +116,49 @@ class EngineClient:
         finally:
             self._entered.pop(request.request_id, None)
 
-    async def each(self, method: str, *args: Any) -> list[Any]:
-        """See `ask`; results in the order of engines."""
-        return list((await self.ask(method, *args)).values())
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """See `call_by_index`; results in the order of engines."""
+        return list((await self.call_by_index(method, *args)).values())
 
-    async def ask(self, method: str, *args: Any) -> dict[int, Any]:
-        """Calls a method of the engine contract on every engine in service at once; results by index. A watched engine that
-        fails is taken out of service and gives no result; one that refuses is well, and the refusal is raised."""
+    async def call_by_index(self, method: str, *args: Any) -> dict[int, Any]:
+        """Calls a method of `RolloutEngine` on all engines in service concurrently; returns results by index. A watched engine
+        that fails is taken out of service and has no result; EngineRefused is raised, since that engine is healthy."""
         if self._failure is not None and method not in HOLDS:
             raise self._failure
         if method in HOLDS:
             self._note(self._held | {method})
         serving = [seat for seat in self._seats if seat.serves]
         if self._failure is not None:
-            # The run ends, for a reason that is known. What it has trained is saved before, on devices that those engines give
-            # back that still can.
+            # The run ends with this error. Before, its state is saved, on devices that the engines offload that still can.
             calls = (asyncio.wait_for(seat.engine.call(method, *args), self._call_limit_s) for seat in serving)
             await asyncio.gather(*calls, return_exceptions=True)
             return {}
-        answers = await asyncio.gather(*(self._call(seat, method, args) for seat in serving))
+        responses = await asyncio.gather(*(self._call(seat, method, args) for seat in serving))
         if (freed := FREES.get(method)) is not None and (freed != "sleep" or wakes_whole(*args)):
             self._note(self._held - {freed})
-        return {seat.index: answer[0] for seat, answer in zip(serving, answers, strict=True) if answer}
+        return {seat.index: response[0] for seat, response in zip(serving, responses, strict=True) if response}
 
     async def ask_one(self, index: int, method: str, *args: Any) -> tuple[Any, ...]:
-        """As `ask`, of one engine in service: its result, or nothing if it was lost."""
+        """`call_by_index` for one engine in service: a tuple with its result, or empty if it was lost."""
         return await self._call(self._seats[index], method, args)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests; those still waiting here, or in a middleware, are answered with nothing."""
+        """Aborts these requests; those that wait here or in a middleware get empty completions."""
         for request_id in request_ids:
-            if request_id in self._entered and request_id not in self._answers:
+            if request_id in self._entered and request_id not in self._responses:
                 self._entered[request_id] = True
         for request in self._waiting.take(request_ids):
-            answer = self._answers.pop(request.request_id)
-            if not answer.done():
-                answer.set_result(Completion.empty(request, FinishReason.ABORT))
-        running = [request_id for request_id in request_ids if request_id in self._answers]
+            response = self._responses.pop(request.request_id)
+            if not response.done():
+                response.set_result(Completion.empty(request, FinishReason.ABORT))
+        running = [request_id for request_id in request_ids if request_id in self._responses]
         if running and self._failure is None:
-            await self.each("abort", running)
+            await self.call_all("abort", running)
 
     # ---------------------------------------------------------------- engines that come and go
 
     def watch(self, on_loss: OnLoss | None) -> None:
-        """From now on an engine that fails is taken out of service, and `on_loss` is told. Before, or with None, its failure
-        is that of whoever asked."""
+        """From now on failing engines are taken out of service with `on_loss`; None: their errors go to the callers."""
         self._on_loss = on_loss
 
     @property
@@ -169,16 +166,16 @@ class EngineClient:
         return self._on_loss is not None
 
     def engine(self, index: int) -> EngineHandle | None:
-        """None while the seat has no engine in service."""
+        """The engine with this index; None while it is out of service."""
         seat = self._seats[index]
         return seat.engine if seat.serves else None
 
     def link(self, engine: EngineHandle) -> OneEngine:
-        """What a transport sees of an engine that is to be admitted."""
+        """The engine as an `EngineGroup`, for a weight update before it is admitted."""
         return OneEngine(engine, self._call_limit_s)
 
     def quarantine(self, index: int, error: Exception) -> None:
-        """Takes an engine out of service. Requests that it had not answered are dispatched again, before all that wait."""
+        """Takes an engine out of service. Its unfinished requests are sent again, before all waiting ones."""
         seat = self._seats[index]
         if not seat.serves:
             return
@@ -193,21 +190,21 @@ class EngineClient:
         self._on_loss(index, error, len(again))
 
     def admit(self, index: int, engine: EngineHandle) -> None:
-        """Puts an engine into service. Until it has given an answer it gets one request at a time."""
+        """Puts an engine into service. Until its first response it gets one request at a time."""
         self._seats[index].seat(engine, bound=1)
         self._serving.set()
         self._plan_flush()
 
     def fail(self, error: Exception) -> None:
-        """There is no help for the engines: whoever waits for an answer, or asks later, gets this error."""
+        """Fails pending and future requests with `error`."""
         if self._failure is not None:
             return
         self._failure = error
         self._serving.set()
         self._waiting.clear()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for response in self._responses.values():
+            if not response.done():
+                response.set_exception(error)
 
     def _note(self, held: set[str]) -> None:
         self._held = held
@@ -217,10 +214,10 @@ class EngineClient:
             self._awake.set()
 
     def _survives(self, request: GenerateRequest, index: int, error: Exception) -> bool:
-        """Whether a request that was lost is to be sent again."""
+        """Counts the loss of a request; True if it is sent again, else it fails."""
         name = request.request_id
-        answer = self._answers.get(name)
-        if answer is None or answer.done():
+        response = self._responses.get(name)
+        if response is None or response.done():
             return False
         self._losses[name] += 1
         if self._losses[name] <= self._max_losses:
@@ -230,11 +227,11 @@ class EngineClient:
             f"{self._max_losses}); the last time with engine {index}: {error}"
         )
         failure.__cause__ = error
-        answer.set_exception(failure)
+        response.set_exception(failure)
         return False
 
-    async def _call(self, seat: Seat, method: str, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The result, or nothing of an engine that was lost meanwhile."""
+    async def _call(self, seat: EngineSlot, method: str, args: Sequence[Any]) -> tuple[Any, ...]:
+        """A tuple with the result; empty if the engine was lost meanwhile."""
         if self._on_loss is None:
             return (await seat.engine.call(method, *args),)
         call = asyncio.ensure_future(seat.engine.call(method, *args))
@@ -251,7 +248,7 @@ class EngineClient:
         except Exception as error:
             if self._on_loss is None:
                 raise
-            # Whatever it is, this engine cannot be relied on.
+            # After any other error the state of the engine is unknown.
             self.quarantine(seat.index, error)
             return ()
         finally:
@@ -266,31 +263,31 @@ class EngineClient:
             raise self._failure
         if self._entered.get(request.request_id):
             return Completion.empty(request, FinishReason.ABORT)
-        if request.request_id in self._answers:
+        if request.request_id in self._responses:
             raise EngineError(f"request id {request.request_id} is in flight already; ids are unique")
         if request.text is not None and not len(request.token_ids):
             raise EngineError(
-                f"request {request.request_id} has a text but no tokens, and engines take tokens: router.middlewares "
-                "needs one that knows them; `slime plugins` says which there are."
+                f"request {request.request_id} has a text but no tokens, and engines accept only tokens. Add a middleware "
+                "that tokenizes to router.middlewares; `slime plugins` lists them."
             )
         if not set(request.engines) <= set(range(len(self._seats))):
             raise EngineError(
                 f"request {request.request_id} asks for engines {request.engines}; there are {len(self._seats)}"
             )
-        answer: asyncio.Future[Completion] = loop.create_future()
-        self._answers[request.request_id] = answer
+        response: asyncio.Future[Completion] = loop.create_future()
+        self._responses[request.request_id] = response
         self._waiting.append(request)
         self._plan_flush()
         entered = time.perf_counter()
         try:
-            completion = await answer
+            completion = await response
             sent = self._sent.get(request.request_id, entered)
             return replace(completion, queue_s=sent - entered)
         finally:
-            self._answers.pop(request.request_id, None)
+            self._responses.pop(request.request_id, None)
             self._sent.pop(request.request_id, None)
             self._losses.pop(request.request_id, None)
-            if answer.cancelled():
+            if response.cancelled():
                 self._waiting.take([request.request_id])
 
     def _plan_flush(self) -> None:
@@ -307,7 +304,7 @@ class EngineClient:
         while any(seat.has_room for seat in self._seats) and (request := self._waiting.pop(full)) is not None:
             if (seat := self._free_seat(request)) is None:
                 held.append(request)
-                if not self.script.goes_on:
+                if not self.script.active:
                     full.add(self._waiting.engines_of(request))
                 continue
             chosen[seat.index].append(request)
@@ -322,19 +319,19 @@ class EngineClient:
                 self._streams.add(message.task)
                 message.task.add_done_callback(self._streams.discard)
 
-    def _free_seat(self, request: GenerateRequest) -> Seat | None:
-        """Where a middleware wants it, unless nothing serves there; else engines in turn, so that where a request goes does
-        not depend on how fast others are answered."""
-        if self.script.goes_on:
+    def _free_seat(self, request: GenerateRequest) -> EngineSlot | None:
+        """Returns a slot with room on the engines that a middleware requires, if any of them serves; else by round robin, so
+        that the choice does not depend on the speed of other requests."""
+        if self.script.active:
             recorded = self.script.engine_of(request.request_id)
             if recorded is None or not self._seats[recorded].has_room:
                 return None
             self.script.sent(request.request_id)
             return self._seats[recorded]
         if request.engines and request.engines is not self._every:
-            wanted = [seat for seat in map(self._seats.__getitem__, request.engines) if seat.serves]
-            if wanted:
-                return next((seat for seat in wanted if seat.has_room), None)
+            requested = [seat for seat in map(self._seats.__getitem__, request.engines) if seat.serves]
+            if requested:
+                return next((seat for seat in requested if seat.has_room), None)
         for offset in range(len(self._seats)):
             number = (self._next_engine + offset) % len(self._seats)
             if self._seats[number].has_room:
@@ -342,49 +339,49 @@ class EngineClient:
                 return self._seats[number]
         return None
 
-    async def _stream(self, seat: Seat, message: Message, requests: Sequence[GenerateRequest]) -> None:
+    async def _stream(self, seat: EngineSlot, message: Message, requests: Sequence[GenerateRequest]) -> None:
         number = seat.index
         failure: Exception | None = None
         try:
             async for completion in seat.engine.generate(requests):
                 if message not in seat.messages:
-                    # Taken out of service meanwhile; what it says now may have been asked of another one.
+                    # The engine was taken out of service, and another one may have the request by now.
                     return
                 if message.open.pop(completion.request_id, None) is None:
-                    raise EngineError(f"engine {number} answered {completion.request_id}, which it was not asked for")
+                    raise EngineError(f"engine {number} responded to {completion.request_id}, which it did not get")
                 seat.running -= 1
                 seat.bound = self._concurrency
-                answer = self._answers.get(completion.request_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(completion)
+                response = self._responses.get(completion.request_id)
+                if response is not None and not response.done():
+                    response.set_result(completion)
                 if self._waiting:
                     self._plan_flush()
             if message.open:
-                failure = EngineError(f"engine {number} ended its answer before all requests were done")
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises is judged, or reaches those who wait for it
+                failure = EngineError(f"engine {number} ended its response before all requests were done")
+        except Exception as error:  # noqa: BLE001 - the engine is quarantined, or its callers get the error
             failure = error
         finally:
             if message in seat.messages:
                 self._end(seat, message, failure)
 
-    def _end(self, seat: Seat, message: Message, failure: Exception | None) -> None:
-        """A message has ended. If the engine failed and is watched, it goes out of service; else who waits gets the failure."""
+    def _end(self, seat: EngineSlot, message: Message, failure: Exception | None) -> None:
+        """Called when a message has ended. With `failure`, a watched engine is quarantined; else its requests fail with it."""
         if failure is not None and self._on_loss is not None and not isinstance(failure, EngineRefused):
             self.quarantine(seat.index, failure)
             return
         del seat.messages[message]
         seat.running -= len(message.open)
         for request_id in message.open:
-            answer = self._answers.get(request_id)
-            if answer is not None and not answer.done():
-                answer.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
+            response = self._responses.get(request_id)
+            if response is not None and not response.done():
+                response.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
         if self._waiting:
             self._plan_flush()
 
 
-def wakes_whole(tags: Sequence[Memory] | None = None) -> bool:
-    """With its weights alone an engine can be loaded, but does not generate."""
-    return tags is None or Memory.KV_CACHE in tags
+def wakes_whole(tags: Sequence[MemoryTag] | None = None) -> bool:
+    """True if the engine can generate afterwards; with the weights alone it can only receive new ones."""
+    return tags is None or MemoryTag.KV_CACHE in tags
 
 
 def around(middleware: RouterMiddleware, call_next: Next) -> Next:

@@ -1,4 +1,4 @@
-"""RolloutContext: what a collector works with."""
+"""RolloutContext: the objects that a collector uses."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """One per step. `runner` starts groups, `buffer` gives prompts and takes back what was not used."""
+    """One per step."""
 
     config: RolloutConfig
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
     buffer: DataBuffer
+    """Provides prompts, and takes back groups that were not used."""
     runner: GroupRunner | None
-    """None: the collector's driver said that it needs no engine."""
+    """Generates groups; None: the collector needs no engine (`CollectorDriver.needs_engine`)."""
     filters: Sequence[GroupFilter]
     version: int = 0
-    """Of the policy that will be trained on the step's groups."""
+    """Policy version that will be trained on the step's groups."""
     max_staleness: int = 0
-    """Versions that a token may be behind that one."""
+    """Largest number of versions that a token may be older than `version`."""
     observe: Callable[[int, Sequence[SampleGroup], Sequence[tuple[SampleGroup, str]]], None]
-    """Called once a step's groups are complete: the step, the accepted groups, the refused ones with the reason."""
+    """Call it when the groups of a step are complete. Arguments: step, accepted groups, rejected groups with their reasons."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Metric names to counts of the current step; the loop takes them with the step's groups."""
-    wanted: asyncio.Future[None] | None = None
-    """Done when the step is the next to be trained; None: it is from the beginning."""
+    """Counters of the step by metric name; the loop logs them with the step's groups."""
+    is_next: asyncio.Future[None] | None = None
+    """Done when this step is the next one to train; None: it is the next one from the start."""
 
     def take(self, num_groups: int) -> list[BufferItem]:
-        """What is generated from next: as the buffer filter chooses for this step, then new prompts."""
+        """Takes `num_groups` items: waiting ones that the buffer filter chooses for this step, then new prompts."""
         return self.buffer.get_samples(num_groups, version=self.version, max_staleness=self.max_staleness)

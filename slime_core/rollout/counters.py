@@ -1,4 +1,4 @@
-"""What middlewares count, for the record of a step."""
+"""Counters of middlewares, as metrics of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_core.contracts.middleware import RouterMiddleware
 
 
 def middleware_metrics(middlewares: Mapping[str, RouterMiddleware]) -> dict[str, float]:
-    """Their counters since the start, by name: of all requests, those of steps ahead and of evaluations among them."""
+    """Counters since the start, by name; requests of later steps and of evaluations are included."""
     return {
         f"perf/router/{name}/{counter}": float(value)
         for name, middleware in middlewares.items()

@@ -1,4 +1,4 @@
-"""Seat: an engine's place in the client. When an engine is lost, another one gets its seat."""
+"""EngineSlot: an engine's place in the client. When an engine is lost, another one gets its slot."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slime_core.types.completion import Completion, GenerateRequest
 
 
 class EngineHandle(Protocol):
-    """One engine, wherever it runs."""
+    """One engine, in this process or another one."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
-        """Completions as they end. All requests enter the engine together."""
+        """Yields completions as they finish. All requests enter the engine together."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of the engine contract."""
+        """Calls a method of `RolloutEngine`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,22 +26,22 @@ class Message:
     """Requests that entered an engine together."""
 
     open: dict[str, GenerateRequest]
-    """Those that it has not answered yet, by id."""
+    """Unfinished requests, by id."""
     task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """An engine, and what it has in hand."""
+class EngineSlot:
+    """An engine with its requests and calls in progress."""
 
     index: int
     engine: EngineHandle
     bound: int
-    """Requests that it may have in flight."""
+    """Limit of requests in flight."""
     serves: bool = True
     running: int = 0
     messages: dict[Message, None] = field(default_factory=dict)
-    """Those that are not answered in full, in order."""
+    """Messages with unfinished requests, in order."""
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
@@ -49,7 +49,7 @@ class Seat:
         return self.serves and self.running < self.bound
 
     def vacate(self) -> list[GenerateRequest]:
-        """Out of service: nothing is waited for any more. What it had not answered, in the order in which it came."""
+        """Takes the engine out of service and cancels its calls; returns its unfinished requests in order of arrival."""
         self.serves = False
         orphans = [request for message in self.messages for request in message.open.values()]
         for message in self.messages:
@@ -62,20 +62,20 @@ class Seat:
         return orphans
 
     def seat(self, engine: EngineHandle, bound: int) -> None:
-        """Another engine takes the place."""
+        """Puts another engine into this slot."""
         self.engine, self.bound, self.serves = engine, bound, True
 
 
 @dataclass(frozen=True, slots=True)
 class OneEngine:
-    """`slime_core.contracts.transport.EngineLink` of an engine that is not in service yet."""
+    """`slime_core.contracts.transport.EngineGroup` of an engine that is not in service yet."""
 
     engine: EngineHandle
     call_limit_s: float
     num_engines: ClassVar = 1
 
-    async def each(self, method: str, *args: Any) -> Sequence[Any]:
-        """EngineError if it takes too long."""
+    async def call_all(self, method: str, *args: Any) -> Sequence[Any]:
+        """Raises EngineError after `call_limit_s`."""
         try:
             async with asyncio.timeout(self.call_limit_s):
                 return [await self.engine.call(method, *args)]

@@ -1,4 +1,4 @@
-"""The kernel's Episode: what a generator is handed for one answer."""
+"""EngineEpisode: the kernel's implementation of `Episode`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from slime_core.errors import RewardError
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.partial_stop import without_begun_stop
+from slime_core.rollout.partial_stop import strip_partial_stop
 from slime_core.rollout.routed import RoutedSequences
 from slime_core.rollout.seeds import request_seed
-from slime_core.rollout.trace import AnswerTrace, Turn
+from slime_core.rollout.trace import ResponseTrace, Turn
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
@@ -31,8 +31,7 @@ Scorer: TypeAlias = Callable[[SampleGroup], Awaitable[SampleGroup]]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EngineEpisode:
-    """Numbers the turns of one answer, and gives each its own request id and seed. Once `stop` is set, or with no room
-    left for a token, it answers by itself: with nothing."""
+    """Numbers the turns of a response. Once `stop` is set, or without room for another token, completions are empty."""
 
     prompt: Prompt
     index: int
@@ -49,14 +48,14 @@ class EngineEpisode:
     kept: Sample | None = None
     scorer: Scorer | None = None
     routed_experts: bool = False
-    """Engines are asked for expert ids."""
+    """Requests expert ids."""
     trained_versions: Callable[[], range] = lambda: range(1)
     request_ids: list[str] = field(default_factory=list, init=False)
     turns: list[Turn] = field(default_factory=list, init=False)
     began: float = field(default_factory=time.time, init=False)
 
     def __post_init__(self) -> None:
-        # A retry needs request ids of its own; its seeds stay, so that it repeats what was lost.
+        # A retry needs its own request ids, but the same seeds, so that it repeats what was lost.
         scope = f"{self.scope}.{self.attempt}" if self.attempt else self.scope
         self._id = f"{scope}/{self.index}"
         self._routed = RoutedSequences(self.kept) if self.routed_experts else None
@@ -76,7 +75,7 @@ class EngineEpisode:
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         if self.scorer is None:
-            raise RewardError("the generator asks for rewards, and the run has none: name one with --reward.")
+            raise RewardError("the generator needs rewards, and the run has none. Pass one with --reward.")
         return (await self.scorer(SampleGroup(prompt=self.prompt, samples=tuple(samples)))).samples
 
     async def complete(self, token_ids: npt.NDArray[np.int32], sampling: SamplingParams | None = None) -> Completion:
@@ -118,12 +117,12 @@ class EngineEpisode:
         if self._routed is not None:
             completion = self._routed.joined(request, completion)
         if completion.finish_reason is FinishReason.ABORT:
-            completion = without_begun_stop(completion, sampling.stop, self.tokenizer)
+            completion = strip_partial_stop(completion, sampling.stop, self.tokenizer)
         return completion
 
-    def trace(self, seconds: float) -> AnswerTrace:
-        """What took how long in this answer, which took `seconds` in all."""
-        return AnswerTrace(
+    def trace(self, seconds: float) -> ResponseTrace:
+        """What took how long in this response, which took `seconds` in all."""
+        return ResponseTrace(
             index=self.index, attempt=self.attempt, began=self.began, seconds=seconds, turns=tuple(self.turns)
         )
 

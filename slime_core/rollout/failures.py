@@ -1,4 +1,4 @@
-"""What answers failed of, kept with them until somebody has to be told."""
+"""Errors of failed responses, kept in their metadata for the message that ends a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LONGEST: Final = 500
 
 
 def with_failure(sample: Sample, error: Exception) -> Sample:
-    """In the sample's metadata; the whole text is the event log's."""
+    """Adds the error to the sample's metadata, shortened; the event log has the whole text."""
     text = f"{type(error).__name__}: {error}"
     shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
     return replace(sample, metadata={**sample.metadata, FAILURE: shown})
 
 
 def most_frequent(groups: Iterable[SampleGroup]) -> tuple[str, int, int] | None:
-    """The first of the most frequent failures, how often there was such a one, and the number of all failed answers; None if
-    none failed. Failures that differ in numbers alone, such as those of prompts, are alike."""
+    """Returns the first text of the most frequent failure, its count, and the number of failed responses; None if none failed.
+    Failures that differ only in numbers, such as row numbers, count as one."""
     texts = [
         str(sample.metadata[FAILURE])
         for group in groups

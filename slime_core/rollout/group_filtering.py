@@ -18,86 +18,84 @@ FAILED = "failed"
 ABORTED = "aborted"
 
 
-def verdict(group: SampleGroup, context: RolloutContext, *, insufficient: bool) -> FilterDecision:
-    """Whether the group is accepted; if not, why. Counted."""
+def apply_filters(group: SampleGroup, context: RolloutContext, *, insufficient: bool) -> FilterDecision:
+    """Decides whether the group is accepted, and counts rejections by reason."""
     if is_failed(group):
         context.counts["rollout/failed_groups"] += 1
         return FilterDecision(keep=False, reason=FAILED)
     if is_aborted(group):
-        # Nobody here asked for it: an engine ended it, and what it has is no answer.
+        # The run did not abort it: an engine did, so the response is incomplete.
         context.counts["rollout/aborted_groups"] += 1
         return FilterDecision(keep=False, reason=ABORTED)
     decision = judge(group, context.filters, insufficient=insufficient)
     if not decision.keep:
         context.counts[f"rollout/dynamic_filter/drop_{decision.reason}"] += 1
-    elif decision.untrained:
-        context.counts["rollout/dynamic_filter/untrained_samples"] += len(decision.untrained)
+    elif decision.masked_indices:
+        context.counts["rollout/dynamic_filter/untrained_samples"] += len(decision.masked_indices)
     return decision
 
 
-def goes_back(group: SampleGroup, config: RolloutConfig) -> bool:
-    """Whether the prompt of a group that was not accepted is generated from again."""
+def should_requeue(group: SampleGroup, config: RolloutConfig) -> bool:
+    """True if the prompt of a rejected group is generated again."""
     if is_failed(group):
         return config.on_failed_group == "requeue"
     return is_aborted(group)
 
 
 def judge(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: bool) -> FilterDecision:
-    """The decision of the first filter that drops the group; if none does, to keep it, without the samples that any of
-    them does not want trained. `insufficient`: too few candidates remain to drop it on a filter's mere preference."""
-    untrained: set[int] = set()
+    """Returns the decision of the first filter that drops the group; if none does, one that keeps it and masks the samples
+    that any filter masks. `insufficient`: too few candidates remain, so `keep_when_insufficient` applies."""
+    masked: set[int] = set()
     for group_filter in filters:
         decision = group_filter.decide(group)
         if not decision.keep and not (decision.keep_when_insufficient and insufficient):
             return decision
-        untrained.update(decision.untrained)
-    return FilterDecision(keep=True, untrained=tuple(sorted(untrained)))
+        masked.update(decision.masked_indices)
+    return FilterDecision(keep=True, masked_indices=tuple(sorted(masked)))
 
 
-def marked(group: SampleGroup, untrained: Sequence[int]) -> SampleGroup:
-    """The group in which these samples train nothing."""
-    if not untrained:
+def marked(group: SampleGroup, masked_indices: Sequence[int]) -> SampleGroup:
+    """The group with these samples excluded from training."""
+    if not masked_indices:
         return group
     samples = list(group.samples)
-    for position in untrained:
+    for position in masked_indices:
         samples[position] = replace(samples[position], remove_sample=True)
     return replace(group, samples=tuple(samples))
 
 
 def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step: int, config: RolloutConfig) -> None:
-    """RolloutsExhausted with the reasons if too many groups of a step were refused; RolloutError if most of them failed,
-    which says nothing about what there is to learn."""
+    """Raises RolloutsExhausted with the reasons if too many groups of a step were rejected; RolloutError if at least half of
+    them failed, since the data may then still have groups to learn from."""
     if len(refused) < (config.max_filtered_groups or 10 * config.rollout_batch_size):
         return
     rejected = Counter(reason for _, reason in refused)
     reasons = ", ".join(f"{name} {count}" for name, count in rejected.most_common())
-    told = (
+    message = (
         f"step {step}: {len(refused)} groups were rejected while {accepted} of {config.rollout_batch_size} were accepted "
         f"({reasons})."
     )
     if failure := most_frequent(group for group, reason in refused if reason == FAILED):
         text, count, total = failure
-        told += (
-            f" Of {total} failed answers {count} failed so: {text} (events.jsonl in the run's folder has all of them)."
-        )
+        message += f" Of {total} failed responses {count} failed so: {text} (events.jsonl in the run's folder has all of them)."
     if 2 * rejected[FAILED] >= len(refused):
-        raise RolloutError(f"{told} Mend what fails.")
+        raise RolloutError(f"{message} Fix the failing generator or reward.")
     raise RolloutsExhausted(
-        f"{told} Look at the filters and the reward, raise --max-filtered-groups"
+        f"{message} Check the filters and the reward, raise --max-filtered-groups"
         f"{or_finish(config, ', or let the run end here when nothing is left to learn')}."
     )
 
 
 def data_ended(step: int, left: int, config: RolloutConfig) -> RolloutsExhausted:
-    """`left`: groups that were still to be had."""
-    wanted = config.rollout_batch_size
-    found = f"{left} of the {wanted} groups that a step wants are left" if left else "there is no prompt left"
+    """`left`: groups that the step has."""
+    requested = config.rollout_batch_size
+    found = f"{left} of the {requested} groups that a step requires are left" if left else "there is no prompt left"
     return RolloutsExhausted(
-        f"step {step}: the data has ended: {found}. Give more data, or a source that begins anew at its end, or a "
+        f"step {step}: the data has ended: {found}. Add data, choose a source that repeats, or set a "
         f"--rollout-batch-size that divides the number of prompts{or_finish(config, ', or let the run end here')}."
     )
 
 
-def or_finish(config: RolloutConfig, said: str) -> str:
-    """What to type, unless it has been typed."""
-    return "" if config.on_exhausted == "finish" else f"{said}: --on-exhausted finish"
+def or_finish(config: RolloutConfig, hint: str) -> str:
+    """`hint` with the flag to pass; empty if the run has it already."""
+    return "" if config.on_exhausted == "finish" else f"{hint}: --on-exhausted finish"

@@ -1,4 +1,4 @@
-"""GroupRunner: one prompt to a group of scored samples."""
+"""GroupRunner: generates and scores a group of samples for a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.failures import with_failure
 from slime_core.rollout.scoring import Judge, ScoringPlan, score_group
 from slime_core.rollout.staleness import mask_kept
-from slime_core.rollout.trace import AnswerTrace, GroupTrace
+from slime_core.rollout.trace import GroupTrace, ResponseTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """How the groups of a purpose (training, or one evaluation set) are made."""
+    """Settings of the groups of one purpose (training, or one evaluation set)."""
 
     scope: str
     """Distinguishes request ids and seeds of different purposes."""
@@ -45,28 +45,28 @@ class GroupSettings:
     evaluation: bool
     max_retries: int
     mask_offpolicy: bool = False
-    """Kept tokens are not trained if a newer policy went on with them."""
+    """Kept tokens are masked if a newer policy continued the response."""
     routed_experts: bool = False
-    """Samples are to bring the engines' expert ids."""
+    """Samples need the engines' expert ids."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class RunningGroup:
-    """A group on its way."""
+    """A group in progress."""
 
     prompt: Prompt
     kept: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
     """Samples of an earlier attempt, by their index."""
     task: asyncio.Task[SampleGroup] = field(init=False)
     episodes: list[EngineEpisode] = field(default_factory=list)
-    """Whose requests would have to be aborted."""
-    traces: list[AnswerTrace] = field(default_factory=list)
+    """Episodes of all attempts, for aborts."""
+    traces: list[ResponseTrace] = field(default_factory=list)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by an abort: what the group would ask the engines next is answered with nothing, and no reward is asked for."""
+    """Set by an abort: further requests of the group get empty completions, and it is not scored."""
     generated: list[Sample] = field(default_factory=list)
-    """All its samples as soon as there are all; their rewards may not be there yet."""
+    """All samples once the last one is generated, perhaps without rewards."""
     all_generated: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set then."""
+    """Set when `generated` is complete."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -87,7 +87,7 @@ class SampleFailure:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupRunner:
-    """Starts groups of one purpose; each group is a task of its own."""
+    """Starts groups of one purpose; each group runs in its own task."""
 
     settings: GroupSettings = field(kw_only=False)
     generator: Generator
@@ -97,10 +97,10 @@ class GroupRunner:
     on_failure: Callable[[SampleFailure], None]
     on_trace: Callable[[GroupTrace], None] = lambda trace: None
     versions: Callable[[], range] = lambda: range(1)
-    """Whose tokens may be trained now."""
+    """Policy versions whose tokens may be trained on now."""
 
     def start(self, prompt: Prompt, kept: Sequence[Sample] = ()) -> RunningGroup:
-        """Starts all answers at once. Of samples `kept` from earlier, finished ones are taken as they are, others continued."""
+        """Starts all responses concurrently. kept: samples of an earlier attempt; unfinished ones are continued."""
         by_index: defaultdict[int, list[Sample]] = defaultdict(list)
         for sample in kept:
             by_index[sample.index].append(sample)
@@ -109,23 +109,22 @@ class GroupRunner:
         return group
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
-        """Ends what these groups have in the engines; their tasks end with aborted samples. To be repeated until they
-        have: a request may be on its way to an engine that does not know it yet."""
+        """Aborts the groups' requests. Repeat it until their tasks end: an engine may not have received a request yet."""
         for group in groups:
             group.stop.set()
         await self.client.abort([request_id for group in groups for request_id in group.request_ids])
 
     async def _run(self, running: RunningGroup) -> SampleGroup:
         first = running.prompt.group_index * self.settings.num_samples
-        answers = [
-            asyncio.create_task(self._answer(running, first + position, position))
+        tasks = [
+            asyncio.create_task(self._respond(running, first + position, position))
             for position in range(self.settings.num_samples)
         ]
-        running.generated += [sample for answer in await all_or_none(answers) for sample in answer]
+        running.generated += [sample for response in await all_or_none(tasks) for sample in response]
         running.all_generated.set()
         group = SampleGroup(prompt=running.prompt, samples=tuple(running.generated))
         if running.stop.is_set():
-            # Of a group that was broken off, whoever goes on with it asks: a reward may compare all its members.
+            # An aborted group is scored when it is continued and complete, since a reward may compare all its samples.
             return group
         began = time.perf_counter()
         group = await self._score(group)
@@ -134,12 +133,12 @@ class GroupRunner:
                 scope=self.settings.scope,
                 group_index=group.group_index,
                 reward_s=time.perf_counter() - began,
-                answers=running.traces,
+                responses=running.traces,
             )
         )
         return group
 
-    async def _answer(self, running: RunningGroup, index: int, position: int) -> Sequence[Sample]:
+    async def _respond(self, running: RunningGroup, index: int, position: int) -> Sequence[Sample]:
         prompt, kept = running.prompt, running.kept.get(index, ())
         if kept and all(sample.status in (Status.COMPLETED, Status.TRUNCATED) for sample in kept):
             return kept
@@ -158,7 +157,7 @@ class GroupRunner:
                 client=self.client,
                 tokenizer=self.tokenizer,
                 evaluation=self.settings.evaluation,
-                # An answer that was made into several samples cannot be gone on with: it starts anew.
+                # A response with several samples cannot be continued: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
                 scorer=None if self.rewards is None else self._score,
                 routed_experts=self.settings.routed_experts,
@@ -172,7 +171,7 @@ class GroupRunner:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
                 return samples
             except EngineUnavailable as error:
-                # It was asked again as often as it may be: perhaps it is what kills the engines.
+                # The request was lost too often: perhaps it is the cause that engines fail.
                 self.on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 failure = error
                 break
@@ -194,7 +193,7 @@ class GroupRunner:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # A failure like others: passed on, it would end the run as if somebody had asked for that.
+            # The run did not cancel it: raised as it is, it would end the run like an interrupt.
             raise RolloutError(
                 f"generator {type(self.generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
                 "not by the run."
@@ -211,12 +210,12 @@ class GroupRunner:
 
 
 async def all_or_none(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """Their results, in order. What the first failure raises, as soon as the others have been cancelled and have ended."""
+    """Returns all results in order. After the first failure it cancels the others, waits for their end, and raises it."""
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
-            # Whoever waits here may have been cancelled, and they with it: a second time would cut what they clean up.
+            # Tasks that are being cancelled with this one must not be cancelled again: that would stop their cleanup.
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,31 +223,31 @@ async def all_or_none(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
 
 
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
-    """PluginError unless there is one, and all its vectors fit its response: a batch of columns would not notice. Nor would
-    anybody notice metadata that cannot be saved, until a run that ends wants to save them."""
-    who = f"generator {type(generator).__name__}"
+    """Raises PluginError if there is no sample, its vectors do not fit its response, or its metadata cannot be saved: the batch
+    would not detect the vectors, and metadata are saved only at a checkpoint."""
+    where = f"generator {type(generator).__name__}"
     if not samples:
-        raise PluginError(f"{who} returned no sample; an answer without a response is a sample too.")
+        raise PluginError(f"{where} returned no sample; return one also for an empty response.")
     for sample in samples:
         length = sample.response_length
         lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
         if wrong := {name: found for name, found in lengths.items() if found != length}:
-            raise PluginError(f"{who}: sample {sample.index} has {length} response tokens, but {wrong}.")
+            raise PluginError(f"{where}: sample {sample.index} has {length} response tokens, but {wrong}.")
         if sample.prompt_length < 1 or any(not 0 <= start <= end <= length for _, start, end in sample.spans):
             raise PluginError(
-                f"{who}: sample {sample.index} has prompt_length {sample.prompt_length} and spans "
+                f"{where}: sample {sample.index} has prompt_length {sample.prompt_length} and spans "
                 f"{[tuple(span) for span in sample.spans]} with {length} response tokens."
             )
         if sample.metadata is not sample.prompt.metadata:
             try:
-                json_text(sample.metadata, f"{who}: sample {sample.index}: metadata")
+                json_text(sample.metadata, f"{where}: sample {sample.index}: metadata")
             except DataError as error:
                 raise PluginError(str(error)) from error
     return samples
 
 
 def failed_sample(prompt: Prompt, index: int) -> Sample:
-    """What stands for an answer that could not be generated."""
+    """Sample that replaces a response that could not be generated."""
     return Sample(
         index=index,
         group_index=prompt.group_index,

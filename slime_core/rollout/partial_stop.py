@@ -1,7 +1,6 @@
-"""A stop string that an answer had begun to write when it was broken off.
+"""Removes a partial stop string from the end of an aborted response.
 
-Engines look for stop strings in what they write themselves. Whoever goes on with such an answer would write the rest of the
-stop string, which its engine does not know for one, and beyond it.
+Engines search for stop strings only in their own output, so another engine would not recognize the rest of it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENS_PER_CHARACTER: Final = 4
-"""At most: the bytes of one in UTF-8."""
+"""Upper bound: the bytes of a character in UTF-8."""
 
 
-def without_begun_stop(completion: Completion, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """The answer without the tokens at its end that may begin one of `stops`; they are written again."""
+def strip_partial_stop(completion: Completion, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Completion:
+    """Returns the completion without tokens at its end that may begin one of `stops`; they are generated again."""
     longest = max((len(stop) for stop in stops), default=0)
     end = completion.token_ids[-TOKENS_PER_CHARACTER * longest :]
     if longest < 2 or not len(end):

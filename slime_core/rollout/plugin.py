@@ -9,7 +9,7 @@ from slime_core.contracts.generator import Generator, GeneratorDriver
 
 
 class SingleTurnDriver(GeneratorDriver):
-    """One engine call per answer."""
+    """One engine call per response."""
 
     @classmethod
     def build(cls, config: Any) -> Generator:

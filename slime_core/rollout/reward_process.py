@@ -1,7 +1,7 @@
-"""RewardProcess: a process that builds rewards and scores groups by them, as the threads see it that ask it.
+"""RewardProcess: a worker process that builds rewards and scores groups, for threads of the run.
 
-One that dies, whenever that is, is replaced when the next one asks; who had asked it is told. A process of its own for each
-answer that is waited for: nobody else's task can be lost with it.
+A process that died is replaced at the next call; the call that it died in raises. Each call in progress has its own process, so
+no other call is lost with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class WorkerDied(Exception):
-    """The process ended before it answered."""
+    """The process ended before it responded."""
 
     def __init__(self, exitcode: int | None) -> None:
         super().__init__(f"exit code {exitcode}")
@@ -32,25 +32,25 @@ class WorkerDied(Exception):
 
 
 class WorkerLate(Exception):
-    """There was no answer in time. The process was killed."""
+    """There was no response in time; the process was killed."""
 
 
 class WorkerClosed(Exception):
-    """Nobody waits for the answer any more. The process was killed, or was never started."""
+    """The call was cancelled; the process was killed, or never started."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker process, as the cause of what is raised here."""
+    """Traceback of a worker process, set as the cause of the error raised here."""
 
 
 class RewardProcess:
-    """Started by the first one that asks. One asks at a time; the others wait."""
+    """Started by the first call. One call at a time; others wait."""
 
     def __init__(self, plugin_files: tuple[PluginFile, ...]) -> None:
         self._plugin_files = plugin_files
         self._turn = threading.Lock()
         self._state = threading.Lock()
-        """Of what `kill` looks at."""
+        """Guards the attributes that `kill` reads."""
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._built: set[tuple[str, Servers]] = set()
@@ -58,15 +58,15 @@ class RewardProcess:
         self._closed = False
 
     def build(self, spec: str, servers: Servers) -> None:
-        """Raises what building the reward raises, and WorkerDied."""
+        """Builds the reward in the process. Raises the errors of building it, and WorkerDied."""
         with self._turn:
             self._build(spec, servers)
 
     def score(
         self, spec: str, servers: Servers, groups: Sequence[SampleGroup], *, timeout_s: float, asked_by: object
     ) -> Scored:
-        """The time begins when the reward is built. WorkerLate; WorkerDied, also of a `kill(asked_by)`; WorkerClosed if that
-        came before it began, or after `close`."""
+        """Scores groups; `timeout_s` counts from when the reward is built. Raises WorkerLate; WorkerDied, also after
+        `kill(asked_by)`; WorkerClosed if that came before scoring began, or after `close`."""
         with self._turn:
             with self._state:
                 self._asked_by = asked_by
@@ -81,7 +81,7 @@ class RewardProcess:
                     self._asked_by = None
 
     def kill(self, asked_by: object) -> None:
-        """If it is this one that it works for."""
+        """Kills the process if it works for `asked_by`."""
         with self._state:
             if self._asked_by is asked_by:
                 self._asked_by = None
@@ -89,7 +89,7 @@ class RewardProcess:
                     self._process.kill()
 
     def close(self) -> None:
-        """For good; whoever waits for an answer gets WorkerClosed."""
+        """Ends the process for good; a call in progress raises WorkerClosed."""
         with self._state:
             self._closed = True
             if self._process is not None:
@@ -110,7 +110,7 @@ class RewardProcess:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), name="slime-rewards")
-        with there, self._state, interrupts_held_back():
+        with there, self._state, interrupts_blocked():
             if self._closed:
                 here.close()
                 raise WorkerClosed
@@ -126,21 +126,21 @@ class RewardProcess:
                 self._process.kill()
                 self._end()
                 raise WorkerLate
-            # Others that the process has started may hold the other end open.
+            # Child processes of the worker may hold the other end open.
             if not self._pipe.poll():
                 raise EOFError
-            answer: T | Failure = self._pipe.recv()
+            response: T | Failure = self._pipe.recv()
         except (EOFError, ConnectionError):
             exitcode = self._end()
             if self._closed:
                 raise WorkerClosed from None
             raise WorkerDied(exitcode) from None
-        if isinstance(answer, Failure):
-            raise answer.error from RemoteTraceback(answer.traceback)
-        return answer
+        if isinstance(response, Failure):
+            raise response.error from RemoteTraceback(response.traceback)
+        return response
 
     def _end(self) -> int | None:
-        """Its exit code."""
+        """Ends the process and returns its exit code."""
         process, pipe = self._process, self._pipe
         if process is None or pipe is None:
             return None
@@ -148,7 +148,7 @@ class RewardProcess:
             self._process = self._pipe = None
         self._built.clear()
         pipe.close()
-        # One that ends by itself says how.
+        # A process that ends by itself has a meaningful exit code.
         process.join(1)
         process.kill()
         process.join()
@@ -156,9 +156,9 @@ class RewardProcess:
 
 
 @contextlib.contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """What is started meanwhile never sees Ctrl-C: a worker that has not come to `serve` yet would end with a traceback."""
-    # Started with the first process, and lets the signals in again when it is.
+def interrupts_blocked() -> Iterator[None]:
+    """Processes started inside never get Ctrl-C: before `serve` a worker would end with a traceback."""
+    # It would be started with the first process, and unblocks signals when it starts.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

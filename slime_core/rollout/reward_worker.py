@@ -1,4 +1,4 @@
-"""What runs in a reward's worker process."""
+"""Functions that run in a reward's worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
 from slime_core.registry import Registry
@@ -25,24 +25,24 @@ from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.sample import SampleGroup
 
 Servers: TypeAlias = "tuple[ServedModel, ...] | None"
-"""Those that a reward asks; None: it asks no engines of the run."""
+"""Servers that a reward queries; None: it queries no engines of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a reward raised on one group, as text: the exception itself may not travel."""
+    """Exception of a reward for one group, as text: the exception itself may not be picklable."""
 
     message: str
-    """A RewardError's own message; else the type and text."""
-    told: bool
-    """It was a RewardError, which says itself on which prompt, and what to type."""
+    """The message of a RewardError; else type and text."""
+    is_reward_error: bool
+    """It was a RewardError, whose message has the prompt and a fix."""
     traceback: str
     outcome: Outcome = Outcome.WRONG
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Answers in the order of the groups."""
+    """Values in the order of the groups."""
 
     values: Sequence[Sequence[RewardValue] | Raised]
     seconds: float
@@ -50,30 +50,29 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a task raised outside the groups that it is about, or an answer that cannot travel."""
+    """Exception of a task outside of scoring a group, or of pickling its result."""
 
     error: Exception
     traceback: str
 
 
 def serve(pipe: Connection) -> None:
-    """The process: one task after the other, (function, arguments), as long as somebody sends any. Ctrl-C goes to the whole
-    process group, but the run decides when its workers end."""
+    """Main loop: runs tasks (function, arguments) from the pipe. Ignores Ctrl-C: the run decides when workers end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     while True:
         function, arguments = pipe.recv()
-        pipe.send_bytes(answer_of(function, arguments))
+        pipe.send_bytes(call_and_pickle(function, arguments))
 
 
-def answer_of(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
-    """Pickled. An answer that cannot be is one of its own."""
+def call_and_pickle(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
+    """Calls the function and pickles the result; on an error, or for a result that is not picklable, a `Failure`."""
     try:
         return bytes(ForkingPickler.dumps(function(*arguments)))
-    except Exception as error:  # noqa: BLE001 - a reward is foreign code; what it raised is told where it was asked
+    except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is returned to the caller
         text = traceback.format_exc()
         try:
-            # An exception may be pickled, and yet not be built again from that.
+            # Some exceptions can be pickled but not unpickled.
             pickle.loads(ForkingPickler.dumps(error))  # noqa: S301 - made here
         except Exception:  # noqa: BLE001 - as above
             error = RuntimeError(f"{type(error).__name__}: {error}")
@@ -81,7 +80,7 @@ def answer_of(function: Callable[..., object], arguments: Sequence[object]) -> b
 
 
 def end_with_parent() -> None:
-    """A run that is killed, or ended by a second Ctrl-C, cannot stop a worker that is in the middle of a reward."""
+    """Exits when the parent ends: a killed run cannot stop a worker that is inside a reward."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -90,9 +89,9 @@ def end_with_parent() -> None:
 
 @functools.cache
 def reward_of(spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...]) -> Reward:
-    """Built once in each worker process, and anew for other servers."""
-    part = PartSpec.from_json(spec).resolve(Registry(plugin_files))
-    reward: Reward = part.build() if servers is None else part.driver.build_asking(part.config, servers)
+    """Builds the reward once per worker process and set of servers."""
+    part = PluginSpec.from_json(spec).resolve(Registry(plugin_files))
+    reward: Reward = part.build() if servers is None else part.driver.build_with_servers(part.config, servers)
     return reward
 
 
@@ -103,7 +102,7 @@ def build_reward(spec: str, servers: Servers, plugin_files: tuple[PluginFile, ..
 def score_groups(
     spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...], groups: Sequence[SampleGroup]
 ) -> Scored:
-    """What one group makes the reward raise does not concern the others."""
+    """Scores each group; an exception for one group does not affect the others."""
     reward = reward_of(spec, servers, plugin_files)
     began = time.perf_counter()
     values = [score_group(reward, group) for group in groups]
@@ -115,12 +114,12 @@ def score_group(reward: Reward, group: SampleGroup) -> Sequence[RewardValue] | R
         return list(reward.score(group))
     except RewardError as error:
         return Raised(str(error), True, traceback.format_exc(), Outcome(error.outcome))
-    except Exception as error:  # noqa: BLE001 - a reward is foreign code; what it raised is told where it was asked
+    except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is returned to the caller
         return Raised(f"{type(error).__name__}: {error}", False, traceback.format_exc(), outcome_of(error))
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """The class of an exception that is no RewardError."""
+    """Outcome of an exception that is no RewardError."""
     if isinstance(error, TimeoutError):
         return Outcome.TIMEOUT
     return Outcome.INFRA if isinstance(error, ConnectionError) else Outcome.WRONG

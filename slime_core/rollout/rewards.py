@@ -1,9 +1,9 @@
-"""RewardPool: rewards run in worker processes with a time limit, never in the loop.
+"""RewardPool: rewards run in worker processes with a time limit, never in the event loop.
 
-A reward that hangs costs its worker process, which is killed and replaced; one that raises or returns something that is
-not a finite number is reported with the prompt it happened on.
+The worker process of a reward that hangs is killed and replaced; a reward that raises, or does not return a finite number, is
+reported with the prompt.
 
-Groups that come in together travel together, as many as take about PARCEL_SECONDS by what was measured: a message per
+Groups that arrive together are sent together, as many as take about PARCEL_SECONDS by the last measurement: one message per
 group would cost more than a fast reward itself, and a slow reward still gets its groups one by one.
 """
 
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
 from slime_core.registry.plugin_file import PluginFile
@@ -26,9 +26,9 @@ from slime_core.rollout.reward_worker import Raised, Scored, Servers
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.sample import Sample, SampleGroup, SpanReward
 
-WAY_ON: Final = "Mend the reward and start again, or say --on-reward-failure fail_sample to go on without it."
+REWARD_FIX: Final = "Fix the reward and start again, or pass --on-reward-failure fail_sample to continue without it."
 TIMEOUT_S: Final = 30.0
-"""For a group, where neither the run nor the reward says how long it may take."""
+"""Time limit of a group if neither the run nor the reward sets one."""
 PARCEL_SECONDS: Final = 0.02
 LARGEST_PARCEL: Final = 64
 ERROR_OF: Final = {
@@ -39,8 +39,8 @@ ERROR_OF: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of one sample: a number, or why there is none."""
+class RewardResult:
+    """Result of one sample: a number, or why there is none."""
 
     value: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -55,48 +55,49 @@ class Waiting:
     spec: str
     servers: Servers
     group: SampleGroup
-    answer: asyncio.Future[Sequence[RewardValue] | Raised]
+    values: asyncio.Future[Sequence[RewardValue] | Raised]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLimit:
-    """How long a reward says that it may take."""
+    """Time limit that a reward declares (`RewardDriver.timeout_s`)."""
 
     seconds: Callable[[int], float | None]
-    """For a group of so many samples."""
+    """By the number of samples in the group."""
     follows: tuple[str, ...] = ()
-    """The reward's options that decide it."""
+    """Options of the reward that it depends on."""
 
 
 class RewardPool:
     """One pool for all rewards of a run."""
 
     def __init__(self, plugin_files: Sequence[PluginFile], *, workers: int, timeout_s: float | None = None) -> None:
-        """`timeout_s`: for one group of any reward; None: what each reward says."""
+        """`timeout_s`: for one group of any reward; None: the limit of each reward."""
         self._plugin_files = tuple(plugin_files)
         self._timeout_s = timeout_s
         self._servers_of: dict[str, Servers] = {}
         self._own: dict[str, OwnLimit] = {}
         self.engines: ServedEngines | None = None
-        """Of the model that some rewards ask."""
+        """Engines of the model that some rewards query."""
         self._waiting: list[Waiting] = []
         self._parcels: set[asyncio.Task[None]] = set()
         self._pace: dict[str, float] = {}
-        """Seconds per group of each reward, as its last parcel took."""
+        """Seconds per group of each reward, measured on its last parcel."""
         self._processes = [RewardProcess(self._plugin_files) for _ in range(workers)]
-        # One that was used a moment ago has built more.
+        # The process used last has most rewards built.
         self._free: queue.LifoQueue[RewardProcess] = queue.LifoQueue()
         for process in reversed(self._processes):
             self._free.put(process)
         self._threads = ThreadPoolExecutor(workers, "rewards")
 
-    async def warm(self, spec: PartSpec, *, own: OwnLimit | None = None, asks_engines: bool = False) -> None:
-        """Builds the reward in every worker. One that replaces another does so before a group's time begins. Raises what
-        building it raises. `own`: its time, where the run says none. `asks_engines`: it is built with those of `engines`."""
+    async def warm(self, spec: PluginSpec, *, own: OwnLimit | None = None, needs_reward_model: bool = False) -> None:
+        """Builds the reward in every worker; a worker that replaces another builds it before a group's time begins. Raises the
+        errors of building it. `own`: its time limit if the run sets none. `needs_reward_model`: build it with the servers
+        of `engines`."""
         text = spec.to_json()
         self._servers_of[text] = None
-        if asks_engines:
-            assert self.engines is not None, "a reward that asks engines is bound with a model that they serve"
+        if needs_reward_model:
+            assert self.engines is not None, "a reward that queries engines is bound with a model that they serve"
             self._servers_of[text] = await self.engines.servers()
         if own is not None:
             self._own[text] = own
@@ -113,10 +114,9 @@ class RewardPool:
             ) from error
 
     async def judge(
-        self, spec: PartSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
-    ) -> list[Verdict]:
-        """What became of each sample, whichever state it is in. `retries`: how often the group is scored again when there
-        was no answer in time, or something that the reward depends on was lost."""
+        self, spec: PluginSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
+    ) -> list[RewardResult]:
+        """Results by sample, whatever its status. `retries`: repeats after a timeout or the failure of a dependency."""
         if not group.samples:
             return []
         where = f'reward "{spec.name}" on {group.prompt.origin or f"group {group.group_index}"}'
@@ -125,22 +125,22 @@ class RewardPool:
             servers = await self._servers(text)
             try:
                 values = await self._values(text, servers, group, where)
-                # Such failures say nothing if they are for the sake of servers that serve no longer.
+                # Failures because of servers that are out of service do not count.
                 lost = any(isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG for value in values)
                 if not lost or not await self._replaced(servers):
                     break
             except RewardError as error:
                 if error.outcome == Outcome.WRONG:
-                    return [Verdict(failure=error)] * len(group.samples)
+                    return [RewardResult(failure=error)] * len(group.samples)
                 if await self._replaced(servers):
                     continue
                 if retries == 0:
-                    return [Verdict(failure=error)] * len(group.samples)
+                    return [RewardResult(failure=error)] * len(group.samples)
                 retries -= 1
         return [verdict_on(sample, v, reward_key, where) for sample, v in zip(group.samples, values, strict=True)]
 
     async def _servers(self, spec: str) -> Servers:
-        """Those that the reward asks now, once there are any."""
+        """Servers that the reward queries now; waits until there is one."""
         if self.engines is not None and self._servers_of.get(spec) is not None:
             self._servers_of[spec] = await self.engines.servers()
         return self._servers_of.get(spec)
@@ -149,43 +149,43 @@ class RewardPool:
         return servers is not None and self.engines is not None and await self.engines.changed(servers)
 
     async def _values(self, spec: str, servers: Servers, group: SampleGroup, where: str) -> Sequence[RewardValue]:
-        """One for each sample; RewardError if the group cannot be scored."""
+        """Returns one value per sample; raises RewardError if the group cannot be scored."""
         try:
             values = await self._ask(spec, servers, group)
         except WorkerLate:
             raise RewardTimeout(f"{where}: {self._late(spec, len(group.samples))}") from None
         except WorkerDied as error:
             raise RewardUnavailable(
-                f"{where}: its worker process died (exit code {error.exitcode}). {WAY_ON}"
+                f"{where}: its worker process died (exit code {error.exitcode}). {REWARD_FIX}"
             ) from error
         except RewardError:
             raise
         except Exception as error:
-            raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {WAY_ON}") from error
+            raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {REWARD_FIX}") from error
         if isinstance(values, Raised):
-            text = values.message if values.told else f"{where}: raised {values.message}. {WAY_ON}"
+            text = values.message if values.is_reward_error else f"{where}: raised {values.message}. {REWARD_FIX}"
             raise ERROR_OF[values.outcome](text) from RemoteTraceback(values.traceback)
         if len(values) != len(group.samples):
             raise RewardError(f"{where}: returned {len(values)} values for {len(group.samples)} samples.")
         return values
 
     def _limit(self, spec: str, num_samples: int) -> float:
-        """Seconds for a group: what the run says wins over what the reward says."""
+        """Time limit of a group in seconds: the run's, else the reward's, else TIMEOUT_S."""
         if self._timeout_s is not None:
             return self._timeout_s
         own = self._own[spec].seconds(num_samples) if spec in self._own else None
         return TIMEOUT_S if own is None else own
 
     def _late(self, spec: str, num_samples: int) -> str:
-        told = f"no answer within {self._limit(spec, num_samples):g} s"
+        text = f"no response within {self._limit(spec, num_samples):g} s"
         follows = self._own[spec].follows if spec in self._own and self._timeout_s is None else ()
         if follows:
-            told += (
-                f", the time that the reward's {', '.join(follows)} give {num_samples} samples. Change these, or say"
+            text += (
+                f", the time that the reward's {', '.join(follows)} give {num_samples} samples. Change these, or pass"
             )
         else:
-            told += ". Raise"
-        return f"{told} --reward-timeout, or --on-reward-failure fail_sample to go on without it."
+            text += ". Raise"
+        return f"{text} --reward-timeout, or --on-reward-failure fail_sample to continue without it."
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -199,7 +199,7 @@ class RewardPool:
             loop.call_soon(self._send_all)
         waiting = Waiting(spec, servers, group, loop.create_future())
         self._waiting.append(waiting)
-        return await waiting.answer
+        return await waiting.values
 
     def _send_all(self) -> None:
         of_spec: dict[tuple[str, Servers], list[Waiting]] = {}
@@ -218,15 +218,15 @@ class RewardPool:
         parcel.add_done_callback(self._parcels.discard)
 
         def give_up(_: asyncio.Future[Sequence[RewardValue] | Raised]) -> None:
-            if all(member.answer.cancelled() for member in members):
+            if all(member.values.cancelled() for member in members):
                 parcel.cancel()
 
         for member in members:
-            member.answer.add_done_callback(give_up)
+            member.values.add_done_callback(give_up)
 
     async def _deliver(self, members: Sequence[Waiting]) -> None:
-        """The answers to their groups. Where a whole parcel is lost, each of its groups is sent again on its own, so
-        that the one that hangs, or takes the worker down, is the one that fails."""
+        """Scores a parcel and sets the values of its groups. If a whole parcel is lost, each group is sent again on its own, so
+        that only the group that hangs, or kills the worker, fails."""
         spec, groups = members[0].spec, [member.group for member in members]
         limit = max(self._limit(spec, len(group.samples)) for group in groups)
         asked_by = object()
@@ -237,11 +237,11 @@ class RewardPool:
             for process in self._processes:
                 process.kill(asked_by)
             raise
-        except Exception as error:  # noqa: BLE001 - whatever comes back reaches those who wait for it
-            left = [member for member in members if not member.answer.done()]
+        except Exception as error:  # noqa: BLE001 - the callers get the error
+            left = [member for member in members if not member.values.done()]
             if len(members) == 1:
                 for member in left:
-                    member.answer.set_exception(error)
+                    member.values.set_exception(error)
             else:
                 self._pace.pop(spec, None)
                 for member in left:
@@ -249,13 +249,13 @@ class RewardPool:
             return
         self._pace[spec] = scored.seconds / len(members)
         for member, values in zip(members, scored.values, strict=True):
-            if not member.answer.done():
-                member.answer.set_result(values)
+            if not member.values.done():
+                member.values.set_result(values)
 
     def _score(
         self, spec: str, servers: Servers, groups: Sequence[SampleGroup], limit_s: float, asked_by: object
     ) -> Scored:
-        """In a thread. There are as many as processes, so one is free."""
+        """Runs in a thread. There are as many threads as processes, so one process is free."""
         process = self._free.get_nowait()
         try:
             return process.score(spec, servers, groups, timeout_s=limit_s, asked_by=asked_by)
@@ -263,19 +263,19 @@ class RewardPool:
             self._free.put(process)
 
 
-def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Verdict:
-    """What the value that a reward returned says."""
+def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> RewardResult:
+    """Result from the value that a reward returned."""
     try:
         done = rewarded(sample, value, reward_key, where)
     except RewardError as error:
-        return Verdict(failure=error)
-    return Verdict(value=done.reward, parts=done.reward_parts, spans=done.span_rewards)
+        return RewardResult(failure=error)
+    return RewardResult(value=done.reward, parts=done.reward_parts, spans=done.span_rewards)
 
 
 def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Sample:
-    """The sample with its reward; a mapping's numbers are kept as parts. RewardError if it is none."""
+    """Returns the sample with its reward; numbers of a mapping are kept as parts. Raises RewardError for an invalid value."""
     if isinstance(value, RewardFailure):
-        raise ERROR_OF[value.outcome](f"{where}: {value.message}. {WAY_ON}")
+        raise ERROR_OF[value.outcome](f"{where}: {value.message}. {REWARD_FIX}")
     if isinstance(value, SpanRewards):
         spans = tuple(span_of(sample, span, where) for span in value.spans)
         total = finite(value.outcome, where) + math.fsum(span.value for span in spans)
@@ -284,7 +284,7 @@ def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: 
     if isinstance(value, Mapping):
         parts = {key: finite(number, where) for key, number in value.items()}
         if reward_key is None:
-            raise RewardError(f"{where}: returned {sorted(parts)}; say which one counts with --reward-key.")
+            raise RewardError(f"{where}: returned {sorted(parts)}; pass one of them as --reward-key.")
         if reward_key not in parts:
             raise RewardError(f'{where}: returned no "{reward_key}" (--reward-key); there is {sorted(parts)}.')
         value = parts[reward_key]
@@ -306,7 +306,7 @@ def finite(value: object, where: str) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = None
-    # Text converts too, but a reward that returns some did not mean a number.
+    # float() accepts text too, but a reward that returns text is wrong.
     if number is None or isinstance(value, (str, bytes)):
         raise RewardError(f"{where}: returned {value!r}, which is not a number.")
     if not math.isfinite(number):

@@ -1,7 +1,7 @@
-"""RoutedSequences: expert ids of the sequences that one answer has gone through, so that engines tell only what is new.
+"""RoutedSequences: expert ids of the sequences of one response, so that engines report only those of new tokens.
 
-A token's experts depend on what stands before it and on nothing behind, so two sequences share the ids of their common
-beginning. What an older policy chose for tokens that it wrote stays with them.
+A token's experts depend only on the tokens before it, so two sequences share the ids of their common prefix. The choices of
+an older policy for its tokens are kept.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class RoutedSequences:
             self._sequences.append((kept.tokens, kept.routed_experts))
 
     def known(self, token_ids: Tokens) -> int:
-        """How many of a prompt's tokens have ids here, from the first one on."""
+        """Length of the longest prefix of `token_ids` whose ids are known."""
         return max((shared(ids, tokens, token_ids) for tokens, ids in self._sequences), default=0)
 
     def joined(self, request: GenerateRequest, completion: Completion) -> Completion:
-        """The answer with ids of all tokens of the sequence but the last. EngineError if it lacks those that were asked for."""
+        """The completion with ids of all tokens of the sequence but the last. EngineError if requested ids are missing."""
         if not len(completion.token_ids):
             return replace(completion, routed_experts=None)
         start = request.routed_experts_from or 0
@@ -50,7 +50,7 @@ class RoutedSequences:
                     f"before {before.shape[1:]}: engine {completion.engine_index} serves another model."
                 )
             whole = np.concatenate([before[:start], new])
-        # What this sequence goes on with need not be kept beside it.
+        # Sequences that are a prefix of this one need not be kept.
         self._sequences = [
             (held, ids) for held, ids in self._sequences if not np.array_equal(held, tokens[: len(held)])
         ]
@@ -59,7 +59,7 @@ class RoutedSequences:
 
 
 def shared(ids: RoutedExperts, held: Tokens, token_ids: Tokens) -> int:
-    """Tokens at the beginning of both sequences that have ids."""
+    """Length of the common prefix of both sequences that has ids."""
     length = min(len(ids), len(token_ids))
     apart = np.flatnonzero(held[:length] != token_ids[:length])
     return int(apart[0]) if len(apart) else length

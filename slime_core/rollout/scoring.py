@@ -1,4 +1,4 @@
-"""Scoring: the rewards of a run on one group. Their weighted sum, and what follows where one of them failed."""
+"""Scoring: the rewards of a run for one group: their weighted sum, and the policy for failures."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from slime_core.config.bound import BoundReward
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.config.rollout import RewardPolicy, RolloutConfig
 from slime_core.contracts.reward import Outcome
 from slime_core.errors import RewardError, unknown_name
 from slime_core.rollout.failures import with_failure
-from slime_core.rollout.rewards import Verdict
+from slime_core.rollout.rewards import RewardResult
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """A reward as the pool is asked for it."""
+    """One of the run's rewards."""
 
-    spec: PartSpec
+    spec: PluginSpec
     label: str
     weight: float = 1.0
     reward_key: str | None = None
@@ -30,22 +30,22 @@ class WeightedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPlan:
-    """Everything that the config says about what samples earn."""
+    """Rewards of a run and the policies for failures, from the config."""
 
     rewards: tuple[WeightedReward, ...]
     choice_key: str | None = None
-    """Of the metadata: which of the rewards count for a sample."""
+    """Metadata key of the rewards that count for a sample; None: all count."""
     retries: int = 0
     policies: Mapping[str, RewardPolicy] = field(default_factory=dict)
-    """By outcome; `error` where nothing is said."""
+    """By outcome; `error` for missing ones."""
 
     @classmethod
     def of(cls, rewards: Sequence[BoundReward], rollout: RolloutConfig) -> ScoringPlan | None:
         """None: no reward."""
         if not rewards:
             return None
-        said: dict[str, RewardPolicy | None] = {
-            Outcome.WRONG: rollout.on_reward_wrong,
+        given: dict[str, RewardPolicy | None] = {
+            Outcome.WRONG: rollout.on_reward_error,
             Outcome.TIMEOUT: rollout.on_reward_timeout,
             Outcome.INFRA: rollout.on_reward_infra,
         }
@@ -54,39 +54,39 @@ class ScoringPlan:
                 WeightedReward(spec=r.part.spec(), label=r.label, weight=r.weight, reward_key=r.reward_key)
                 for r in rewards
             ),
-            choice_key=rollout.reward_choice_key,
+            choice_key=rollout.reward_select_key,
             retries=rollout.reward_retries,
-            policies={outcome: policy or rollout.on_reward_failure for outcome, policy in said.items()},
+            policies={outcome: policy or rollout.on_reward_failure for outcome, policy in given.items()},
         )
 
 
 class Judge(Protocol):
-    """The pool, or what stands for it."""
+    """Interface of the reward pool."""
 
     async def judge(
-        self, spec: PartSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
-    ) -> list[Verdict]: ...
+        self, spec: PluginSpec, group: SampleGroup, reward_key: str | None, *, retries: int = 0
+    ) -> list[RewardResult]: ...
 
 
 async def score_group(
     pool: Judge, plan: ScoringPlan, group: SampleGroup
 ) -> tuple[SampleGroup, Mapping[int, RewardError]]:
-    """The group with rewards, and why samples could not be scored, by place: the plan's policies say what becomes of those.
-    Aborted, failed and already rewarded samples are not scored. RewardError where the policy is `error`."""
+    """Returns the group with rewards, and the failures by position, for which the plan's policies apply. Aborted,
+    failed and already rewarded samples are not scored. Raises RewardError where the policy is `error`."""
     asked = [n for n, sample in enumerate(group.samples) if is_scored(sample)]
     if not asked:
         return group, {}
     chosen = {n: choose(plan, group.samples[n]) for n in asked}
     members = [[n for n in asked if reward.label in chosen[n]] for reward in plan.rewards]
     parts = [replace(group, samples=tuple(group.samples[n] for n in places)) for places in members]
-    answers = await asyncio.gather(
+    responses = await asyncio.gather(
         *(
             pool.judge(reward.spec, part, reward.reward_key, retries=plan.retries)
             for reward, part in zip(plan.rewards, parts, strict=True)
         )
     )
-    verdicts: dict[int, dict[str, Verdict]] = {n: {} for n in asked}
-    for reward, places, of_reward in zip(plan.rewards, members, answers, strict=True):
+    verdicts: dict[int, dict[str, RewardResult]] = {n: {} for n in asked}
+    for reward, places, of_reward in zip(plan.rewards, members, responses, strict=True):
         for n, verdict in zip(places, of_reward, strict=True):
             verdicts[n][reward.label] = verdict
     samples, failures = list(group.samples), {}
@@ -101,7 +101,7 @@ async def score_group(
         failures[n] = failure
         samples[n] = without_reward(samples[n], policy)
     if failures and all(sample.reward is None for sample in samples):
-        # Nothing is left of it to learn from, or to compare with.
+        # Without any reward there is nothing to learn from or to compare with.
         samples = [without_reward(sample, "fail_sample") for sample in samples]
     for n, failure in failures.items():
         if samples[n].status is Status.FAILED:
@@ -116,13 +116,13 @@ def is_scored(sample: Sample) -> bool:
 def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
     """Labels of the rewards that count for the sample."""
     labels = [reward.label for reward in plan.rewards]
-    said: Any = None if plan.choice_key is None else sample.metadata.get(plan.choice_key)
-    if said is None:
+    given: Any = None if plan.choice_key is None else sample.metadata.get(plan.choice_key)
+    if given is None:
         return frozenset(labels)
-    names = [said] if isinstance(said, str) else said
+    names = [given] if isinstance(given, str) else given
     where = f"{sample.prompt.origin or f'group {sample.group_index}'}: metadata.{plan.choice_key}"
     if not isinstance(names, (list, tuple)) or not names:
-        raise RewardError(f"{where} = {said!r}: say a reward's name, or a list of names.")
+        raise RewardError(f"{where} = {given!r}: no name of a reward. Set a name, or a list of names.")
     for name in names:
         if name not in labels:
             hint = "Data may choose among the rewards that the run file names, and no others."
@@ -130,8 +130,8 @@ def choose(plan: ScoringPlan, sample: Sample) -> frozenset[str]:
     return frozenset(names)
 
 
-def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Verdict]) -> Sample:
-    """The weighted sum. Of several rewards each one's own number is kept as a part, and its named numbers under its name."""
+def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, RewardResult]) -> Sample:
+    """The sample with the weighted sum. With several rewards, parts have each one's number, and named numbers as LABEL/NAME."""
     if len(plan.rewards) == 1:
         (verdict,) = verdicts.values()
         parts = dict(verdict.parts)
@@ -152,10 +152,10 @@ def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Verdic
 
 
 def without_reward(sample: Sample, policy: RewardPolicy) -> Sample:
-    """The sample as it counts when its reward could not be had."""
+    """Applies the policy to a sample that could not be scored."""
     match policy:
         case "zero":
             return replace(sample, reward=0.0)
-        case "leave_out":
+        case "mask":
             return replace(sample, reward=None, remove_sample=True)
     return replace(sample, status=Status.FAILED, reward=None, remove_sample=True)

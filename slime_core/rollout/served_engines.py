@@ -1,4 +1,4 @@
-"""ServedEngines: those of a model that is served and not trained, as who asks them sees them."""
+"""ServedEngines: engines of a model that is served but not trained, for rewards and teachers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime_core.rollout.client import EngineClient
 
 
 class ServedEngines:
-    """A row of the engines table. The client says which are in service, and puts one into a lost one's place."""
+    """Engines of one row of the engines table. The client knows which are in service, and replaces lost ones."""
 
     def __init__(
         self, client: EngineClient, infos: Sequence[EngineInfo], model_path: Path, *, first_index: int
     ) -> None:
-        """`first_index`: of the first one, among all engines of the run."""
+        """`first_index`: index of the first one among all engines of the run."""
         self.client = client
         self.first_index = first_index
         self._infos = dict(enumerate(infos))
@@ -25,11 +25,11 @@ class ServedEngines:
         self._examination = asyncio.Lock()
 
     def replaced(self, index: int, info: EngineInfo) -> None:
-        """Another engine is to take the place of the run's engine `index`."""
+        """Records that another engine replaces the run's engine `index`."""
         self._infos[index - self.first_index] = info
 
     async def servers(self) -> tuple[ServedModel, ...]:
-        """Those in service, once there is one. EngineError if there will be none any more."""
+        """Waits for an engine in service and returns all of them. Raises EngineError if there will be none."""
         await self.client.serving()
         infos = [self._infos[index] for index in self.client.indices]
         return tuple(
@@ -39,9 +39,9 @@ class ServedEngines:
         )
 
     async def changed(self, asked: Sequence[ServedModel]) -> bool:
-        """Whether others serve than those that were `asked` in vain. Who does not say that it is well is taken out of service;
-        where nobody watches the engines, its EngineError is raised."""
+        """True if other servers are in service than `asked`, whose request failed. Checks them first: an unhealthy one is taken
+        out of service or, without a watcher, its EngineError is raised."""
         async with self._examination:
             if await self.servers() == asked:
-                await self.client.each("health")
+                await self.client.call_all("health")
         return await self.servers() != asked

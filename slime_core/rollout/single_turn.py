@@ -1,4 +1,4 @@
-"""single_turn: one engine call per answer."""
+"""single_turn: one engine call per response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_core.types.sample import Sample, Status
 
 
 class SingleTurn(Generator):
-    """Continues the prompt, or what a partial rollout kept of the answer, until the model stops or the budget ends."""
+    """Continues the prompt, or the tokens that a partial rollout kept, until the model stops or the token limit."""
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         trajectory = episode.trajectory()

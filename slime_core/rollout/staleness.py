@@ -1,4 +1,4 @@
-"""Which tokens of a sample train no longer, since an older policy wrote them."""
+"""Masks tokens of a sample that an older policy sampled."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from slime_core.types.sample import Sample
 
 
 def mask_kept(sample: Sample, kept_length: int) -> Sample:
-    """Without loss on the first `kept_length` response tokens, as far as a policy wrote them before the one that went on."""
-    went_on = [span.version for span in sample.spans if span.end > kept_length]
-    return mask_spans(sample, went_on[0], kept_length) if went_on else sample
+    """Masks those of the first `kept_length` response tokens that an older policy sampled than the one that continued."""
+    continued_by = [span.version for span in sample.spans if span.end > kept_length]
+    return mask_spans(sample, continued_by[0], kept_length) if continued_by else sample
 
 
 def mask_spans(sample: Sample, oldest_allowed: int, length: int) -> Sample:
-    """Mask 0 on tokens among the first `length` that versions below `oldest_allowed` wrote."""
+    """Masks those of the first `length` tokens that versions below `oldest_allowed` sampled."""
     old = [span for span in sample.spans if span.version < oldest_allowed and span.start < length]
     if not old:
         return sample

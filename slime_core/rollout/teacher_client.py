@@ -1,4 +1,4 @@
-"""EngineScorer: log-probs of a batch's answers, by engines that hold a model of their own."""
+"""TeacherClient: log-probs of a batch's responses by the engines of a teacher model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.batch import Batch, Float32
 
 AT_ONCE: Final = 64
-"""Sequences of a message: an engine has the next one before the last is done."""
+"""Sequences per message, so that an engine has the next one before the last is done."""
 
 
 @dataclass(eq=False, repr=False)
-class EngineScorer:
-    """Samples are dealt to the engines in turn, a message at a time. Where engines are watched, a message that is lost with
-    its engine is sent to another one, `max_losses` times. `name`: of the row in the engines table."""
+class TeacherClient:
+    """Sends samples to the engines by round robin, one message at a time. With a watcher, a message that is lost with its
+    engine is sent to another one, `max_losses` times. `name`: row of the engines table."""
 
     name: str
     engines: ServedEngines
@@ -28,7 +28,7 @@ class EngineScorer:
     max_losses: int
 
     async def log_probs(self, batch: Batch) -> Float32:
-        """(M,) over the batch's response tokens, at temperature 1. EngineError if an engine fails or answers amiss."""
+        """(M,) over response tokens, at temperature 1. EngineError if an engine fails or returns other counts."""
         column = np.empty(len(batch.mask), np.float32)
         work = []
         for number, start in enumerate(range(0, batch.num_samples, AT_ONCE)):
@@ -41,21 +41,21 @@ class EngineScorer:
         starts, lengths = batch.token_offsets, batch.response_length
         sequences = [batch.tokens[starts[sample] : starts[sample + 1]] for sample in samples]
         counts = [int(lengths[sample]) for sample in samples]
-        answers = await self._ask(number, sequences, counts)
-        if [len(answer) for answer in answers] != counts:
+        responses = await self._ask(number, sequences, counts)
+        if [len(response) for response in responses] != counts:
             raise EngineError(
-                f"engines.{self.name}: an engine was asked for {counts[:8]} ... log-probs and gave others."
+                f"engines.{self.name}: an engine got a request for {counts[:8]} ... log-probs and returned other counts."
             )
-        column[batch.response_rows(samples)] = np.concatenate(answers)
+        column[batch.response_rows(samples)] = np.concatenate(responses)
 
     async def _ask(self, number: int, sequences: Sequence[Any], counts: Sequence[int]) -> Sequence[Any]:
         client = self.engines.client
         for _ in range(self.max_losses + 1):
             await client.serving()
             index = client.indices[number % len(client.indices)]
-            if answered := await client.ask_one(index, "score", sequences, counts):
-                answers: Sequence[Any] = answered[0]
-                return answers
+            if responded := await client.ask_one(index, "score", sequences, counts):
+                responses: Sequence[Any] = responded[0]
+                return responses
         raise EngineError(
             f"engines.{self.name}: {len(sequences)} sequences were lost {self.max_losses + 1} times with the engine that "
             f"had them (--max-retries {self.max_losses})."

@@ -1,4 +1,4 @@
-"""RolloutTrace: where the time of samples goes. One line a sample in traces.jsonl, and the perf metrics of a step."""
+"""RolloutTrace: times of samples: one line per sample in traces.jsonl, and the perf metrics of a step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Turn:
 
     request_id: str
     queue_s: float
-    """Waiting for a place in an engine."""
+    """Seconds that it waited before it was sent to an engine."""
     generate_s: float
-    """In the engine, and on the way there and back."""
+    """Seconds in the engine, transfers included."""
     prompt_tokens: int
     tokens: int
     cached_tokens: int
-    """Of the prompt's, those that the engine had computed before."""
+    """Prompt tokens in the engine's prefix cache."""
     engine: int
     finish: str
     extra: Mapping[str, float] = field(default_factory=dict)
@@ -34,8 +34,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerTrace:
-    """One try at an answer."""
+class ResponseTrace:
+    """One attempt at a response."""
 
     index: int
     attempt: int
@@ -54,26 +54,26 @@ class AnswerTrace:
 
     @property
     def other_s(self) -> float:
-        """In the generator itself and its tools."""
+        """Seconds in the generator and its tools."""
         return max(0.0, self.seconds - self.queue_s - self.generate_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTrace:
-    """All answers to a prompt, and their rewards."""
+    """All responses to a prompt, and their rewards."""
 
     scope: str
     """`train`, or `eval-` and the name of a set."""
     group_index: int
     reward_s: float
-    answers: Sequence[AnswerTrace]
+    responses: Sequence[ResponseTrace]
 
 
 class RolloutTrace:
-    """Takes in groups as they end."""
+    """Collects the traces of groups as they end."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path`: of the file with a line for each sample; None: metrics alone."""
+        """`path`: file with one line per sample; None: only metrics."""
         self._path = path
         self._file: IO[str] | None = None
         self._trained: list[GroupTrace] = []
@@ -86,17 +86,17 @@ class RolloutTrace:
         try:
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8")
-            for answer in trace.answers:
-                self._file.write(json.dumps(line(trace, answer)) + "\n")
+            for response in trace.responses:
+                self._file.write(json.dumps(line(trace, response)) + "\n")
             self._file.flush()
         except OSError as error:
             raise storage_error(self._path, error) from error
 
     def metrics(self) -> dict[str, float]:
-        """Of the training groups that ended since this was last asked."""
+        """Metrics of the training groups that ended since the last call."""
         groups, self._trained = self._trained, []
-        answers = [answer for group in groups for answer in group.answers]
-        turns = [turn for answer in answers for turn in answer.turns]
+        responses = [response for group in groups for response in group.responses]
+        turns = [turn for response in responses for turn in response.turns]
         if not turns:
             return {}
         sent = sum(turn.prompt_tokens for turn in turns)
@@ -106,10 +106,10 @@ class RolloutTrace:
             **distribution("perf/request/queue_time", np.array([turn.queue_s for turn in turns])),
             **distribution("perf/request/generate_time", np.array([turn.generate_s for turn in turns])),
             **distribution("perf/decode/tok_per_s", written),
-            **distribution("perf/non_generation_time", np.array([answer.other_s for answer in answers])),
+            **distribution("perf/non_generation_time", np.array([response.other_s for response in responses])),
             **distribution("perf/reward_time", np.array([group.reward_s for group in groups])),
             "rollout/prefix_cache_hit_rate": cached / sent if sent else 0.0,
-            "rollout/avg_cached_tokens_per_sample": cached / len(answers),
+            "rollout/avg_cached_tokens_per_sample": cached / len(responses),
             **speculation(turns),
         }
 
@@ -118,24 +118,24 @@ class RolloutTrace:
             self._file.close()
 
 
-def line(trace: GroupTrace, answer: AnswerTrace) -> dict[str, Any]:
+def line(trace: GroupTrace, response: ResponseTrace) -> dict[str, Any]:
     return {
         "scope": trace.scope,
         "group": trace.group_index,
-        "sample": answer.index,
-        "attempt": answer.attempt,
-        "began": round(answer.began, 6),
-        "seconds": round(answer.seconds, 6),
-        "queue_s": round(answer.queue_s, 6),
-        "generate_s": round(answer.generate_s, 6),
-        "other_s": round(answer.other_s, 6),
+        "sample": response.index,
+        "attempt": response.attempt,
+        "began": round(response.began, 6),
+        "seconds": round(response.seconds, 6),
+        "queue_s": round(response.queue_s, 6),
+        "generate_s": round(response.generate_s, 6),
+        "other_s": round(response.other_s, 6),
         "reward_s": round(trace.reward_s, 6),
-        "turns": [asdict(turn) for turn in answer.turns],
+        "turns": [asdict(turn) for turn in response.turns],
     }
 
 
 def speculation(turns: Sequence[Turn]) -> dict[str, float]:
-    """Means of what engines with speculative decoding tell."""
+    """Means of the counters of speculative decoding."""
     names = ("spec_accept_rate", "spec_accept_length")
-    told = {name: [turn.extra[name] for turn in turns if name in turn.extra] for name in names}
-    return {f"rollout/{name}": float(np.mean(values)) for name, values in told.items() if values}
+    reported = {name: [turn.extra[name] for turn in turns if name in turn.extra] for name in names}
+    return {f"rollout/{name}": float(np.mean(values)) for name, values in reported.items() if values}

@@ -1,7 +1,4 @@
-"""WaitingRequests: requests that no engine has room for, oldest first.
-
-Those that want the same engines wait behind each other: if one of them finds no room, the others need not be asked.
-"""
+"""WaitingRequests: requests that no engine has room for, oldest first, in a queue per set of required engines."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ Engines: TypeAlias = tuple[int, ...]
 
 
 class WaitingRequests:
-    """By their ids, which are unique."""
+    """Queues of requests, which have unique ids."""
 
     def __init__(self, every: Engines = ()) -> None:
-        """`every`: a request that carries this very tuple wants any engine, as one with none does."""
+        """`every`: a request with this very tuple can go to any engine, like one with an empty tuple."""
         self._every = every
         self._queues: dict[Engines, OrderedDict[str, tuple[int, GenerateRequest]]] = {}
         self._last = 0
@@ -28,7 +25,7 @@ class WaitingRequests:
         return bool(self._queues)
 
     def engines_of(self, request: GenerateRequest) -> Engines:
-        """What it wants; empty: any."""
+        """Engines that the request requires; empty: any."""
         return () if request.engines is self._every else request.engines
 
     def append(self, request: GenerateRequest) -> None:
@@ -36,7 +33,7 @@ class WaitingRequests:
         self._queues.setdefault(self.engines_of(request), OrderedDict())[request.request_id] = (self._last, request)
 
     def put_first(self, requests: Sequence[GenerateRequest]) -> None:
-        """Before all that wait, in this order."""
+        """Inserts requests before all waiting ones, in this order."""
         for request in reversed(requests):
             self._first -= 1
             queue = self._queues.setdefault(self.engines_of(request), OrderedDict())
@@ -44,7 +41,7 @@ class WaitingRequests:
             queue.move_to_end(request.request_id, last=False)
 
     def pop(self, full: Collection[Engines] = ()) -> GenerateRequest | None:
-        """The oldest, but for those that want engines which are known to be `full`."""
+        """Removes and returns the oldest request whose engines are not in `full`; None if there is none."""
         heads = [(next(iter(queue.values()))[0], key) for key, queue in self._queues.items() if key not in full]
         if not heads:
             return None
@@ -55,7 +52,7 @@ class WaitingRequests:
         return request
 
     def take(self, request_ids: Iterable[str]) -> list[GenerateRequest]:
-        """Removes those that wait, and gives them, oldest first."""
+        """Removes those of `request_ids` that wait; returns them, oldest first."""
         taken = [queue.pop(name) for name in request_ids for queue in self._queues.values() if name in queue]
         self._queues = {engines: queue for engines, queue in self._queues.items() if queue}
         return [request for _, request in sorted(taken, key=lambda entry: entry[0])]

@@ -4,7 +4,7 @@ from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
-from slime_core.types.report import EvalReport, PublishReport, StepReport, TrainReport
+from slime_core.types.report import EvalReport, StepReport, TrainReport, WeightUpdateReport
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status, VersionSpan
 from slime_core.types.weights import Bucket
 
@@ -18,7 +18,6 @@ __all__ = [
     "Image",
     "Message",
     "Prompt",
-    "PublishReport",
     "Sample",
     "SampleGroup",
     "SamplingParams",
@@ -28,4 +27,5 @@ __all__ = [
     "TokenColumns",
     "TrainReport",
     "VersionSpan",
+    "WeightUpdateReport",
 ]

@@ -1,7 +1,7 @@
-"""Batch: the accepted groups of a step as columns, and the per-token columns that scoring and credit add.
+"""Batch: the accepted groups of a step as columns. TokenColumns: per-token log-probs, values, advantages and weights.
 
-Ragged columns are flat arrays with lengths beside them; S samples, N = sum T tokens, M = sum R response tokens.
-Arrays may be read-only views of shared memory: nothing writes to them.
+Ragged columns are flat arrays with separate lengths; S samples, N = sum T tokens, M = sum R response tokens.
+Arrays may be read-only views of shared memory: never write to them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bool: TypeAlias = npt.NDArray[np.bool_]
 
 
 def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer]) -> Int64:
-    """Flat row numbers of the `chosen` segments of a ragged column, in the order chosen.
+    """Flat row numbers of the `chosen` segments of a ragged column, in the order of `chosen`.
 
     >>> ragged_rows(np.array([2, 0, 3]), np.array([2, 0]))
     array([2, 3, 4, 0, 1])
@@ -35,7 +35,7 @@ def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer
 
 
 def ragged_positions(starts: Int64, lengths: Int64) -> Int64:
-    """starts[i], starts[i] + 1, … for `lengths[i]` numbers each, one after the other."""
+    """Concatenates the ranges [starts[i], starts[i] + lengths[i])."""
     before = np.cumsum(lengths) - lengths
     offsets: Int64 = np.repeat(starts - before, lengths)
     return np.arange(lengths.sum(), dtype=np.int64) + offsets
@@ -46,29 +46,34 @@ class Batch:
     """Samples in submission order. `mask` is final: removed, aborted and failed samples are already 0 in it."""
 
     index: Int64
+    """(S,) `Sample.index`; the next three are (S,) too."""
     group_index: Int64
     rollout_id: Int64
     credit_key: Int64
+    """Samples with equal keys are normalized together."""
     reward: Float64
-    """(S,) as the reward gave it; NaN: none, and the sample stays out of its group's statistics."""
+    """(S,) before shaping; NaN: no reward, and the sample is not in its group's statistics."""
     truncated: Bool
+    """(S,) the response reached the token limit."""
     prompt_length: Int32
+    """(S,) tokens."""
     response_length: Int32
+    """(S,) tokens."""
     tokens: Int32
-    """(N,)"""
+    """(N,) prompt and response of each sample."""
     mask: npt.NDArray[np.uint8]
-    """(M,)"""
+    """(M,) 1 = trained."""
     rollout_log_probs: Float32
-    """(M,)"""
+    """(M,) nats, as the engine reported them; 0 where it did not sample the token."""
     version: Int32
-    """(M,) policy version that wrote the token; -1 where nothing of ours did (tool output)."""
+    """(M,) policy version that sampled the token; -1: no policy did (tool output)."""
     token_reward: Float32 | None = None
-    """(M,) what process rewards give at a trained token, as a part of `reward`; None: no sample has any."""
+    """(M,) process rewards at trained tokens, a part of `reward`; None: no sample has any."""
     images: BatchImages | None = None
     """None: no prompt has any."""
     routed_experts: RoutedExperts | None = None
-    """(N, layers, top_k) expert ids of the engine's forward of each token. Tokens that it has not read, such as the last of
-    each sample, have distinct ids that mean nothing. None: nobody told."""
+    """(N, layers, top_k) expert ids of the engine's forward of each token. Tokens that were no input of a forward, such as
+    the last of each sample, have arbitrary distinct ids. None: not recorded."""
 
     @property
     def num_samples(self) -> int:
@@ -122,7 +127,8 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenColumns:
-    """Per response token, float32, (M,), aligned with a batch. None: not declared as a need, so not computed."""
+    """float32 (M,) columns over the response tokens of a batch, in nats except values, advantages and returns. None: not
+    declared as a need, so not computed. See `slime_core.contracts.needs.Need`."""
 
     old_log_probs: Float32 | None = None
     ref_log_probs: Float32 | None = None
@@ -132,9 +138,9 @@ class TokenColumns:
     advantages: Float32 | None = None
     returns: Float32 | None = None
     correction: Float32 | None = None
-    """Product of the off-policy weights; 0 where a correction masks the token."""
+    """Product of the weights of all off-policy corrections; 0 where one masks the token."""
     loss_weight: Float32 | None = None
-    """mask x weight of its sequence / D, with D counted over the whole optimiser step."""
+    """mask x weight of the sequence / D (`Aggregation`), with D counted over the whole optimizer step."""
 
     def present(self) -> Mapping[str, Float32]:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
@@ -144,5 +150,5 @@ class TokenColumns:
         return TokenColumns(**{name: column[rows] for name, column in self.present().items()})
 
     def only(self, names: Collection[str]) -> TokenColumns:
-        """Without the columns that are not named."""
+        """Keeps only the columns in `names`."""
         return TokenColumns(**{name: column for name, column in self.present().items() if name in names})

@@ -1,7 +1,4 @@
-"""BatchImages: the images of a batch, each held once however many samples see it.
-
-S samples, U distinct images, K images of all samples, P places that are known of them.
-"""
+"""BatchImages: the images of a batch, each held once: S samples, U distinct images, K of all samples, P places."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ from slime_core.types.image import Image
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchImages:
-    """Distinct images are numbered in the order in which samples first see them. Arrays may be read-only views."""
+    """Distinct images are numbered in the order of their first use. Arrays may be read-only views."""
 
     data: npt.NDArray[np.uint8]
     """The encoded images, one after the other."""
     offsets: npt.NDArray[np.int64]
     """(U + 1,) into `data`."""
     which: npt.NDArray[np.int32]
-    """(K,) the distinct image that each one is, sample after sample."""
+    """(K,) number of the distinct image, sample after sample."""
     counts: npt.NDArray[np.int32]
     """(S,) images of each sample."""
     places: npt.NDArray[np.int32]
     """(P,) `Image.places`, one image after the other."""
     place_counts: npt.NDArray[np.int32]
-    """(K,) places of each; 0: its features stand at the image tokens of the prompt."""
+    """(K,) places of each; 0: its features are at the image tokens of the prompt."""
     frames: npt.NDArray[np.int32]
     """(U,) `Image.frames` of each distinct image."""
 
@@ -56,7 +53,7 @@ class BatchImages:
         return len(self.offsets) - 1
 
     def encoded(self, number: int) -> bytes:
-        """The bytes of a distinct image."""
+        """Encoded bytes of a distinct image."""
         return self.data[self.offsets[number] : self.offsets[number + 1]].tobytes()
 
     def image(self, number: int, places: tuple[int, ...] = ()) -> Image:
@@ -69,7 +66,7 @@ class BatchImages:
         return np.concatenate([[0], np.cumsum(self.counts, dtype=np.int64)])
 
     def of_sample(self, sample: int) -> npt.NDArray[np.int32]:
-        """Its images, in the order of their places."""
+        """Numbers of the sample's images, in the order of their places."""
         return self.which[self.starts[sample] : self.starts[sample + 1]]
 
     @cached_property
@@ -78,7 +75,7 @@ class BatchImages:
         return np.concatenate([[0], np.cumsum(self.place_counts, dtype=np.int64)])
 
     def places_of(self, sample: int) -> list[tuple[int, ...]]:
-        """`Image.places` of each of its images."""
+        """`Image.places` of each image of the sample."""
         rows = range(int(self.starts[sample]), int(self.starts[sample + 1]))
         return [tuple(self.places[self.place_starts[k] : self.place_starts[k + 1]].tolist()) for k in rows]
 
@@ -87,7 +84,7 @@ class BatchImages:
         image = cache(self.image)
 
         def images(sample: int) -> list[Image]:
-            told = zip(self.of_sample(sample).tolist(), self.places_of(sample), strict=True)
-            return [replace(image(number), places=places) for number, places in told]
+            placed = zip(self.of_sample(sample).tolist(), self.places_of(sample), strict=True)
+            return [replace(image(number), places=places) for number, places in placed]
 
         return BatchImages.of([images(int(sample)) for sample in samples])

@@ -1,4 +1,4 @@
-"""BufferItem: a prompt on its way to the rollouts, with what is already known of its answers."""
+"""BufferItem: a prompt that waits for a rollout, with its responses so far."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slime_core.types.sample import Sample, SampleGroup, Status
 
 
 class ItemKind(StrEnum):
-    """Why an item is there. FRESH ones come straight from the source and never wait."""
+    """State of an item. FRESH ones come from the source and never wait in the buffer."""
 
     FRESH = "fresh"
     RETURNED = "returned"
-    """Prompt only: to be generated from the start."""
+    """Only the prompt: its responses are generated from the start."""
     PARTIAL = "partial"
-    """Generation was broken off: finished samples are done, others go on from their tokens."""
+    """Generation was interrupted: finished samples are kept, others continue from their tokens."""
     SURPLUS = "surplus"
-    """All samples are finished and scored; there was no room in the step's batch."""
+    """All samples are finished and scored; the step's batch was full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,11 +27,11 @@ class BufferItem:
     prompt: Prompt
     kind: ItemKind
     samples: tuple[Sample, ...] = ()
-    """What is kept so far, in order of `Sample.index`; none of FRESH and RETURNED items."""
+    """Samples so far, in order of `Sample.index`; empty for FRESH and RETURNED items."""
     added_step: int | None = None
-    """Rollout step that put it into the buffer."""
+    """Rollout step that put it into the buffer; None: FRESH."""
     start_rollout_id: int | None = None
-    """Rollout step that first worked on this prompt draw."""
+    """Rollout step that first used this prompt draw; None: none yet."""
 
     def __post_init__(self) -> None:
         kept = self.kind in (ItemKind.PARTIAL, ItemKind.SURPLUS)
@@ -40,15 +40,15 @@ class BufferItem:
 
     @property
     def oldest_version(self) -> int | None:
-        """The lowest policy version that wrote any of its tokens; None: no tokens yet."""
+        """Lowest policy version that sampled any of its tokens; None: no tokens yet."""
         return min((span.version for sample in self.samples for span in sample.spans), default=None)
 
     @property
     def group(self) -> SampleGroup:
         return SampleGroup(prompt=self.prompt, samples=self.samples)
 
-    def begun(self, step: int) -> BufferItem:
-        """The item in the hands of a step that works on it."""
+    def start(self, step: int) -> BufferItem:
+        """Marks the item as used by `step`, unless an earlier step used it."""
         return self if self.start_rollout_id is not None else replace(self, start_rollout_id=step)
 
     def as_returned(self, step: int) -> BufferItem:
@@ -58,15 +58,15 @@ class BufferItem:
         )
 
     def as_it_was(self, step: int) -> BufferItem:
-        """As it was taken: to be generated from the start, or from what was kept before."""
+        """The item as it was before the step took it: without samples, or with those of an earlier step."""
         return replace(self, added_step=step) if self.samples else self.as_returned(step)
 
     def as_surplus(self, step: int, group: SampleGroup) -> BufferItem:
-        """With its finished group."""
+        """The item with its finished group."""
         return replace(self, kind=ItemKind.SURPLUS, samples=group.samples, added_step=step)
 
-    def as_broken_off(self, step: int, samples: Sequence[Sample]) -> BufferItem:
-        """With what there is of its answers: finished ones, and the tokens of the others."""
+    def as_partial(self, step: int, samples: Sequence[Sample]) -> BufferItem:
+        """The item with its responses so far: finished ones, and the tokens of the others."""
         kept = tuple(sample for sample in samples if sample.status is not Status.FAILED and is_begun(sample))
         if not kept:
             return self.as_returned(step)
@@ -74,5 +74,5 @@ class BufferItem:
 
 
 def is_begun(sample: Sample) -> bool:
-    """Whether there is anything to keep of it."""
+    """True if the sample has tokens or is finished, so that keeping it saves work."""
     return sample.response_length > 0 or sample.status in (Status.COMPLETED, Status.TRUNCATED)

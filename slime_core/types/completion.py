@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers: token ids in, token ids and log-probs out."""
+"""GenerateRequest and Completion: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from slime_core.types.sample import VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. Temperature 0 is greedy (evaluation only)."""
+    """Sampling options."""
 
     max_new_tokens: int
     temperature: float = 1.0
+    """0: greedy (evaluation only)."""
     top_p: float = 1.0
+    """In (0, 1]; 1: all tokens."""
     top_k: int = -1
+    """-1: all tokens."""
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
-    """Divides logits above 0 of tokens that the prompt or the answer so far has, and multiplies those below. Other than 1 only
-    with `Capability.REPETITION_PENALTY`."""
+    """For tokens that occur in the prompt or the response so far, divides logits above 0 and multiplies those below. Values
+    other than 1 require `Capability.REPETITION_PENALTY`."""
     stop: tuple[str, ...] = ()
     """Generation ends when the text ends with one of these; they stay in the response."""
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own end-of-sequence tokens; the stopping token stays in the response."""
     skip_special_tokens: bool = False
+    """Of the text in which engines search for `stop`."""
 
     def problem(self, vocab_size: int) -> str | None:
-        """Why no engine could sample so, without a full stop."""
+        """What is wrong with these options for every engine, without a full stop; None: nothing."""
         if not 0 <= self.temperature < float("inf"):
             return f"temperature = {self.temperature}: must be 0 (greedy) or above"
         if not 0 < self.top_p <= 1:
@@ -53,28 +57,27 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
-    """One sequence to continue. `seed` alone decides the random draws: same weights, same seed, same batch of
-    requests give the same tokens."""
+    """One sequence to continue."""
 
     request_id: str
     token_ids: npt.NDArray[np.int32]
+    """(T,) prompt and response so far."""
     sampling: SamplingParams
     seed: int
+    """Decides the random draws: same weights, same seed and same batch of requests give the same tokens."""
     session_id: str | None = None
-    """Requests of one conversation share it, so that a router can send them to one engine."""
+    """Shared by the requests of one conversation, so that a router can send them to one engine; None: no conversation."""
     engines: tuple[int, ...] = ()
-    """Engines that may answer, the preferred one first. Who sends requests fills it in for the middlewares, which
-    reorder or narrow it; unchanged or empty: any engine, in turn."""
+    """Indices of the engines that may serve it, the preferred one first. The client fills it in for the middlewares, which
+    reorder or reduce it; unchanged or empty: any engine, by round robin."""
     priority: int = 0
-    """Where requests wait, a higher one goes first."""
+    """Among waiting requests, higher values are served first."""
     images: tuple[Image, ...] = ()
-    """Of the prompt that `token_ids` begin with, in the order of their image tokens (`Capability.IMAGES`)."""
+    """Images of the prompt in `token_ids`, in the order of their image tokens (`Capability.IMAGES`)."""
     text: str | None = None
-    """A prompt whose tokens are not known yet: then `token_ids` is empty, and a middleware must fill it in, since engines
-    take tokens alone."""
+    """A prompt as text, with empty `token_ids`: a middleware must tokenize it. None: the prompt is in `token_ids`."""
     routed_experts_from: int | None = None
-    """The answer is to tell the expert ids of the tokens from this position on, at most the prompt's length; None: of none.
-    Only with `Capability.ROUTED_EXPERTS`."""
+    """Requests expert ids from this position on, at most P (`Capability.ROUTED_EXPERTS`); None: no expert ids."""
 
 
 class FinishReason(StrEnum):
@@ -85,31 +88,33 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """The answer to one request; the stopping token is part of it."""
+    """Result of one request; the stopping token is included."""
 
     request_id: str
     token_ids: npt.NDArray[np.int32]
-    """(R,)"""
+    """(R,) the sampled tokens."""
     log_probs: npt.NDArray[np.float32]
-    """(R,) nats, of the sampled tokens at the sampling temperature (temperature 0: at temperature 1)."""
+    """(R,) nats, of the sampled tokens at the sampling temperature (for temperature 0: at 1)."""
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
+    """Policy version of each range of these tokens, in order."""
     cached_tokens: int = 0
+    """Tokens of the request that were in the engine's prefix cache."""
     engine_index: int = 0
     extra: dict[str, float] = field(default_factory=dict)
     """Engine-specific counters, such as speculative decoding's, by metric name."""
     queue_s: float = 0.0
-    """Seconds that the request waited for a place in an engine."""
+    """Seconds that the request waited before it was sent to an engine."""
     prompt_token_ids: npt.NDArray[np.int32] | None = None
-    """(P,) of a request that came as text: what the engine continued."""
+    """(P,) tokens of a request that came as text; None: it came as tokens."""
     routed_experts: RoutedExperts | None = None
-    """(P + R - 1 - start, layers, top_k) expert ids of the tokens [start, P + R - 1), start being the request's
-    `routed_experts_from`; to generators start is 0. The last token was sampled and not read. None: not asked for, or no token
-    was written."""
+    """(P + R - 1 - start, layers, top_k) expert ids of the tokens [start, P + R - 1), where start is the request's
+    `routed_experts_from` (0 in `Episode.complete`); the last token was no input of a forward. None: not requested, or no
+    token was sampled."""
 
     @classmethod
     def empty(cls, request: GenerateRequest, reason: FinishReason) -> Completion:
-        """The answer to a request that no engine saw: it was ended before, or has no room for a token."""
+        """Completion of a request that no engine got: it was aborted before, or has no room for a token."""
         return cls(
             request_id=request.request_id,
             token_ids=np.empty(0, np.int32),

@@ -1,4 +1,4 @@
-"""Image: one picture or video of a prompt, as it was encoded."""
+"""Image: one picture or video of a prompt, encoded."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """The bytes of an image file that decodes, upright. Pixels are computed from them where they are needed.
+    """Bytes of an upright image file that decodes. Pixels are computed from them where they are needed.
 
-    A video is one image of all its frames, one below the other, which two by two make a place in the tokens.
+    A video is one image of all its frames, one below the other; each two frames have one place in the tokens.
     """
 
     data: bytes = field(repr=False)
     name: str = ""
-    """Where it came from, for messages."""
+    """File or row that it was read from, for messages."""
     places: tuple[int, ...] = ()
-    """Where its features begin among the tokens of the sample, each place with an equal part of them; empty: at the image
-    tokens of the prompt, in order."""
+    """Token positions where its features begin, each with an equal part; empty: at the prompt's image tokens."""
     num_tokens: int = 0
     """Features; 0: not counted yet."""
     frames: int = 0
-    """Of a video, an even number; 0: a picture."""
+    """Frames of a video, an even number; 0: a picture."""
     seconds: tuple[float, ...] = ()
-    """Of a video: the time of each two frames."""
+    """Time of each two frames of a video, in seconds."""
 
     @property
     def num_places(self) -> int:

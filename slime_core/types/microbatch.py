@@ -1,6 +1,6 @@
 """MicroBatch: some samples of one rank packed into one stream of tokens, as torch tensors, ready for a forward.
 
-Legend: N packed tokens, S sequences, T response tokens whose log-probs are wanted.
+Legend: N packed tokens, S sequences, T response tokens whose log-probs are requested.
 This module imports torch: only workers, losses and backends use it.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossColumns:
-    """The torch face of `TokenColumns`: float32 (T,), None where nothing needs it."""
+    """`TokenColumns` as torch tensors: float32 (T,); None: not needed."""
 
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -37,15 +37,15 @@ class LossColumns:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroImages:
-    """The distinct images of a micro-batch, and where their features go, in the layout of the Qwen-VL family: an image
-    is a grid of patches, and a square of them is a feature, the embedding of one image token."""
+    """The distinct images of a micro-batch and the tokens of their features, in the layout of the Qwen-VL family: an image
+    is a grid of patches, and a square of patches is a feature, the embedding of one image token."""
 
     pixel_values: Tensor
     """(patches, values of a patch) float32, image after image."""
     grid_thw: Tensor
     """(images, 3) int64: frames, rows and columns of patches."""
     feature_of_token: Tensor
-    """(N,) int64: which row of all images' features a token stands for; -1: it stands for itself."""
+    """(N,) int64: row of all images' features that replaces the token's embedding; -1: it keeps its own."""
 
     def to(self, device: torch.device) -> MicroImages:
         return MicroImages(**moved(tensors_of(self), device))
@@ -55,9 +55,8 @@ class MicroImages:
 class MicroBatch:
     """A packed stream; sequences follow each other without padding.
 
-    A micro-batch without samples has one dummy token and T = 0, so that it runs forward and backward with zero
-    gradient and every rank takes part in the same collectives. Under context parallelism
-    each rank has its local part: then `rows` says which of the T response tokens it holds.
+    A micro-batch without samples has one dummy token and T = 0, so that it runs forward and backward with zero gradient and
+    every rank takes part in the same collectives. Under context parallelism each rank has its local part (`rows`).
     """
 
     tokens: Tensor
@@ -74,6 +73,7 @@ class MicroBatch:
     segments: Tensor
     """(T,) int64 in [0, S): the sample of each response token."""
     num_samples: int
+    """S, without a dummy."""
     mask: Tensor
     """(T,) bool: trained tokens."""
     columns: LossColumns
@@ -84,9 +84,9 @@ class MicroBatch:
     images: MicroImages | None = None
     """None: no prompt in it has any."""
     samples: tuple[int, ...] = ()
-    """(S,) numbers that stand for the same samples in every forward over a batch, however they are packed."""
+    """(S,) sample numbers that are the same in every forward over a batch, however it is packed."""
     routed_experts: Tensor | None = None
-    """(N, layers, top_k) integers: expert ids of the engine's forwards, where they are to be replayed."""
+    """(N, layers, top_k) integers: expert ids of the engine's forwards to replay; None: no replay."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +99,7 @@ class MicroBatch:
 
 
 def tensors_of(parts: LossColumns | MicroImages | MicroBatch) -> dict[str, Tensor]:
-    """Those of its fields that are tensors."""
+    """The fields that are tensors, by name."""
     return {name: value for name, value in vars(parts).items() if isinstance(value, Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""Prompt: one row of the data, rendered to tokens, that a group of samples answers."""
+"""Prompt: one row of the data, rendered to tokens; a group of samples responds to it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ import numpy.typing as npt
 from slime_core.types.image import Image
 
 Message: TypeAlias = Mapping[str, Any]
-"""One chat message: `role`, `content` and whatever else the template reads."""
+"""One chat message: `role`, `content` and other keys that the template reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One draw from a data source.
-
-    `group_index` increases for ever: the same row drawn in a later epoch is another prompt draw.
-    `token_ids` is int32, length at least 1: what the engine is given.
-    """
+    """One draw from a data source."""
 
     group_index: int
+    """Number of the draw, over all epochs: the same row drawn again has another one."""
     text: str
+    """The rendered prompt."""
     token_ids: npt.NDArray[np.int32]
+    """(P,) tokens of `text`, P >= 1, that the engine continues."""
     label: Any = None
+    """Value of the label column, for the reward; None: no label."""
     messages: Sequence[Message] | None = None
+    """The chat before rendering; None: the row has plain text."""
     tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of the tools in the chat template; None: no tools."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Value of the metadata column, for generators, rewards and filters."""
     images: tuple[Image, ...] = ()
-    """In the order of their places in `token_ids`, where an image token stands once for each of an image's features."""
+    """In the order of their places in `token_ids`, which have one image token per feature of an image."""
     origin: str = ""
-    """File and row it came from, for messages."""
+    """File and row that it was read from, for messages."""

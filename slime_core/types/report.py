@@ -1,4 +1,4 @@
-"""What a training step, a publish and an evaluation report back."""
+"""Reports of training steps, weight updates and evaluations."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 ComparedWith: TypeAlias = Literal["trainer", "engines"]
-"""`engines`: with one another, which shows that they hold the same, and not that it is the trainer's."""
+"""`trainer`: the engines' weights equal the trainer's. `engines`: they equal one another's, perhaps not the trainer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimiser step on one rank.
-
-    `sums` are dot products with the loss weights over this rank's tokens: the driver adds them over ranks, and the
-    result is the metric. A rank that holds a copy of another's tokens (tensor or pipeline parallel) reports none.
-    """
+    """One optimizer step on one rank, with the learning rate `lr`."""
 
     sums: Mapping[str, float] = field(default_factory=dict)
+    """Sums of the loss and the metrics over this rank's tokens, weighted with the loss weights: the driver adds them over
+    ranks to the metric. A rank with a copy of another's tokens (tensor or pipeline parallel) reports none."""
     grad_norm: float = 0.0
     """Global norm before clipping, the same on every rank."""
     lr: float = 0.0
     skipped: bool = False
-    """The loss or the norm was not finite: no parameter was changed."""
+    """Loss or norm was not finite: no parameter was changed."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """One rollout batch trained: metrics of each optimiser step, over all ranks."""
+    """Training on one rollout batch, over all ranks."""
 
     version: int
+    """Policy version after it."""
     steps: tuple[Mapping[str, float], ...]
+    """Metrics of each optimizer step."""
     rollout: Mapping[str, float]
     """Means over the batch: rewards, advantages, lengths, log-probs."""
     perf: Mapping[str, float]
+    """Times, throughput and token counts, as `perf/...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishReport:
-    """One version of the weights brought to the engines."""
+class WeightUpdateReport:
+    """Transfer of one version of the weights to the engines."""
 
     version: int
     seconds: float
     bytes_sent: int
     buckets: int
+    """Number of buckets, over all senders."""
     compared_with: ComparedWith | None = None
-    """What the engines' weights were compared with afterwards; None: with nothing."""
+    """Weights that the engines' were compared with afterwards; None: not compared."""
     density: float | None = None
-    """Share of the elements that are others than in the version before; None: nobody compared."""
+    """Share of elements that changed since the previous version, in [0, 1]; None: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

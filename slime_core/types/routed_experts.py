@@ -1,6 +1,6 @@
-"""Expert ids: which experts the router of each layer chose for a token, as they travel with the tokens.
+"""Expert ids: the experts that the router of each layer chose for a token.
 
-Legend: T tokens of a sequence, L layers of the model, dense ones included (their ids mean nothing), K experts a token.
+Legend: T tokens of a sequence, L layers of the model, dense ones included (their ids have no meaning), K experts per token.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 RoutedExperts: TypeAlias = npt.NDArray[np.unsignedinteger]
-"""(rows, L, K) uint8, or uint16 where that is too narrow; row j belongs to the forward of token j."""
+"""(rows, L, K) uint8, or uint16 if an id is above 255; row j belongs to the forward of token j."""
 
 
 def narrow(ids: npt.NDArray[np.integer]) -> RoutedExperts:
-    """The ids, at least 0, in the smallest of the two dtypes that holds them."""
+    """Casts ids, at least 0, to the smaller of the two dtypes that holds them."""
     wide = ids.max(initial=0) > np.iinfo(np.uint8).max
     return ids.astype(np.uint16 if wide else np.uint8)
 
 
 def unread(rows: int, layers: int, top_k: int) -> RoutedExperts:
-    """Ids for tokens that no engine has read: distinct ones, since a token takes an expert once."""
+    """Ids for tokens that were no input of a forward: distinct ones, since a token uses an expert once."""
     return np.broadcast_to(np.arange(top_k, dtype=np.uint8), (rows, layers, top_k))
 
 
 def filled_up(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
-    """(sum of lengths, L, K): every sequence's rows, filled up to its length; None if there are none at all."""
+    """Pads every sequence's rows to its length: (sum of lengths, L, K); None if no sequence has ids."""
     given = [part for part in parts if part is not None]
     if not given:
         return None

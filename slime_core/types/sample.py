@@ -1,4 +1,4 @@
-"""Sample: a prompt with one answer; SampleGroup: all answers to one prompt draw."""
+"""Sample: a prompt with one response; SampleGroup: all responses to one prompt draw."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from slime_core.types.routed_experts import RoutedExperts
 
 
 class Status(StrEnum):
-    """How a sample ended. `FAILED`: its generator raised and no retry was left."""
+    """How a sample ended."""
 
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
+    """It reached a token limit."""
     ABORTED = "aborted"
     FAILED = "failed"
+    """Its generator raised and no retry was left."""
 
 
 class VersionSpan(NamedTuple):
@@ -33,7 +35,7 @@ class VersionSpan(NamedTuple):
 
 
 class SpanReward(NamedTuple):
-    """A process reward's number for response tokens `[start, end)`."""
+    """Process reward of response tokens `[start, end)`."""
 
     start: int
     end: int
@@ -42,43 +44,42 @@ class SpanReward(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One trajectory, or a part of one: samples of one `rollout_id` count as one rollout.
-
-    T = P + R tokens, P >= 1 of the prompt, R >= 0 of the response. All vectors over the response have length R.
-    """
+    """One trajectory, or a part of one. T = P + R tokens, P >= 1 of the prompt, R >= 0 of the response."""
 
     index: int
-    """Number of the answer in the run, increasing in submission order; what a generator makes of one answer shares it."""
+    """Number of the response in the run, in submission order; all samples that a generator returns for it share it."""
     group_index: int
     rollout_id: int
-    """Samples with equal ids are parts of one trajectory: they are averaged together and trained in one step."""
+    """Samples with equal ids are parts of one trajectory: they count as one rollout and are trained in one step."""
     prompt: Prompt
     tokens: npt.NDArray[np.int32]
     """(T,) prompt and response."""
     prompt_length: int
     loss_mask: npt.NDArray[np.uint8]
-    """(R,) 1 = trained. Tokens that a tool or the environment wrote are 0."""
+    """(R,) 1 = trained. Tokens of a tool or the environment have 0."""
     rollout_log_probs: npt.NDArray[np.float32]
-    """(R,) nats, under the policy that sampled, at the sampling temperature; 0 where the mask is 0."""
+    """(R,) nats, under the sampling policy at the sampling temperature; 0 where the mask is 0."""
     response: str = ""
     spans: tuple[VersionSpan, ...] = ()
-    """Which policy version wrote which response tokens, in order."""
+    """Policy versions of the response tokens, in order; no span: not sampled by a policy."""
     status: Status = Status.COMPLETED
     reward: float | None = None
+    """Before shaping; None: not scored."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """What a reward returned beside the number that is trained on."""
+    """All named numbers that the reward returned."""
     span_rewards: tuple[SpanReward, ...] = ()
     """Parts of `reward` that belong to spans of the response."""
     credit_key: int | None = None
-    """Samples with equal keys are normalised together; None: the group index."""
+    """Samples with equal keys are normalized together; None: the group index."""
     remove_sample: bool = False
-    """Counts in its group's statistics, trains nothing."""
+    """True: it is not trained on, but counts in its group's statistics."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's, with additions of the generator."""
     routed_experts: RoutedExperts | None = None
-    """(F, layers, top_k) expert ids of the first F <= T - 1 tokens, those that the engine has read: tokens behind the last that
-    it wrote are never among them. None: nobody told."""
+    """(F, layers, top_k) expert ids of the first F <= T - 1 tokens, which were inputs of an engine's forward; tokens after the
+    last sampled one are never included. None: not recorded."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """What its generator counted, such as turns and calls of tools; their means are metrics."""
+    """Counters of the generator, such as turns and tool calls; their means are metrics."""
 
     @property
     def response_length(self) -> int:
@@ -94,7 +95,7 @@ class Sample:
         return 0 if self.remove_sample else int(self.loss_mask.sum())
 
     def oldest_version(self, default: int) -> int:
-        """The lowest policy version among its spans; `default` for an empty response."""
+        """Lowest policy version of its spans; `default` if it has none."""
         return min((span.version for span in self.spans), default=default)
 
 

@@ -1,4 +1,4 @@
-"""What came to an engine, and when: with it another engine puts the same batches together."""
+"""Events of an engine with their decode steps, from which another engine can form the same batches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ class EventKind(StrEnum):
     SUBMIT = "submit"
     """Requests entered together, in this order."""
     ABORT = "abort"
-    """Running or waiting requests were ended from outside."""
+    """Running or waiting requests were aborted."""
     VERSION = "version"
     """Weights became active."""
     RESTART = "restart"
-    """A new process, in which nothing has run yet: steps are counted from 0 again."""
+    """A new process started: steps are counted from 0 again."""
 
 
 class EngineEvent(NamedTuple):
-    """It happened after `at` decode steps of the engine."""
+    """One event of an engine."""
 
     at: int
+    """Decode steps of the engine before it."""
     kind: EventKind
     names: tuple[str, ...] = ()
-    """Ids of requests."""
+    """Ids of the requests."""
     version: int = -1

@@ -1,4 +1,4 @@
-"""Trajectory: tokens of one answer as they come in, from the model and from its environment."""
+"""Trajectory: collects the tokens of one response, from the model and from its environment."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ STATUS_OF_FINISH = {
 
 
 class Trajectory:
-    """Tokens, mask, log-probs and version spans grow together, so they have equal length at all times.
-
-    What the model wrote is appended with mask 1; what a tool or another agent wrote with mask 0 and log-prob 0.
-    """
+    """Tokens, mask and log-probs of equal length: mask 1 for the model's, mask 0 and log-prob 0 for tools and others."""
 
     def __init__(self, prompt: Prompt, *, index: int, rollout_id: int, tokenizer: PreTrainedTokenizerBase) -> None:
         self.prompt = prompt
@@ -43,11 +40,11 @@ class Trajectory:
         self._routed_experts: RoutedExperts | None = None
         self.status = Status.PENDING
         self.counts: Counter[str] = Counter()
-        """Turns, calls of tools and the like, for whoever grows it to count; their means are metrics."""
+        """Counters for the generator, such as turns and tool calls; their means are metrics."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """(T,) prompt and response so far: what to continue from."""
+        """(T,) int32, prompt and response so far: the tokens of the next request."""
         return np.concatenate([self.prompt.token_ids, *self._tokens])
 
     @property
@@ -56,18 +53,18 @@ class Trajectory:
 
     @property
     def last_turn(self) -> npt.NDArray[np.int32]:
-        """What the model has written since the environment wrote last; several completions if a partial rollout went on."""
+        """Tokens of the model since the last ones of the environment; several completions if a partial rollout continued."""
         mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
         tokens = np.concatenate([np.empty(0, np.int32), *self._tokens])
         written_by_others = np.flatnonzero(mask == 0)
         return tokens[written_by_others[-1] + 1 :] if len(written_by_others) else tokens
 
     def append_completion(self, completion: Completion) -> None:
-        """What the model wrote. Sets the status from the finish reason."""
+        """Appends the model's tokens and sets the status from the finish reason."""
         length = len(completion.token_ids)
         if len(completion.log_probs) != length:
             raise EngineError(
-                f"request {completion.request_id}: the engine answered with {length} tokens and "
+                f"request {completion.request_id}: the engine responded with {length} tokens and "
                 f"{len(completion.log_probs)} log-probs"
             )
         self._spans += [VersionSpan(v, s + self._length, e + self._length) for v, s, e in completion.spans if e > s]
@@ -76,28 +73,28 @@ class Trajectory:
         self._route(completion)
 
     def _route(self, completion: Completion) -> None:
-        """The answer's expert ids are those of the whole sequence that it ends."""
+        """Takes the completion's expert ids, which cover the whole sequence."""
         ids = completion.routed_experts
         if ids is None:
             return
         read = len(self.prompt.token_ids) + self._length - 1
         if len(ids) < read:
             raise EngineError(
-                f"request {completion.request_id}: the answer has expert ids of {len(ids)} tokens, and the trajectory that it "
-                f"was appended to has {read} before its last: it was not asked to continue this one."
+                f"request {completion.request_id}: the response has expert ids of {len(ids)} tokens, but the trajectory has "
+                f"{read} before its last: the request did not continue this trajectory."
             )
-        # A generator may have left out the end of the answer.
+        # A generator may have cut the end of the completion.
         self._routed_experts = ids[:read]
 
     def append_environment(self, token_ids: npt.ArrayLike) -> None:
-        """What a tool or the environment wrote: seen by the model, never trained."""
+        """Appends int32 tokens of a tool or the environment, which the model reads and which are never trained on."""
         tokens = np.asarray(token_ids, np.int32)
         self._append(tokens, np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32))
 
     def finish(
         self, *, status: Status | None = None, reward: float | None = None, metadata: dict[str, Any] | None = None
     ) -> Sample:
-        """The sample. `status` overrides what the last completion said."""
+        """Returns the sample. status: overrides that of the last completion; metadata: added to the prompt's."""
         response = np.concatenate([np.empty(0, np.int32), *self._tokens])
         return Sample(
             index=self.index,
@@ -118,7 +115,7 @@ class Trajectory:
         )
 
     def restart_from(self, sample: Sample) -> None:
-        """Takes over what a partial rollout kept: tokens, mask, log-probs, spans, expert ids, counts."""
+        """Continues from the tokens, mask, log-probs, spans, expert ids and counts that a partial rollout kept."""
         self._append(sample.response_tokens, sample.loss_mask, sample.rollout_log_probs)
         self._spans += list(sample.spans)
         self._routed_experts = sample.routed_experts
@@ -135,11 +132,8 @@ class Trajectory:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32]) -> str:
-    """The text of these tokens, special ones included.
-
-    Where the tokenizer adds nothing of its own to the fast one inside it, that is asked directly: decoding is once per
-    answer, and the way around it costs several times as much.
-    """
+    """Text of the tokens, special ones included. Calls the fast tokenizer directly if the wrapper would not change its
+    result: that is several times faster, and every response is decoded."""
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
         return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Whole (unsharded) tensors with their Hugging Face names, one after the other in `data`.
-
-    `dtypes` are torch's names without the prefix ("bfloat16"). `checksum` is xxh3-64 of `data`'s bytes, in hex.
-    """
+    """Whole (unsharded) tensors, concatenated in `data`; bucket `index` (from 0) of policy `version`."""
 
     version: int
     index: int
     last: bool
     names: Sequence[str]
+    """Hugging Face names."""
     dtypes: Sequence[str]
+    """torch's names without the prefix ("bfloat16")."""
     shapes: Sequence[tuple[int, ...]]
     data: npt.NDArray[np.uint8]
     checksum: str
+    """xxh3-64 of the bytes of `data`, in hex."""

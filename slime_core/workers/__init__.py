@@ -1,1 +1,1 @@
-"""Where roles run: launchers, training and engine workers, and who holds the devices."""
+"""Launchers, training and engine workers, and the colocation of both on shared devices."""

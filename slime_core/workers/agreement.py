@@ -1,4 +1,4 @@
-"""Agreement: a worker runs the same plugins as the driver, or it does not run."""
+"""Agreement: checks that a worker has the same plugins as the driver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_core import __version__
-from slime_core.config.part import Part, PartSpec
+from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.errors import PluginError
 from slime_core.registry import Registry
 from slime_core.registry.plugin_file import PluginFile
@@ -15,7 +15,7 @@ from slime_core.registry.plugin_file import PluginFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What the driver resolved, sent to every worker, which resolves it again and compares."""
+    """The plugins that the driver resolved; every worker resolves them again and compares versions."""
 
     slime_core: str
     versions: Mapping[str, str]
@@ -23,7 +23,7 @@ class Agreement:
     plugin_files: tuple[PluginFile, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[Part], plugin_files: Sequence[PluginFile]) -> Agreement:
+    def of(cls, parts: Sequence[BoundPlugin], plugin_files: Sequence[PluginFile]) -> Agreement:
         return cls(
             slime_core=__version__,
             versions={key_of(part): part.entry.version for part in parts},
@@ -39,7 +39,7 @@ class Agreement:
             )
         return Registry(self.plugin_files)
 
-    def resolve(self, spec: PartSpec, registry: Registry) -> Part:
+    def resolve(self, spec: PluginSpec, registry: Registry) -> BoundPlugin:
         """The part, from this machine's installation. PluginError if it is another version than the driver's."""
         part = spec.resolve(registry)
         expected = self.versions.get(key_of(part))
@@ -51,5 +51,5 @@ class Agreement:
         return part
 
 
-def key_of(part: Part) -> str:
+def key_of(part: BoundPlugin) -> str:
     return f"{part.group}:{part.entry.dist}/{part.entry.name}"

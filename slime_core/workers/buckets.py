@@ -16,7 +16,7 @@ from slime_core.types.weights import Bucket
 def buckets_of(
     layers: Iterable[Mapping[str, Tensor] | None], *, version: int, bucket_bytes: int
 ) -> Iterator[Bucket | None]:
-    """Rank 0 gives a bucket as soon as one is full, but holds one back to know the last. The others give None per layer."""
+    """Rank 0 yields a bucket once the next one has begun, so that the last one is marked. Other ranks yield None per layer."""
     pending: list[tuple[str, Tensor]] = []
     size = index = 0
     for layer in layers:
@@ -49,7 +49,7 @@ def make_bucket(tensors: list[tuple[str, Tensor]], *, version: int, index: int, 
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """What is on a GPU, copied to page-locked memory of the host, which torch keeps for the next such copy."""
+    """A tensor copied from a GPU to page-locked host memory, which torch's allocator keeps for the next copy."""
     if not tensor.is_cuda:
         return tensor
     with torch.cuda.device(tensor.device):

@@ -1,4 +1,4 @@
-"""Residency: what trainer and engines keep on the devices that they share, phase by phase.
+"""ColocationManager: what trainer and engines keep on the devices that they share, phase by phase.
 
 | phase   | engines       | trainer       |
 |---------|---------------|---------------|
@@ -6,8 +6,8 @@
 | TRAIN   | nothing       | everything    |
 | SYNC    | their weights | its weights   |
 
-Whoever gives memory back does so before the other one takes it. Either side may be left out of this
-(`launcher.offload_rollout`, `launcher.offload_train`), and keeps everything.
+One side offloads before the other one onloads. Either side may keep everything on the device
+(`launcher.offload_rollout`, `launcher.offload_train`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
 
-from slime_core.contracts.engine import Memory
-from slime_core.contracts.transport import EngineLink
-from slime_core.workers.devices import Devices, Tenant
+from slime_core.contracts.engine import MemoryTag
+from slime_core.contracts.transport import EngineGroup
+from slime_core.workers.devices import Devices, DeviceUser
 
 
 class Phase(StrEnum):
@@ -29,30 +29,30 @@ class Phase(StrEnum):
     SYNC = "sync"
 
 
-ENGINES: Final[Mapping[Phase, frozenset[Memory]]] = {
-    Phase.ROLLOUT: frozenset(Memory),
+ENGINES: Final[Mapping[Phase, frozenset[MemoryTag]]] = {
+    Phase.ROLLOUT: frozenset(MemoryTag),
     Phase.TRAIN: frozenset(),
-    Phase.SYNC: frozenset({Memory.WEIGHTS}),
+    Phase.SYNC: frozenset({MemoryTag.WEIGHTS}),
 }
 """What engines hold. Trainers hold everything within a turn, their weights within one for SYNC, and nothing in ROLLOUT."""
 
 
-class Residency:
+class ColocationManager:
     """The phases of a run. Without shared devices every phase is free, and several may be at once."""
 
-    def __init__(self, devices: Devices, engines: EngineLink | None, *, shared: bool, offload_rollout: bool) -> None:
-        """`devices`: the policy's. `engines` are awake. `shared`: they stand on `devices`."""
+    def __init__(self, devices: Devices, engines: EngineGroup | None, *, shared: bool, offload_rollout: bool) -> None:
+        """`devices`: the policy's. `engines`: awake. `shared`: the engines run on `devices`."""
         self._devices = devices
         self._engines = engines if offload_rollout else None
         self._offloads = shared and (offload_rollout or devices.offload)
-        self._held = frozenset(Memory)
+        self._held = frozenset(MemoryTag)
         self._leaving: set[asyncio.Future[None]] = set()
         self._phase = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """No phase begins inside but those that this very task asks for."""
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Inside, only this task can begin a phase."""
         task = asyncio.current_task()
         if not self._offloads or self._holder is task:
             yield
@@ -66,86 +66,86 @@ class Residency:
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """An engine may be started inside, and takes all the memory that it holds in ROLLOUT."""
-        async with self.alone():
+        """Inside, an engine may be started, with all the memory that it holds in ROLLOUT."""
+        async with self.exclusive():
             await self.rollout()
             yield
 
     def leaves(self, gone: asyncio.Future[None]) -> None:
-        """An engine that is out of service holds its memory until this is done: no trainer takes it before."""
+        """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before."""
         self._leaving.add(gone)
         gone.add_done_callback(self._leaving.discard)
 
-    async def settle(self, engine: EngineLink) -> None:
-        """Puts an engine that was just started to sleep, until it is brought its weights `beside` the others."""
+    async def settle(self, engine: EngineGroup) -> None:
+        """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
         if self._offloads and self._engines is not None:
-            await engine.each("sleep", in_order(frozenset(Memory)))
+            await engine.call_all("sleep", in_order(frozenset(MemoryTag)))
 
-    async def rollout(self, *, beside: EngineLink | None = None) -> None:
-        """Engines may generate from here on, until another phase. `beside`: an engine that is not in service yet."""
+    async def rollout(self, *, joining: EngineGroup | None = None) -> None:
+        """Begins the phase ROLLOUT, in which engines generate. `joining`: an engine that is not in service yet."""
         if self._offloads:
-            async with self.alone():
+            async with self.exclusive():
                 await self._devices.vacate()
-                await self._wake(Phase.ROLLOUT, beside)
+                await self._wake(Phase.ROLLOUT, joining)
 
     @contextlib.asynccontextmanager
     async def train(self) -> AsyncIterator[None]:
-        """Roles may take their turns inside; no engine generates."""
+        """Inside, roles may take their turns; no engine generates."""
         if not self._offloads:
             yield
             return
-        async with self.alone():
+        async with self.exclusive():
             await self._put_to_sleep(Phase.TRAIN, None)
             yield
 
     @contextlib.asynccontextmanager
-    async def sync(self, policy: Tenant, *, beside: EngineLink | None = None) -> AsyncIterator[None]:
-        """The policy's weights can be brought to the engines inside, which are paused. It is the policy's turn."""
+    async def sync(self, policy: DeviceUser, *, joining: EngineGroup | None = None) -> AsyncIterator[None]:
+        """Inside, the policy's weights can be sent to the engines, which are paused. It is the policy's turn."""
         if not self._offloads:
             async with self._devices.turn(policy):
                 yield
             return
-        async with self.alone():
-            await self._put_to_sleep(Phase.SYNC, beside)
+        async with self.exclusive():
+            await self._put_to_sleep(Phase.SYNC, joining)
             async with self._devices.turn(policy, weights_only=True):
-                await self._wake(Phase.SYNC, beside)
+                await self._wake(Phase.SYNC, joining)
                 yield
 
     def times(self) -> Mapping[str, float]:
-        """Metrics: what moving memory took, since this was asked before."""
+        """Metrics: seconds of offloading and onloading since the last call."""
         return self._devices.times.taken()
 
-    async def _put_to_sleep(self, phase: Phase, beside: EngineLink | None) -> None:
-        """Takes from the engines what they do not hold in this phase."""
+    async def _put_to_sleep(self, phase: Phase, joining: EngineGroup | None) -> None:
+        """Offloads from the engines what they do not hold in this phase."""
         if self._engines is None:
             return
-        surplus = frozenset(Memory) - ENGINES[phase]
+        surplus = frozenset(MemoryTag) - ENGINES[phase]
         if gone := self._held & surplus:
-            # What was left of a rollout that was given up does not end by itself.
-            await self._engines.each("pause")
+            # Requests of a rollout that was aborted do not end by themselves.
+            await self._engines.call_all("pause")
             with self._devices.times.of("engine_sleep"):
-                await self._engines.each("sleep", in_order(gone))
+                await self._engines.call_all("sleep", in_order(gone))
             self._held -= gone
-        if beside is not None:
-            await beside.each("sleep", in_order(surplus))
-        # Also those that were lost while they were asked here.
+        if joining is not None:
+            await joining.call_all("sleep", in_order(surplus))
+        # Includes engines that were lost during these calls.
         while self._leaving:
             await asyncio.wait(self._leaving)
 
-    async def _wake(self, phase: Phase, beside: EngineLink | None) -> None:
-        """Gives the engines what they hold in this phase."""
+    async def _wake(self, phase: Phase, joining: EngineGroup | None) -> None:
+        """Onloads to the engines what they hold in this phase."""
         if self._engines is None:
             return
         if missing := ENGINES[phase] - self._held:
             with self._devices.times.of("engine_wake_up"):
-                # Engines go on waking if this is broken off.
+                # Engines continue to wake up if this is cancelled.
                 self._held |= missing
-                await self._engines.each("wake", in_order(missing))
+                await self._engines.call_all("wake_up", in_order(missing))
             if phase is Phase.ROLLOUT:
-                await self._engines.each("resume")
-        if beside is not None:
-            await beside.each("wake", in_order(ENGINES[phase]))
+                await self._engines.call_all("resume")
+        if joining is not None:
+            await joining.call_all("wake_up", in_order(ENGINES[phase]))
 
 
-def in_order(tags: frozenset[Memory]) -> Sequence[Memory]:
-    return [tag for tag in Memory if tag in tags]
+def in_order(tags: frozenset[MemoryTag]) -> Sequence[MemoryTag]:
+    return [tag for tag in MemoryTag if tag in tags]

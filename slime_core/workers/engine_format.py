@@ -1,4 +1,4 @@
-"""EngineFormat: how the policy's engines hold its weights, where that is not how they are trained."""
+"""EngineFormat: the format of the policy's weights in the engines, where it is not that of the trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.registry import Registry
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFormat:
-    """As it travels to the trainer's ranks."""
+    """Plain data for the trainer's ranks."""
 
-    converter: PartSpec
+    converter: PluginSpec
     folder: Path
-    """That the engines start from."""
+    """Folder that the engines start from."""
 
     def build(self, agreement: Agreement, registry: Registry) -> TensorFormat:
         made: TensorFormat = agreement.resolve(self.converter, registry).driver.tensor_format(self.folder)
@@ -31,5 +31,5 @@ class EngineFormat:
 
 
 def converted(made_by: TensorFormat, layer: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-    """A layer of an export, which other ranks than the first may not have."""
+    """A layer of an export in the engines' format; None on ranks that do not have it."""
     return None if layer is None else made_by.converted(layer)

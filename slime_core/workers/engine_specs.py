@@ -1,4 +1,4 @@
-"""EngineSpecs: what the engines of a run are started with."""
+"""EngineSpecs: the specs that the engines of a run are started with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.config.bound import BoundEngines, BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.contracts.setup import EngineSetup, RoutingReplay
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine_worker import EngineWorkerSpec
 
 NO_LIMIT = 2**20
-"""Tokens, for a model that names no longest sequence."""
+"""Tokens; for a model whose config has no longest sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class EngineSpecs:
             for number in range(row.num_engines)
         ]
 
-    def _spec(self, engine: Part, *, index: int, num_devices: int, **own: Any) -> EngineWorkerSpec:
+    def _spec(self, engine: BoundPlugin, *, index: int, num_devices: int, **own: Any) -> EngineWorkerSpec:
         config = self.run.config
         limit = self.model_config.get("max_position_embeddings") or NO_LIMIT
         setup = EngineSetup(

@@ -1,4 +1,4 @@
-"""EngineWorker: one rollout engine, where its device is. Splits a message of requests and streams the answers back."""
+"""EngineWorker: one rollout engine on its device. Takes a list of requests and streams the responses back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.engine import EngineInfo, RolloutEngine
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import Completion, GenerateRequest
@@ -16,10 +16,10 @@ from slime_core.workers.agreement import Agreement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWorkerSpec:
-    """All that an engine's worker is told; plain data."""
+    """Everything that an engine's worker is started with; plain data."""
 
     agreement: Agreement
-    engine: PartSpec
+    engine: PluginSpec
     setup: EngineSetup
 
 
@@ -39,5 +39,5 @@ class EngineWorker:
         return self._engine.stream(requests)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of the engine contract by its name."""
+        """Calls a method of the engine contract by its name."""
         return await getattr(self._engine, method)(*args)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_core.config.bound import BoundEngines, BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.contracts.engine import Capability, EngineInfo
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.setup import EngineSetup
@@ -16,7 +16,7 @@ from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.rollout.teacher_client import EngineScorer
+from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.workers.engine_specs import EngineSpecs
 from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.launcher import Launcher
@@ -24,15 +24,15 @@ from slime_core.workers.launcher import Launcher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngines:
-    """By what they are for; None: the run has none of these."""
+    """Engines by purpose; None: the run has none of these."""
 
     policy: EngineClient | None
-    teacher: EngineScorer | None
+    teacher: TeacherClient | None
     reward: ServedEngines | None
 
     @property
     def served(self) -> tuple[ServedEngines, ...]:
-        """Those of models that are not trained."""
+        """Engines of models that are not trained."""
         teacher = None if self.teacher is None else self.teacher.engines
         return tuple(engines for engines in (teacher, self.reward) if engines is not None)
 
@@ -44,7 +44,8 @@ async def start_engines(
     with_engine: bool,
     first: asyncio.Task[Any] | None,
 ) -> StartedEngines:
-    """The policy's, behind `middlewares`, if it is to have any; and other models'. `first`: what has to be there before."""
+    """Starts the policy's engines, if it needs any, behind `middlewares`; and those of other models. `first`: awaited
+    before."""
     if first is not None:
         await asyncio.wait({first})
     run = specs.run
@@ -56,7 +57,7 @@ async def start_engines(
         client = client_of(run, engines, middlewares)
     if run.teacher is not None:
         served = await start_served(specs, run.teacher, launcher)
-        teacher = EngineScorer(run.teacher.name, served, max_losses=run.config.rollout.max_retries)
+        teacher = TeacherClient(run.teacher.name, served, max_losses=run.config.rollout.max_retries)
     if run.reward_model is not None:
         reward = await start_served(specs, run.reward_model, launcher)
     return StartedEngines(policy=client, teacher=teacher, reward=reward)
@@ -83,7 +84,7 @@ def client_of(
 
 
 def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
-    """By name, outermost first; a second one of a name has its number behind it."""
+    """The middlewares by name, outermost first; a second one of the same name gets a number behind it."""
     built: dict[str, RouterMiddleware] = {}
     for part in run.middlewares:
         name = part.entry.name
@@ -91,18 +92,18 @@ def build_middlewares(run: BoundRun) -> dict[str, RouterMiddleware]:
     return built
 
 
-def require(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo], media: Sequence[Part] = ()) -> None:
-    """EngineError for an engine that cannot do what the run asks of it."""
+def require(specs: Sequence[EngineWorkerSpec], infos: Sequence[EngineInfo], media: Sequence[BoundPlugin] = ()) -> None:
+    """EngineError for an engine that cannot do what the run requires."""
     for spec, info in zip(specs, infos, strict=True):
         if lacks := next(lacks_of(spec.setup, info, media), None):
             raise EngineError(f"engine {spec.setup.index} {lacks}")
 
 
-def lacks_of(setup: EngineSetup, info: EngineInfo, media: Sequence[Part]) -> Iterator[str]:
+def lacks_of(setup: EngineSetup, info: EngineInfo, media: Sequence[BoundPlugin]) -> Iterator[str]:
     if setup.offload and Capability.SLEEP not in info.capabilities:
         yield (
             "cannot give its memory back while the trainer works (launcher.colocate, launcher.offload_rollout). Start it so "
-            "that it can, or say --no-offload-rollout if there is room for both."
+            "that it can, or pass --no-offload-rollout if there is room for both."
         )
     missing = [part.driver.needs for part in media if part.driver.needs not in info.capabilities]
     if missing:
@@ -112,8 +113,8 @@ def lacks_of(setup: EngineSetup, info: EngineInfo, media: Sequence[Part]) -> Ite
         )
     if setup.routed_experts and Capability.ROUTED_EXPERTS not in info.capabilities:
         yield (
-            "does not tell which experts it chose (train.use_rollout_routing_replay). Say --use-routing-replay to replay the "
-            "trainer's own choice, or use an engine that tells."
+            "does not report which experts it chose (train.use_rollout_routing_replay). Pass --use-routing-replay to replay "
+            "the trainer's own choice, or use an engine that reports it."
         )
     if setup.reward_model and info.address is None:
         yield (

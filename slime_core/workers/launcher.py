@@ -16,10 +16,10 @@ class RankHandle(Protocol):
     """One rank of a trained role, wherever it runs."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of TrainWorker. Arguments may be what `Launcher.share` returned."""
+        """Calls a method of TrainWorker. Arguments may be what `Launcher.share` returned."""
 
     def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
-        """A generator method of TrainWorker; items may be references that `EngineHandle.call` accepts."""
+        """Calls a generator method of TrainWorker; items may be references that `EngineHandle.call` accepts."""
 
 
 class Launcher(ABC):
@@ -28,21 +28,21 @@ class Launcher(ABC):
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         """One worker per spec, in their order; not set up yet. Fills in what only the launcher knows (rendezvous). Specs are by
-        role, then by rank. Roles of one call have equally many ranks, and rank r of each stands on the same device; another
+        role, then by rank. Roles of one call have equally many ranks, and rank r of each runs on the same device; another
         call gets other devices."""
 
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
-        """Started engines, in the order of specs, whose indices are unique over all calls and count on. Only the first call's
-        share devices with trainers."""
+        """Started engines, in the order of specs, whose indices are unique and ascending over all calls. Only engines of the
+        first call share devices with trainers."""
 
     @abstractmethod
     async def end_engine(self, index: int) -> None:
-        """Ends an engine hard in whatever state, also starting, and frees its memory. Does nothing to one that was ended."""
+        """Kills an engine in any state, also while it starts, and frees its memory. Does nothing if it has ended."""
 
     @abstractmethod
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
-        """`end_engine`, and another one from the same spec, in the same place."""
+        """Calls `end_engine`, then starts another engine from the same spec on the same devices."""
 
     @abstractmethod
     def share(self, value: Any) -> Any:

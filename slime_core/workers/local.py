@@ -1,4 +1,4 @@
-"""local: everything in this process. Engines share the event loop, each trainer rank has a thread of its own."""
+"""The launcher `local`: everything in this process. Engines share the event loop, each trainer rank has a thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime_core.workers.launcher import Launcher, RankHandle
 from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
 
 STOP_S: Final = 45.0
-"""What a lost engine gets to end its processes."""
+"""Seconds that a lost engine gets to end its processes."""
 
 
 class LocalRank:
-    """Calls run in the rank's thread, so that the loop goes on answering (progress, Ctrl-C) while it trains."""
+    """Calls run in the rank's thread, so that the event loop keeps running (progress, Ctrl-C) while it trains."""
 
     def __init__(self, worker: TrainWorker, thread: ThreadPoolExecutor) -> None:
         self._worker = worker
@@ -43,7 +43,7 @@ class LocalLauncher(Launcher):
         self._threads: list[ThreadPoolExecutor] = []
         self._ranks: list[LocalRank] = []
         self._engines: list[EngineWorker | None] = []
-        """None: ended, and none in its place yet."""
+        """None: ended and not replaced yet."""
         self._specs: list[EngineWorkerSpec] = []
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
@@ -69,7 +69,7 @@ class LocalLauncher(Launcher):
         engine = self._engines[index]
         if engine is None:
             return
-        # One that hangs is left behind: nothing in this process can be stopped harder than by asking it to.
+        # An engine that hangs is abandoned: in this process it can only be asked to stop.
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_S):
                 await engine.call("stop")
@@ -87,7 +87,7 @@ class LocalLauncher(Launcher):
         engines, self._engines = self._engines, []
         ranks, self._ranks = self._ranks, []
         threads, self._threads = self._threads, []
-        # All of them, also where the end of one fails: engines first, each in the order of its start.
+        # All of them, also if stopping one fails: engines first, each in the order of its start.
         async with contextlib.AsyncExitStack() as stack:
             for thread in threads:
                 stack.callback(thread.shutdown, wait=True)

@@ -1,4 +1,4 @@
-"""Seconds that it takes to give the memory of devices back, and to take it again."""
+"""Seconds of offloading memory from devices and of onloading it again."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class MoveTimes:
             self._seconds[move] += time.perf_counter() - began
 
     def taken(self) -> Mapping[str, float]:
-        """As metrics: `perf/sleep_time` and so on, since this was asked before. Empty where nothing was moved."""
+        """Metrics `perf/sleep_time` and so on since the last call. Empty if nothing was moved."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return {f"perf/{move}_time": value for move, value in seconds.items()}

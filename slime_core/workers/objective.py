@@ -1,11 +1,11 @@
-"""ObjectiveSpec: the loss as it travels to the ranks, where it is built from the parts again."""
+"""ObjectiveSpec: the loss as plain data for the ranks, which build it from its parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slime_core.algorithm.loss import TokenObjective
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.config.roles import BoundRole
 from slime_core.registry import Registry
 from slime_core.workers.agreement import Agreement
@@ -15,12 +15,12 @@ from slime_core.workers.agreement import Agreement
 class ObjectiveSpec:
     """Parts by name, and the numbers that the kernel itself applies."""
 
-    loss: PartSpec
-    kl: PartSpec | None
+    loss: PluginSpec
+    kl: PluginSpec | None
     kl_loss_coef: float
     use_unbiased_kl: bool
     entropy_coef: float
-    corrections: tuple[PartSpec, ...]
+    corrections: tuple[PluginSpec, ...]
     old_from_current: bool
     old_from_rollout: bool
 

@@ -1,4 +1,4 @@
-"""Profile: what a trainer rank does, as torch's profiler and its record of CUDA memory tell it. Both watch; numbers stay."""
+"""Profiles of a trainer rank by torch's profiler and its record of CUDA memory. Neither changes a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 Target: TypeAlias = Literal["train_actor", "train_log_probs"]
-"""The optimiser steps of a rollout step, or one forward over its batch without gradient."""
+"""The optimizer steps of a rollout step, or one forward over its batch without gradient."""
 MEMORY_EVENTS: Final = 1_000_000
 
 
@@ -26,11 +26,11 @@ class ProfilePlan:
     memory: bool = False
     """Record allocations of CUDA memory, and write them down when a call fails."""
     memory_steps: int | None = None
-    """And after so many calls of train."""
+    """Calls of train after which a snapshot is written too."""
 
 
 class Profile:
-    """Around the calls of one rank. Files: ROLE-rankN-TARGET-CALL.json, which Perfetto and chrome://tracing show, and
+    """Profiles the calls of one rank. Files: ROLE-rankN-TARGET-CALL.json, which Perfetto and chrome://tracing show, and
     ROLE-rankN-memory-CALL.pickle for pytorch.org/memory_viz."""
 
     def __init__(self, plan: ProfilePlan, *, role: str, rank: int) -> None:
@@ -62,8 +62,8 @@ class Profile:
     def _traced(self, target: Target, call: int) -> Iterator[None]:
         from torch.profiler import ProfilerActivity, profile, supported_activities
 
-        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())  # type: ignore[no-untyped-call]
-        with profile(activities=sorted(wanted, key=str), record_shapes=True, profile_memory=True) as profiler:
+        requested = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())  # type: ignore[no-untyped-call]
+        with profile(activities=sorted(requested, key=str), record_shapes=True, profile_memory=True) as profiler:
             yield
         self._plan.folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._plan.folder / f"{self._name}-{target}-{call}.json"))

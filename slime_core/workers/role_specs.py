@@ -1,4 +1,4 @@
-"""RoleSpecs: what the ranks of a run's trained roles are started with."""
+"""RoleSpecs: the specs that the ranks of a run's trained roles are started with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import BoundRole
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.contracts.transport import SenderSetup
@@ -21,16 +21,16 @@ from slime_core.workers.train_worker import TrainWorkerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpecs:
-    """Of one run, on one kind of device."""
+    """Makes the specs of one run, for one kind of device."""
 
     run: BoundRun
     agreement: Agreement
     device: Literal["cpu", "cuda"]
     run_dir: Path
-    """Where profiles go, and what a weight transport writes."""
+    """Folder of profiles, and of files that a weight transport writes."""
     num_rollout: int
-    converter: Part | None = None
-    """What makes trained weights into those that the policy's engines hold; None: they hold them as they are."""
+    converter: BoundPlugin | None = None
+    """Converts trained weights to the format of the policy's engines; None: they have the same format."""
 
     def of_role(self, role: BoundRole) -> list[TrainWorkerSpec]:
         """A spec for each rank. ConfigError for what the device cannot do."""
@@ -61,7 +61,7 @@ class RoleSpecs:
                     device=self.device,
                     model_path=role.model_path,
                     head=role.head,
-                    copies=role.copies,
+                    frozen_models=role.frozen_models,
                     optimizer=role.optimizer,
                     total_steps=max(1, (self.num_rollout - role.plan.idle_steps) * run.steps_per_rollout),
                     seed=config.seed,

@@ -15,12 +15,12 @@ from slime_core.contracts.backend import Layout
 from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher
 from slime_core.workers.role_specs import RoleSpecs
-from slime_core.workers.train_group import TrainerLimits, Trainers
+from slime_core.workers.train_group import TrainerLimits, TrainGroup
 
 
 async def start_roles(
     roles: RoleSpecs, launcher: Launcher, model_configs: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Trainers]:
+) -> dict[str, TrainGroup]:
     """The ranks of every trained role, set up, by the role's name. `model_configs`: config.json of each role's model."""
     run, started = roles.run, {}
     for sharing in sharing_devices(run.roles):
@@ -34,7 +34,7 @@ async def start_roles(
         for role in sharing:
             ranks = list(itertools.islice(handles, role.num_ranks))
             layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
-            trainers = Trainers(
+            trainers = TrainGroup(
                 launcher,
                 ranks,
                 layouts,
@@ -48,7 +48,7 @@ async def start_roles(
 
 
 def sharing_devices(roles: Sequence[BoundRole]) -> list[list[BoundRole]]:
-    """Roles by the devices that they stand on, the policy's first."""
+    """Roles by the devices that they share, the policy's first."""
     shared = [role for role in roles if not role.own_devices]
     return [shared, *([role] for role in roles if role.own_devices)]
 

@@ -1,4 +1,4 @@
-"""Trainers: all ranks of a trained role as one. Sends each data-parallel rank its shard, joins what comes back."""
+"""TrainGroup: all ranks of a trained role. Sends each data-parallel rank its shard and joins the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher, RankHandle
 
 ASKED_AGAIN_S: Final = 0.1
-"""Between two questions whether a checkpoint is written."""
+"""Seconds between two checks whether a checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +43,20 @@ class Shard:
     steps: tuple[tuple[Int64, ...], ...]
     scoring: tuple[Int64, ...]
     shared: Any
-    """The shard's columns, where the ranks can read them."""
+    """The shard's columns, as returned by `Launcher.share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dispatch:
-    """A batch on its way through scoring and training: its tokens were sent out once."""
+    """A batch that is scored and trained: its tokens were sent to the ranks once."""
 
     batch: Batch
     shards: tuple[Shard, ...]
 
 
 @dataclass(eq=False, repr=False)
-class Trainers:
-    """Driver-side face of a role. What makes its ranks work is called within `turn`."""
+class TrainGroup:
+    """A role on the driver's side. Methods that make its ranks compute are called within `turn`."""
 
     launcher: Launcher
     ranks: Sequence[RankHandle]
@@ -68,10 +68,10 @@ class Trainers:
     """May be shared with other roles."""
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """The devices are this role's inside."""
+        """Inside, this role has the devices."""
         return self.devices.turn(self)
 
-    async def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every rank at once."""
         # The first failure is raised at once: the other ranks may then wait for ever in a collective.
         return await asyncio.gather(*(rank.call(method, *args, **kwargs) for rank in self.ranks))
@@ -113,25 +113,25 @@ class Trainers:
 
     async def score(self, dispatch: Dispatch, *, weights: str = ACTOR, entropy: bool = False) -> Mapping[str, Float32]:
         """Columns over the batch's response tokens, in the batch's order."""
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(
-                rank.call("score", shard.shared, shard.scoring, weights=weights, entropy=entropy)
+                rank.call("forward_only", shard.shared, shard.scoring, weights=weights, entropy=entropy)
                 for rank, shard in self._with_shards(dispatch)
             )
         )
         columns: dict[str, Float32] = {}
-        for layout, answer in zip(self.layouts, answers, strict=True):
+        for layout, response in zip(self.layouts, responses, strict=True):
             if not layout.reports:
                 continue
             rows = dispatch.batch.response_rows(dispatch.shards[layout.dp_rank].samples)
-            for name, values in answer.items():
+            for name, values in response.items():
                 column = columns.setdefault(name, np.full(len(dispatch.batch.mask), np.nan, np.float32))
                 held = ~np.isnan(values) if layout.cp_size > 1 else slice(None)
                 column[rows[held]] = values[held]
         return columns
 
     async def train(self, dispatch: Dispatch, columns: TokenColumns) -> list[Mapping[str, float]]:
-        """One optimiser step after the other; metrics of each, over all ranks."""
+        """One optimizer step after the other; metrics of each, over all ranks."""
         shared = [
             self.launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
         ]
@@ -144,32 +144,32 @@ class Trainers:
         return [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
 
     async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
-        """All ranks export in step; yields rank 0's buckets, or references to them."""
+        """All ranks export together; yields rank 0's buckets, or references to them."""
         others = [asyncio.create_task(drain(rank, version, bucket_bytes)) for rank in self.ranks[1:]]
         async for bucket in self.ranks[0].stream("export_weights", version, bucket_bytes):
             yield bucket
         await asyncio.gather(*others)
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
-        """Every rank's sender brings its part of the weights to the engines; reports by rank."""
-        return await self.each("send_weights", version, engines)
+        """Every rank sends its part of the weights to the engines. Returns the reports by rank."""
+        return await self.call_all("send_weights", version, engines)
 
     async def save(self, folder: Path) -> None:
-        await self.each("save", folder)
+        await self.call_all("save", folder)
 
     async def stage(self, folder: Path) -> None:
-        """Returns when every rank has copied what it saves; the writing goes on."""
-        await self.each("stage", folder)
+        """Returns when every rank has copied what it saves; the writing continues."""
+        await self.call_all("stage", folder)
 
     async def written(self) -> None:
         """Returns when every rank has written what it staged last. Ranks are asked between their other calls."""
         while True:
-            if all(await self.each("written")):
+            if all(await self.call_all("written")):
                 return
             await asyncio.sleep(ASKED_AGAIN_S)
 
     async def load(self, folder: Path) -> None:
-        await self.each("load", folder)
+        await self.call_all("load", folder)
 
     def _with_shards(self, dispatch: Dispatch) -> list[tuple[RankHandle, Shard]]:
         return [(rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self.ranks, self.layouts, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slime_core.algorithm.packing import pack_micro_batch
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
 from slime_core.contracts.media import Media, MediaPacker
 from slime_core.contracts.optimizer import ChosenOptimizer
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainWorkerSpec:
-    """All that a rank is told; plain data."""
+    """Everything that a rank is started with; plain data."""
 
     agreement: Agreement
-    backend: PartSpec
+    backend: PluginSpec
     objective: ObjectiveSpec
     setup: TrainerSetup
-    optimizer: PartSpec | None = None
+    optimizer: PluginSpec | None = None
     """None: see `TrainerSetup.chosen_optimizer`."""
     temperature: float
     profile: ProfilePlan = field(default_factory=lambda: ProfilePlan(folder=Path()))
-    transport: PartSpec | None = None
-    """Of the role whose weights the engines get."""
+    transport: PluginSpec | None = None
+    """Weight transport, for the role whose weights the engines get."""
     engine_format: EngineFormat | None = None
-    """How the engines hold them; None: as they are trained."""
+    """The engines' format; None: the trainer's."""
     sender: SenderSetup | None = None
-    media: PartSpec | None = None
+    media: PluginSpec | None = None
     """A modality of the run, whose driver builds what serves all of them."""
 
 
@@ -92,14 +92,14 @@ class TrainWorker:
             self._sender.setup(replace(self._spec.sender, frozen=frozen))
         return layout
 
-    def score(
+    def forward_only(
         self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
     ) -> Mapping[str, Float32]:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
         packed = self._packed(shard, micros)
         columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
-            scored = self._backend.score(packed, weights=weights, entropy=entropy)
+            scored = self._backend.forward_only(packed, weights=weights, entropy=entropy)
         for samples, scores in zip(micros, scored, strict=True):
             rows = shard.response_rows(samples)
             held = rows if scores.rows is None else rows[scores.rows]
@@ -109,7 +109,7 @@ class TrainWorker:
         return columns
 
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
-        """One optimiser step for each entry of `steps`, which lists the samples of its micro-batches."""
+        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches."""
         reports = []
         with self._profile.around("train_actor"):
             for micros in steps:
@@ -126,14 +126,14 @@ class TrainWorker:
         return buckets_of(self._export(), version=version, bucket_bytes=bucket_bytes)
 
     def send_weights(self, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
-        """Brings the weights to the engines through the transport's own sender."""
+        """Sends the weights to the engines through the transport's sender."""
         if self._sender is None:
             raise EngineError("the weight transport of this run has no sender on the trainer's ranks.")
         return self._sender.send(self._export, version, engines)
 
-    def _export(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
-        """As the engines hold them. No generator, which would end with an error: the rest must still be gathered then."""
-        layers = self._backend.export_tensors(everywhere=everywhere)
+    def _export(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """Layers in the engines' format. Not a generator, which ends at an error: the other layers must still be gathered."""
+        layers = self._backend.export_weights(all_ranks=all_ranks)
         if self._format is None:
             return layers
         return map(partial(converted, self._format), layers)
@@ -142,14 +142,14 @@ class TrainWorker:
         self._backend.save(folder)
 
     def stage(self, folder: Path) -> None:
-        """What `save` would write is copied now, and written beside the next calls; `written` tells when."""
+        """Copies what `save` would write, and writes it beside the next calls; `written` waits for the end."""
         if self._writing is not None:
-            # Given up by the driver, because of another rank.
+            # Cancelled by the driver, because of another rank.
             wait([self._writing])
         self._writing = self._writer.submit(self._backend.stage(folder))
 
     def written(self) -> bool:
-        """Whether what was staged last is; raises what kept it from being written."""
+        """True if the data that was staged last is written; raises the error of the writer."""
         if self._writing is None or not self._writing.done():
             return False
         self._writing.result()
@@ -161,17 +161,17 @@ class TrainWorker:
     def save_hf(self, folder: Path) -> None:
         self._backend.save_hf(folder)
 
-    def refresh_copy(self, name: str) -> None:
-        self._backend.refresh_copy(name)
+    def update_frozen_model(self, name: str) -> None:
+        self._backend.update_frozen_model(name)
 
     def sleep(self, keep_weights: bool = False) -> None:
         self._backend.sleep(keep_weights)
 
-    def wake(self, weights_only: bool = False) -> None:
-        self._backend.wake(weights_only)
+    def wake_up(self, weights_only: bool = False) -> None:
+        self._backend.wake_up(weights_only)
 
     def close(self) -> None:
-        """All of it, also where a part of it fails; then that is raised."""
+        """Closes everything, also if one part fails; raises the error of that part."""
         with ExitStack() as stack:
             stack.callback(self._backend.close)
             stack.callback(self._writer.shutdown)
@@ -180,6 +180,6 @@ class TrainWorker:
 
 
 def use_device(setup: TrainerSetup) -> None:
-    """In this thread too: a new one has GPU 0 for its own, and torch's writers would take memory there."""
+    """Sets the device of this thread: a new thread uses GPU 0, and torch's writers would allocate memory there."""
     if setup.device == "cuda":
         torch.cuda.set_device(setup.local_rank)

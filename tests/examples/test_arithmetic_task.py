@@ -1,4 +1,4 @@
-"""Examples over the arithmetic task: what each README says, in short form."""
+"""Short runs of the examples with the arithmetic task: checks the results in their READMEs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ backend = "fsdp"
 engine = "local"
 reward = "gsm8k"
 algo = "grpo"
-generate = { name = "outside_agents", port = PORT, token_file = "agents.token", give_labels = true }
+generate = { name = "external_agents", port = PORT, token_file = "agents.token", give_labels = true }
 [model]
 hf_checkpoint = "base"
 [data]
@@ -38,7 +38,7 @@ label_key = "label"
 rollout_batch_size = 2
 n_samples_per_prompt = 2
 rollout_max_response_len = 4
-ahead = 2
+max_async_level = 2
 max_staleness = 4
 dump_rollouts = true
 [train]
@@ -54,7 +54,7 @@ def number_of(ticket: str) -> int:
 
 
 class Agent(threading.Thread):
-    """Answers what it is given; `holds`: tickets that it keeps for later."""
+    """Generates responses to the samples that it gets. `holds`: tickets that it keeps for later."""
 
     def __init__(self, url: str, token_file: Path) -> None:
         super().__init__(daemon=True)
@@ -77,22 +77,22 @@ class Agent(threading.Thread):
     def serve(self, client: httpx.Client) -> None:
         client.get("/health")
         client.headers["authorization"] = f"Bearer {self.token_file.read_text().strip()}"
-        answer = client.post("/get_samples", json={"num_samples": 16, "wait_s": 0.2}).raise_for_status()
-        for given in answer.json()["samples"]:
+        response = client.post("/get_samples", json={"num_samples": 16, "wait_s": 0.2}).raise_for_status()
+        for given in response.json()["samples"]:
             self.given.append(given["ticket"])
             self.held[given["ticket"]] = given
-        # In order: what an older policy has begun is to be trained before it is too old.
+        # In order: samples of older policies must be trained before they are too old.
         for ticket, given in sorted(self.held.items(), key=lambda held: number_of(held[0])):
             if not self.holds(ticket):
                 del self.held[ticket]
-                self.answer(client, given)
+                self.respond(client, given)
 
-    def answer(self, client: httpx.Client, given: dict[str, Any]) -> None:
+    def respond(self, client: httpx.Client, given: dict[str, Any]) -> None:
         asked = {"ticket": given["ticket"], "token_ids": given["prompt_token_ids"] + given["kept_token_ids"]}
-        said = client.post("/generate", json=asked)
-        if said.status_code != 200 or said.json()["finish_reason"] == "abort":
+        generated = client.post("/generate", json=asked)
+        if generated.status_code != 200 or generated.json()["finish_reason"] == "abort":
             return
-        pushed = {key: said.json()[key] for key in ("token_ids", "log_probs", "spans")}
+        pushed = {key: generated.json()[key] for key in ("token_ids", "log_probs", "spans")}
         pushed |= {"ticket": given["ticket"], "reward": float(len(pushed["token_ids"]) % 2)}
         answer = client.post("/add_samples", json={"samples": [pushed]})
         if answer.status_code == 200:

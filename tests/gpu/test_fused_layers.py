@@ -16,38 +16,38 @@ def drawn(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
 
 
-def assert_near(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
+def assert_near(found, exact):
+    for one, other in zip(found, exact, strict=True):
         assert one.shape == other.shape
-        # A rounded output has been to the third power.
+        # The rounded output is raised to the third power.
         assert (one.float() - other).norm() < 1e-2 * other.norm()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_is_the_formula(interleaved):
     from slime_megatron.bridges.bridge import Rotary
-    from slime_megatron.rotation import Rotation
+    from slime_megatron.rope import RotaryCache
 
     torch.manual_seed(0)
     rotary = Rotary(inv_freq=1e4 ** -torch.linspace(0, 1, 17)[:-1])
     for tokens in (300, 7, 513):
         positions = torch.randint(0, 5000, (tokens,), device=DEVICE)
-        # As they come out of one projection: rows of keys do not follow each other.
+        # Slices of one projection: rows of keys are not contiguous.
         both = drawn(tokens, 6, 64)
         q, k = both[:, :4], both[:, 4:]
-        found = Rotation.at(positions, rotary).turned(q, k, interleaved=interleaved)
+        found = RotaryCache.at(positions, rotary).apply_rotary(q, k, interleaved=interleaved)
         given = torch.autograd.grad(sum((x.float() ** 3).sum() for x in found), both)
 
         wide = both.detach().float().requires_grad_()
         angles = positions.double()[:, None] * rotary.inv_freq.to(DEVICE).double()
         turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)[:, None]
-        turned = wide[..., :32].unflatten(-1, (16, 2) if interleaved else (2, 16))
-        turned = turned if interleaved else turned.mT
-        pairs = torch.view_as_real(torch.view_as_complex(turned.contiguous()) * turn)
-        # In whichever order: first all cosines' parts, then all sines'.
-        wanted = torch.cat([pairs[..., 0], pairs[..., 1], wide[..., 32:]], dim=-1)
-        assert_near(found, (wanted[:, :4], wanted[:, 4:]))
-        assert_near(given, torch.autograd.grad((wanted**3).sum(), wide))
+        rotary_part = wide[..., :32].unflatten(-1, (16, 2) if interleaved else (2, 16))
+        rotary_part = rotary_part if interleaved else rotary_part.mT
+        pairs = torch.view_as_real(torch.view_as_complex(rotary_part.contiguous()) * turn)
+        # For both layouts: first the real parts of all pairs, then the imaginary ones.
+        exact = torch.cat([pairs[..., 0], pairs[..., 1], wide[..., 32:]], dim=-1)
+        assert_near(found, (exact[:, :4], exact[:, 4:]))
+        assert_near(given, torch.autograd.grad((exact**3).sum(), wide))
 
 
 @pytest.mark.parametrize("around_one", [False, True])
@@ -66,6 +66,6 @@ def test_norm_is_the_formula(around_one):
         given = torch.autograd.grad((out.float() ** 3).sum(), (x, norm.weight))
 
         wide, weight = x.detach().float().requires_grad_(), norm.weight.detach().float().requires_grad_()
-        wanted = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + 1 if around_one else weight)
-        assert_near((out,), (wanted,))
-        assert_near(given, torch.autograd.grad((wanted**3).sum(), (wide, weight)))
+        exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + 1 if around_one else weight)
+        assert_near((out,), (exact,))
+        assert_near(given, torch.autograd.grad((exact**3).sum(), (wide, weight)))

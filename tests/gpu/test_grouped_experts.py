@@ -1,4 +1,4 @@
-"""slime-megatron's grouped experts on one GPU, in bfloat16, against Megatron's one after the other and float64.
+"""slime-megatron's grouped experts on one GPU, in bfloat16, against Megatron's experts one after the other and float64.
 
 Needs megatron-core and slime-megatron: `pytest tests/gpu/test_grouped_experts.py`. Prints how fast a layer is either way.
 """
@@ -41,12 +41,12 @@ def one_rank():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from slime_megatron.transformer_engine import mend_absence
+    from slime_megatron.transformer_engine import patch_missing_transformer_engine
 
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    mend_absence()
+    patch_missing_transformer_engine()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -59,7 +59,7 @@ def make_layer(*, experts, grouped, here=True, top_k=2, hidden=HIDDEN, features=
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from slime_megatron.layers import PackedLayers
-    from slime_megatron.token_order import order_tokens_here
+    from slime_megatron.token_permutation import order_tokens_here
 
     config = TransformerConfig(
         num_layers=1,
@@ -112,14 +112,14 @@ def weight_gradients(experts):
 
 
 def spoil_memory():
-    """What is not written shows: memory that is handed out next is full of NaN."""
+    """Fills freed memory with NaN, so that elements that are not written show."""
     spoilt = [torch.full((2**28,), torch.nan, device=DEVICE) for _ in range(2)]
     small = [torch.full((2**size,), torch.nan, device=DEVICE) for size in range(4, 20) for _ in range(8)]
     del spoilt, small
 
 
-def apart(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
+def apart(found, reference):
+    return float((found.double() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -139,9 +139,9 @@ def test_products_are_those_of_float64(counts):
 
         wide, matrices = rows.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
         parts = zip(wide.split(counts), matrices, strict=True)
-        wanted = torch.cat([part @ matrix.t() for part, matrix in parts])
-        exact = torch.autograd.grad(wanted, (wide, matrices), grad.double())
-        for one, other in zip((found, *given), (wanted, *exact), strict=True):
+        reference = torch.cat([part @ matrix.t() for part, matrix in parts])
+        exact = torch.autograd.grad(reference, (wide, matrices), grad.double())
+        for one, other in zip((found, *given), (reference, *exact), strict=True):
             assert one.shape == other.shape
             assert apart(one, other) < 5e-3
         assert not given[1][torch.tensor(counts) == 0].any()
@@ -173,14 +173,14 @@ def test_experts_are_those_of_megatron_and_float64(counts, recomputed):
     for rows, probs, fc1, fc2 in zip(wide[0].split(counts), wide[1].split(counts), wide[2], wide[3], strict=True):
         gate, up = (rows @ fc1.t()).chunk(2, -1)
         parts.append((torch.nn.functional.silu(gate) * up * probs[:, None]) @ fc2.t())
-    wanted = torch.cat(parts)
-    wanted = [wanted.detach(), *torch.autograd.grad(wanted, wide, grad.double())]
-    for grouped, loop, other in zip(found[True], found[False], wanted, strict=True):
+    reference = torch.cat(parts)
+    reference = [reference.detach(), *torch.autograd.grad(reference, wide, grad.double())]
+    for grouped, loop, other in zip(found[True], found[False], reference, strict=True):
         assert apart(grouped, other) < max(5e-3, 1.2 * apart(loop, other))
 
 
-def test_a_model_trains_as_with_megatrons_experts(tmp_path):
-    """And goes to the host and back between two steps."""
+def test_a_model_trains_like_with_megatrons_experts(tmp_path):
+    """It is offloaded and onloaded between two steps."""
     from slime_megatron.plugin import Megatron
 
     torch.manual_seed(0)
@@ -211,14 +211,14 @@ def test_a_model_trains_as_with_megatrons_experts(tmp_path):
         for distributed in (True, False):
             options = {"moe_grouped_gemm": grouped, "use_distributed_optimizer": distributed}
             backend = Megatron.build(Megatron.Config(**options))
-            told = {"optimizer": ADAM if distributed else SGD}
-            with opened(backend, Place(model=tmp_path), device="cuda", **told) as one:
+            setup = {"optimizer": ADAM if distributed else SGD}
+            with opened(backend, Place(model=tmp_path), device="cuda", **setup) as one:
                 before = one.weights()
                 scores[grouped] = one.scores(training)["log_probs"]
                 assert not one.backend.train_step(training.micros(SPLITS[0]), objective_of()).skipped
                 after = one.weights()
                 one.backend.sleep()
-                one.backend.wake()
+                one.backend.wake_up()
                 awake = one.weights()
                 assert all(torch.equal(awake[name], tensor) for name, tensor in after.items())
                 assert not one.backend.train_step(training.micros(SPLITS[0]), objective_of()).skipped
@@ -240,7 +240,7 @@ KINDS = {
 
 @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
 def test_layers_are_those_of_megatron(sizes):
-    """Output and gradients, of the tokens and of the router's weights too."""
+    """Compares outputs and gradients, of the tokens and of the router's weights."""
     torch.manual_seed(0)
     for tokens in (1, 777, 300):
         drawn = torch.randn(tokens, 1, sizes["hidden"], device=DEVICE, dtype=torch.bfloat16)
@@ -260,7 +260,7 @@ def test_layers_are_those_of_megatron(sizes):
 
 @pytest.mark.parametrize("sizes", LAYERS.values(), ids=LAYERS)
 def test_how_fast_a_layer_is(sizes, capsys):
-    """Nothing is asked of the times, which are printed."""
+    """Prints the times and checks nothing."""
     torch.manual_seed(0)
     drawn = torch.randn(TOKENS, 1, sizes["hidden"], device=DEVICE, dtype=torch.bfloat16)
     for name, kind in KINDS.items():

@@ -1,5 +1,5 @@
-"""What becomes of a bucket that the transport `ipc` lends by a CUDA handle: torch keeps it until its reader has given it up,
-and not every handle has a reader that can."""
+"""The life of a bucket that the transport `ipc` lends by a CUDA handle: torch keeps it until its reader has released it, and
+not every handle has a reader that can."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
-from slime_sglang.transports.flat import FlatBucket, flatten
+from slime_sglang.transports.fake_server import FakeServer, serve_partner
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, flatten
 from slime_sglang.transports.handles import DeviceMemory
 from slime_sglang.transports.ipc import Turn
-from slime_sglang.transports.partner import Partner, serve_partner
 from slime_sglang.transports.plugin import Ipc
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ sys.stdin.readline()
 """
 
 
-def bucket() -> FlatBucket:
+def bucket() -> FlattenedBucket:
     return flatten([("a", torch.full((SIZE,), 7, dtype=torch.uint8, device="cuda"))], index=0, last=True)
 
 
@@ -50,12 +50,12 @@ def in_use() -> int:
 
 @pytest.fixture
 def before() -> int:
-    # What the first handle of a process takes stays.
+    # Memory that the first handle of a process allocates is kept.
     DeviceMemory(bucket()).release()
     return in_use()
 
 
-def test_a_handle_that_nobody_opens(before: int) -> None:
+def test_a_handle_that_is_never_opened(before: int) -> None:
     memory = DeviceMemory(bucket())
     assert in_use() >= before + SIZE, "torch gives it back by itself: nothing has to be released"
     memory.release()
@@ -65,7 +65,7 @@ def test_a_handle_that_nobody_opens(before: int) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_reader_that_ends(before: int, killed: bool) -> None:
-    """One that is killed gives nothing up."""
+    """A reader that is killed releases nothing."""
     memory = DeviceMemory(bucket())
     with subprocess.Popen(
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -87,21 +87,21 @@ def test_a_reader_that_ends(before: int, killed: bool) -> None:
     assert in_use() == before
 
 
-def test_a_push_to_the_engine_of_another_rank(before: int, tmp_path: Path) -> None:
+def test_a_weight_update_of_another_ranks_engine(before: int, tmp_path: Path) -> None:
     """The first of two ranks, while the second one's engine gets weights."""
     sender = Ipc.build_sender(Ipc.Config(update_weight_buffer_size=SIZE))
     where = {"model_path": tmp_path, "run_dir": tmp_path}
     setup = SenderSetup(rank=0, world_size=1, device="cuda", colocated=True, **where)
     sender.setup(setup)
     sender._place = replace(setup, world_size=2)
-    sender.agree = lambda said: [said, Turn() if isinstance(said, Turn) else None]
+    sender.all_gather = lambda own: [own, Turn() if isinstance(own, Turn) else None]
 
-    def export(*, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+    def export(*, all_ranks: bool) -> Iterator[Mapping[str, Tensor] | None]:
         for number in range(4):
             yield {f"layers.{number}.w": torch.ones(SIZE, dtype=torch.uint8, device="cuda")}
 
     try:
-        with serve_partner(Partner(lambda received: None)) as url:
+        with serve_partner(FakeServer(lambda received: None)) as url:
             assert sender.send(export, 1, [EngineEndpoint(index=1, url=url)]).buckets == 0
     finally:
         sender.close()

@@ -1,5 +1,5 @@
-"""On one GPU: gated delta nets by the kernel of flash-linear-attention and in chunks, and models that choose states or keys,
-near what the CPU computes in float32."""
+"""On one GPU: gated delta nets by the kernel of flash-linear-attention and in chunks, and models with states or chosen keys,
+close to the results of the CPU in float32."""
 
 from importlib.util import find_spec
 
@@ -73,8 +73,8 @@ def inputs(dtype, device, seed=0, keys=2, values=4, width=64, lengths=LENGTHS):
     return [x.requires_grad_() for x in made]
 
 
-def test_the_kernel_computes_what_chunks_do():
-    """Where fla is there but refuses its backward (see `fused_kernel`), what is chosen instead trains."""
+def test_the_kernel_computes_the_same_as_chunks():
+    """If fla is installed but refuses its backward (see `fused_kernel`), the fallback trains."""
     assert find_spec("fla") is not None, "pip install flash-linear-attention"
     cuda = torch.device("cuda")
     given = inputs(torch.bfloat16, cuda)
@@ -101,7 +101,7 @@ def test_chunks_on_the_gpu_are_those_of_the_cpu():
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_models_are_near_transformers_in_float64(family, tmp_path, monkeypatch):
-    # Where fla is installed transformers would call its kernels, also on a CPU.
+    # If fla is installed, transformers would call its kernels, also on a CPU.
     monkeypatch.setattr("transformers.utils.import_utils.is_flash_linear_attention_available", lambda: False)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
@@ -110,12 +110,12 @@ def test_models_are_near_transformers_in_float64(family, tmp_path, monkeypatch):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
-    told = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **told).eval()
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **implementations).eval()
     training = TrainingBatch.make()
     with torch.no_grad():
         exact = training.by_transformers(model)[0].numpy()
-    # In half precision now and then another expert or key is chosen, and that token is far off.
+    # In half precision sometimes another expert or key is chosen, and that token differs much.
     for bf16, tolerance in ((False, 1e-3), (True, 0.1)):
         backend = Megatron.build(Megatron.Config(use_distributed_optimizer=False, bf16=bf16))
         with opened(backend, Place(model=tmp_path), device=DEVICE) as one:

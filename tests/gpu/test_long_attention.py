@@ -14,7 +14,7 @@ def drawn(*shape):
 
 
 def by_formula(q, k, v, scale):
-    """(L, H, D), (M, K, D), (M, K, D) in float32: the last query stands at the last key."""
+    """(L, H, D), (M, K, D), (M, K, D) in float32: the last query is at the last key."""
     shared = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -33,7 +33,7 @@ def by_formula(q, k, v, scale):
         pytest.param(1024, 4096, id="behind three"),
     ],
 )
-def test_outputs_and_gradients_are_the_formulas(queries, keys, scale):
+def test_outputs_and_gradients_equal_the_formula(queries, keys, scale):
     torch.manual_seed(0)
     q, k, v = drawn(queries, 8, 128), drawn(keys, 2, 128), drawn(keys, 2, 128)
     weight = torch.randn(queries, 8, 128, device=DEVICE)
@@ -41,13 +41,13 @@ def test_outputs_and_gradients_are_the_formulas(queries, keys, scale):
     given = torch.autograd.grad((found.float() * weight).sum(), (q, k, v))
 
     exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    wanted = by_formula(*exact, 128**-0.5 if scale is None else scale)
-    of_exact = torch.autograd.grad((wanted * weight).sum(), exact)
-    for one, other in zip((found, *given), (wanted, *of_exact), strict=True):
+    expected = by_formula(*exact, 128**-0.5 if scale is None else scale)
+    of_exact = torch.autograd.grad((expected * weight).sum(), exact)
+    for one, other in zip((found, *given), (expected, *of_exact), strict=True):
         assert one.shape == other.shape
         assert (one.float() - other).norm() < 1e-2 * other.norm()
 
 
-def test_what_cudnn_does_not_compute_is_left_to_others():
+def test_unsupported_shapes_return_none():
     q, k, v = (torch.randn(4096, 4, 40, device=DEVICE) for _ in range(3))
     assert attend_long(q, k, v, None) is None

@@ -1,4 +1,4 @@
-"""slime-megatron's optimiser state on one GPU: offloaded to the host, and with moments in bfloat16.
+"""slime-megatron's optimizer state on one GPU: offloaded to the host, and with moments in bfloat16.
 
 Needs megatron-core and slime-megatron: `pytest tests/gpu/test_megatron_state.py`. Each case is a process of its own.
 """
@@ -27,7 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def run(options: dict[str, Any], model: Path, folder: Path) -> None:
-    """Steps with a checkpoint in the middle, written at once and aside, and a nap; then from both checkpoints again."""
+    """Takes steps with a checkpoint in the middle, written at once and in a thread, and a sleep; then again from both
+    checkpoints."""
     from slime_megatron.plugin import Megatron
 
     training = TrainingBatch.make()
@@ -49,7 +50,7 @@ def run(options: dict[str, Any], model: Path, folder: Path) -> None:
         write = one.backend.stage(folder / "staged")
         state["middle"] = one.weights()
         one.backend.sleep()
-        one.backend.wake()
+        one.backend.wake_up()
         step(one, 2)
         write()
         state["straight"] = one.weights()
@@ -75,7 +76,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     for number, (name, options) in enumerate(CASES.items()):
         folder = parent / str(number)
         words = [sys.executable, "-W", "ignore", __file__, json.dumps(options), str(model), str(folder)]
-        # What it says is shown where a test fails.
+        # pytest shows its output if a test fails.
         if subprocess.run(words, check=False, timeout=240).returncode == 0:
             found[name] = torch.load(folder / "state.pt", weights_only=True)
     return found
@@ -98,7 +99,7 @@ def test_steps_are_those_of_state_on_the_gpu_in_float32(states: dict[str, dict[s
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("checkpoint", ["first", "saved", "staged"])
-def test_it_goes_on_from_a_checkpoint(states: dict[str, dict[str, Any]], name: str, checkpoint: str) -> None:
+def test_it_resumes_from_a_checkpoint(states: dict[str, dict[str, Any]], name: str, checkpoint: str) -> None:
     assert name in states, "it failed; see above"
     state = states[name]
     moved = distance(state["straight"], state["middle"])

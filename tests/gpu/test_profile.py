@@ -1,4 +1,4 @@
-"""The record of CUDA memory, on a CUDA device."""
+"""The snapshot of CUDA memory, on a CUDA device."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from slime_core.workers.profile import Profile, ProfilePlan
 pytestmark = pytest.mark.gpu
 
 
-def test_a_snapshot_tells_of_the_allocation_that_failed(tmp_path):
+def test_a_snapshot_contains_the_allocation_that_failed(tmp_path):
     profile = Profile(ProfilePlan(folder=tmp_path, memory=True, memory_steps=1), role="actor", rank=0)
     with profile.around("train_actor"):
         torch.randn(512, 512, device="cuda").sum().item()

@@ -1,6 +1,6 @@
-"""SGLang on one GPU with quantised weights: folders of `slime convert`, and what a trainer sends to a server of one.
+"""SGLang on one GPU with quantized weights: folders of `slime convert`, and weight updates of a server with such weights.
 
-A Qwen3 of 50 million random parameters. What a server says of given tokens is compared with transformers in float32, whose
+A Qwen3 of 50 million random parameters. A server's log-probs of given tokens are compared with transformers in float32, whose
 weights, and inputs where the server rounds them, are rounded here. Eight bits move log-probs of random weights by a quarter of
 a nat on average, and where inputs are rounded, what bfloat16 leaves of them decides which way: 0.19 nats of the 0.26. Experts
 and latent attention are compared with a server that started from what was sent."""
@@ -141,7 +141,7 @@ def in_blocks(folder: Path) -> Path:
 
 
 def sent(start: Path, new: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """As a run rounds what it sends to engines that started from `start`."""
+    """Quantizes weights in the way a run does for engines that started from `start`."""
     return Registry().resolve(groups.CONVERTERS, "fp8", where="test").driver.tensor_format(start).converted(new)
 
 
@@ -151,14 +151,14 @@ def sequences() -> list[npt.NDArray[np.int32]]:
 
 @torch.no_grad()
 def expected(folder: Path, scheme: Scheme | None = None) -> npt.NDArray[np.float32]:
-    """(SEQUENCES, LENGTH - 1)."""
+    """(SEQUENCES, LENGTH - 1) log-probs."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     if scheme is not None:
         for layer in model.model.layers:
             round_layer(layer, scheme)
     tokens = torch.from_numpy(np.stack(sequences())).long().cuda()
-    said = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    found: npt.NDArray[np.float32] = said.cpu().numpy()
+    log_probs = model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    found: npt.NDArray[np.float32] = log_probs.cpu().numpy()
     return found
 
 
@@ -179,17 +179,17 @@ def round_layer(layer: Any, scheme: Scheme) -> None:
                 part.register_forward_pre_hook(scheme.of_inputs)
 
 
-def assert_says(said: npt.NDArray[np.float32], folder: Path, scheme: Scheme | None, told: str) -> None:
+def assert_log_probs(found: npt.NDArray[np.float32], folder: Path, scheme: Scheme | None, name: str) -> None:
     exact = expected(folder)
-    from_exact = float(np.abs(said - exact).mean())
+    from_exact = float(np.abs(found - exact).mean())
     if scheme is None:
-        print(f"{told}: {from_exact:.4f} nats from transformers in float32")
+        print(f"{name}: {from_exact:.4f} nats from transformers in float32")
         assert from_exact < 0.05
         return
     rounded = expected(folder, scheme)
-    from_rounded, between = (float(np.abs(rounded - other).mean()) for other in (said, exact))
+    from_rounded, between = (float(np.abs(rounded - other).mean()) for other in (found, exact))
     print(
-        f"{told}: {from_rounded:.4f} nats from the rounded model, {from_exact:.4f} from the model; between them {between:.4f}"
+        f"{name}: {from_rounded:.4f} nats from the rounded model, {from_exact:.4f} from the model; between them {between:.4f}"
     )
     assert from_exact < 1.25 * between
     assert from_rounded < (0.3 if scheme.inputs is None else 0.9) * between
@@ -201,7 +201,7 @@ async def scores(engine: Any) -> npt.NDArray[np.float32]:
 
 
 async def serve(folder: Path, run_dir: Path, new: Mapping[str, Tensor] | None = None) -> list[Any]:
-    """What a server of the folder says; and what it says once it has been sent `new`."""
+    """Log-probs of a server of the folder; with `new`, also those after these weights were sent to it."""
     resolved = Registry().resolve(groups.ENGINES, "sglang", where="test")
     engine = resolved.driver.build(bind(resolved, SERVER, where="engine"))
     setup = EngineSetup(
@@ -209,21 +209,21 @@ async def serve(folder: Path, run_dir: Path, new: Mapping[str, Tensor] | None = 
     )
     await engine.start(setup)
     try:
-        said = [await scores(engine)]
+        found = [await scores(engine)]
         if new is not None:
             await engine.pause()
             for bucket in buckets_of([new], version=1, bucket_bytes=2**28):
                 await engine.load_bucket(bucket)
             await engine.resume()
-            said.append(await scores(engine))
-        return said
+            found.append(await scores(engine))
+        return found
     finally:
         await engine.stop()
 
 
 @pytest.fixture(autouse=True)
 def without_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are compiled at first use, for minutes, by headers that an installation may lack."""
+    """Its kernels are compiled at first use, which takes minutes and requires headers that an installation may lack."""
     monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
 
 
@@ -231,36 +231,38 @@ def without_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
     model, other = write_model(folder / "model", 1), write_model(folder / "other", 2)
-    assert np.abs(expected(model) - expected(other)).mean() > 1, "two models that could not be told apart"
+    assert np.abs(expected(model) - expected(other)).mean() > 1, "the two models give nearly the same log-probs"
     return Models(model, other)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_server_of_quantised_weights_says_what_the_model_says(name: str, models: Models, tmp_path: Path) -> None:
+def test_a_server_of_quantized_weights_has_the_log_probs_of_the_model(
+    name: str, models: Models, tmp_path: Path
+) -> None:
     folder = models.model
     if name in FOLDERS:
         folder = tmp_path / name
         subprocess.run([*SLIME, "convert", str(models.model), str(folder), *FOLDERS[name]], check=True)
-    (said,) = asyncio.run(serve(folder, tmp_path))
-    assert_says(said, models.model, SCHEMES[name], name)
+    (found,) = asyncio.run(serve(folder, tmp_path))
+    assert_log_probs(found, models.model, SCHEMES[name], name)
 
 
-def test_a_server_takes_what_a_trainer_sends(models: Models, tmp_path: Path) -> None:
-    """In float8 by block, converted on its way as a run does it."""
+def test_a_server_loads_the_weights_of_a_trainer(models: Models, tmp_path: Path) -> None:
+    """In float8 by block, converted while they are sent, as in a run."""
     folder = in_blocks(models.model)
     weights = AutoModelForCausalLM.from_pretrained(models.other, dtype=torch.bfloat16).state_dict()
     before, after = asyncio.run(serve(folder, tmp_path, sent(folder, weights)))
-    assert_says(before, models.model, SCHEMES["block"], "block")
-    assert_says(after, models.other, SCHEMES["block"], "block, after a push")
+    assert_log_probs(before, models.model, SCHEMES["block"], "block")
+    assert_log_probs(after, models.other, SCHEMES["block"], "block, after a weight update")
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_what_is_sent_makes_the_server_of_another_folder(kind: str, tmp_path: Path) -> None:
+def test_sent_weights_make_the_server_equal_to_one_of_another_folder(kind: str, tmp_path: Path) -> None:
     model, other = (write_sparse(tmp_path / name, kind, seed) for seed, name in enumerate(("model", "other")))
-    start, wanted = in_blocks(model), in_blocks(other)
+    start, required = in_blocks(model), in_blocks(other)
     before, after = asyncio.run(serve(start, tmp_path / "a", sent(start, load_file(other / "model.safetensors"))))
-    (said,) = asyncio.run(serve(wanted, tmp_path / "b"))
-    far, apart = (float(np.abs(said - found).max()) for found in (before, after))
-    print(f"{kind}: {apart:.6f} nats at most from a server that started from it, before the push {far:.2f}")
+    (started,) = asyncio.run(serve(required, tmp_path / "b"))
+    far, apart = (float(np.abs(started - sent).max()) for sent in (before, after))
+    print(f"{kind}: {apart:.6f} nats at most from a server that started from it, before the weight update {far:.2f}")
     assert far > 1
     assert apart < 1e-3

@@ -1,5 +1,5 @@
-"""`slime run` with SGLang on one GPU, trainer and engine taking turns: what a CPU cannot run, or gives no memory back for; and
-what a push means for drafts. Their kernels are compiled at first use, for a minute."""
+"""`slime run` with SGLang on one GPU, where trainer and engine take turns: runs that a CPU cannot do, or that free no memory
+there; and weight updates of draft models. SGLang's kernels are compiled at first use, which takes a minute."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OWN_LAYER: Mapping[str, Any] = {
     "speculative_num_draft_tokens": 2,
 }
 LAYERS = 2
-"""Of GLM's model; the one behind them drafts."""
+"""Layers of GLM's model; the one behind them drafts."""
 RUN = """\
 name = "tiny"
 backend = { BACKEND }
@@ -57,7 +57,7 @@ train = { num_rollout = 4, num_steps_per_rollout = 1, lr = 1e-3 }
 sync = { transport = "ipc" }
 """
 VANDAL = '''
-"""Kills the server while it answers in step 2."""
+"""Kills the server while it responds in step 2."""
 import os, signal, threading
 import psutil
 from slime_core.plugin import hook
@@ -75,7 +75,7 @@ def rollout_start(event):
 
 
 def run(folder: Path, engine: Mapping[str, Any], *words: str, backend: str = 'name = "fsdp"') -> Path:
-    """`backend`: what stands in its table. The folder has the model in `base`."""
+    """`backend`: what is in its table. The folder has the model in `base`."""
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {"name": "sglang", **engine}.items())
@@ -86,8 +86,8 @@ def run(folder: Path, engine: Mapping[str, Any], *words: str, backend: str = 'na
 
 def new_model(folder: Path, name: str, width: int, *words: str) -> None:
     sizes = {"--hidden-size": width, "--num-heads": width // 64, "--intermediate-size": 2 * width}
-    told = [str(part) for pair in sizes.items() for part in pair]
-    slime(folder, "models", "new", name, "--alphabet", "0123456789+= ", *told, *words)
+    size_words = [str(part) for pair in sizes.items() for part in pair]
+    slime(folder, "models", "new", name, "--alphabet", "0123456789+= ", *size_words, *words)
 
 
 def slime(folder: Path, *words: str) -> None:
@@ -114,8 +114,8 @@ def assert_it_speculated(folder: Path) -> None:
         assert 0 <= step["rollout/spec_accept_rate"] <= 1
 
 
-def test_engines_in_float8_are_fed_by_a_trainer_in_bfloat16(tmp_path: Path) -> None:
-    """The engines' log-probs are those of rounded weights, of each step's: they stay as far from the trainer's."""
+def test_engines_in_float8_are_updated_by_a_trainer_in_bfloat16(tmp_path: Path) -> None:
+    """The engines' log-probs are those of each step's rounded weights: their distance from the trainer's does not grow."""
     new_model(tmp_path, "base", 256, "--num-layers", "4")
     slime(tmp_path, "convert", "base", "base-fp8", "--to", "fp8")
     folder = run(tmp_path, SERVER, "--rollout-load", "base-fp8")
@@ -152,20 +152,20 @@ def test_a_model_drafts_with_its_own_layer_which_is_trained_too(tmp_path: Path) 
     assert not torch.equal(before[joined], after[joined])
 
 
-def test_a_push_reaches_the_layer_that_drafts(tmp_path: Path) -> None:
-    """Of a model whose next token hangs on the last one alone, the one after can be known; but the server starts with a layer
-    that takes the least likely for it."""
+def test_a_weight_update_reaches_the_layer_that_drafts(tmp_path: Path) -> None:
+    """In a model whose next token depends only on the last one, the token after it can be predicted; but the server starts with
+    a layer that predicts the least likely one."""
     new_model(tmp_path, "base", 256)
     make_glm(tmp_path / "base")
     right = make_bigram(tmp_path / "base")
     before, after = asyncio.run(accepted(tmp_path / "base", right, tmp_path))
-    print(f"drafts accepted: {before:.3f}, after the push {after:.3f}")
+    print(f"drafts accepted: {before:.3f}, after the weight update {after:.3f}")
     assert before < 0.1
     assert after > 0.9
 
 
 def make_bigram(folder: Path) -> dict[str, Tensor]:
-    """Gives the weights that draft rightly; those in `folder` have the layer's input upside down."""
+    """Returns weights that draft correctly; those in `folder` have the layer's input negated."""
     weights = load_file(folder / "model.safetensors")
     torch.manual_seed(1)
     for name, weight in weights.items():
@@ -183,7 +183,7 @@ def make_bigram(folder: Path) -> dict[str, Tensor]:
 
 
 async def accepted(folder: Path, new: Mapping[str, Tensor], run_dir: Path) -> list[float]:
-    """The share of drafts that were, of greedy answers of a server of the folder; and once it has been sent `new`."""
+    """The share of drafts that were, of greedy responses of a server of the folder; and once it has been sent `new`."""
     resolved = Registry().resolve(groups.ENGINES, "sglang", where="test")
     engine = resolved.driver.build(bind(resolved, {**SERVER, **OWN_LAYER}, where="engine"))
     setup = EngineSetup(
@@ -203,7 +203,7 @@ async def accepted(folder: Path, new: Mapping[str, Tensor], run_dir: Path) -> li
 
 async def accept_rate(engine: Any) -> float:
     sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
-    answers = await engine.generate(
+    responses = await engine.generate(
         [
             GenerateRequest(
                 request_id=f"{token}", token_ids=np.array([token], dtype=np.int32), sampling=sampling, seed=token
@@ -211,12 +211,12 @@ async def accept_rate(engine: Any) -> float:
             for token in range(3, 11)
         ]
     )
-    assert [len(answer.token_ids) for answer in answers] == [64] * 8
-    return float(np.mean([answer.extra["spec_accept_rate"] for answer in answers]))
+    assert [len(response.token_ids) for response in responses] == [64] * 8
+    return float(np.mean([response.extra["spec_accept_rate"] for response in responses]))
 
 
 def make_glm(folder: Path) -> None:
-    """Puts GLM-4.5's model, as it is published, beside the tokenizer in `folder`: the layer behind its last one predicts the
+    """Puts GLM-4.5's model, in its released form, beside the tokenizer in `folder`: the layer behind its last one predicts the
     token after the next."""
     known = json.loads((folder / "config.json").read_text())
     config = AutoConfig.for_model(
@@ -233,9 +233,9 @@ def make_glm(folder: Path) -> None:
         weights[f"{own}{name}.weight"] = torch.ones(config.hidden_size)
     weights[f"{own}eh_proj.weight"] = 0.02 * torch.randn(config.hidden_size, 2 * config.hidden_size)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    published = json.loads((folder / "config.json").read_text())
-    published |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(published))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_an_engine_that_shares_the_trainers_gpu_is_killed_and_replaced(tmp_path: Path) -> None:

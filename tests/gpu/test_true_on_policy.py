@@ -1,4 +1,4 @@
-"""True on-policy on one GPU: what the engine says of a token that it decoded is what the trainer computes, to the bit.
+"""True on-policy on one GPU: the engine's log-prob of a token that it decoded equals the trainer's, bit for bit.
 
 A Qwen3 of 45 million parameters with random weights, and a small run."""
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 
 SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
 VOCAB = 32_000
-ANSWERS = 48
+RESPONSES = 48
 RUN = """\
 name = "NAME"
 backend = { name = "fsdp", precision = "bfloat16" }
@@ -52,7 +52,7 @@ checkpoint = { save_hf = false }
 
 
 def larger_model(folder: Path, *, hidden: int = 512, vocab: int = VOCAB) -> Path:
-    """With the tiny model's tokenizer, which nobody asks for more than it knows."""
+    """Has the tiny model's tokenizer and a larger vocabulary."""
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4, num_attention_heads=8,
@@ -66,10 +66,10 @@ def larger_model(folder: Path, *, hidden: int = 512, vocab: int = VOCAB) -> Path
 
 
 def requests(vocab: int = VOCAB, longest: int = 300) -> list[GenerateRequest]:
-    """Prompts from one token on, answers too; four to each prompt."""
+    """Prompts and responses from one token on; four responses to each prompt."""
     rng = np.random.default_rng(4)
     made = []
-    for number in range(ANSWERS):
+    for number in range(RESPONSES):
         if number % 4 == 0:
             prompt = rng.integers(2, vocab, rng.integers(1, longest)).astype(np.int32)
         budget = int(rng.integers(1, longest))
@@ -88,34 +88,34 @@ def generate(
             true_on_policy=on,
         )  # fmt: skip
         await engine.start(setup)
-        answers = list(await engine.generate(asked))
+        responses = list(await engine.generate(asked))
         await engine.stop()
-        return answers
+        return responses
 
     return asyncio.run(scene())
 
 
-def group_of(number: int, request: GenerateRequest, answer: Completion) -> SampleGroup:
+def group_of(number: int, request: GenerateRequest, response: Completion) -> SampleGroup:
     prompt = Prompt(group_index=number, text="", token_ids=request.token_ids)
     sample = Sample(
         index=number,
         group_index=number,
         rollout_id=number,
         prompt=prompt,
-        tokens=np.concatenate([request.token_ids, answer.token_ids]),
+        tokens=np.concatenate([request.token_ids, response.token_ids]),
         prompt_length=len(request.token_ids),
-        loss_mask=np.ones(len(answer.token_ids), np.uint8),
-        rollout_log_probs=answer.log_probs,
+        loss_mask=np.ones(len(response.token_ids), np.uint8),
+        rollout_log_probs=response.log_probs,
         reward=1.0,
     )
     return SampleGroup(prompt=prompt, samples=(sample,))
 
 
 def gaps(
-    model: Path, asked: Sequence[GenerateRequest], answers: Sequence[Completion], dtype: str, *, device: str, on: bool
+    model: Path, asked: Sequence[GenerateRequest], responses: Sequence[Completion], dtype: str, *, device: str, on: bool
 ) -> list[npt.NDArray[np.float64]]:
-    """|trainer - engine| of every token in nats, for two ways to pack the answers."""
-    batch = assemble([group_of(number, *pair) for number, pair in enumerate(zip(asked, answers, strict=True))])
+    """|trainer - engine| of every token in nats, for two ways to pack the responses."""
+    batch = build_batch([group_of(number, *pair) for number, pair in enumerate(zip(asked, responses, strict=True))])
     backend = Fsdp.build(FsdpConfig.model_validate({"precision": dtype}))
     backend.setup(Place(model=model).setup(device=device, true_on_policy=on))
     found = []
@@ -124,7 +124,7 @@ def gaps(
         groups = [order[start : start + size] for start in range(0, len(order), size)]
         micros = [pack_micro_batch(batch, group, temperature=TEMPERATURE) for group in groups]
         column = np.full(len(batch.mask), np.nan)
-        for group, scores in zip(groups, backend.score(micros), strict=True):
+        for group, scores in zip(groups, backend.forward_only(micros), strict=True):
             assert scores.log_probs is not None
             column[batch.response_rows(group)] = scores.log_probs
         found.append(np.abs(column - batch.rollout_log_probs))
@@ -135,20 +135,20 @@ def gaps(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_difference_is_exactly_zero(tmp_path: Path, dtype: str) -> None:
     model, asked = larger_model(tmp_path), requests()
-    answers = generate(model, asked, dtype, device="cuda", on=True, max_running=ANSWERS)
+    responses = generate(model, asked, dtype, device="cuda", on=True, max_running=RESPONSES)
     fewer = generate(model, asked, dtype, device="cuda", on=True, max_running=5)
-    for one, other in zip(answers, fewer, strict=True):
+    for one, other in zip(responses, fewer, strict=True):
         assert one.token_ids.tobytes() == other.token_ids.tobytes()
         assert one.log_probs.tobytes() == other.log_probs.tobytes()
-    for gap in gaps(model, asked, answers, dtype, device="cuda", on=True):
+    for gap in gaps(model, asked, responses, dtype, device="cuda", on=True):
         assert gap.max() == 0.0, f"{(gap > 0).sum()} of {len(gap)} tokens differ, by up to {gap.max()} nats"
 
 
 def test_without_it_they_differ(tmp_path: Path) -> None:
     """So the test above can fail."""
     model, asked = larger_model(tmp_path), requests()
-    answers = generate(model, asked, "bfloat16", device="cuda", on=False, max_running=ANSWERS)
-    assert gaps(model, asked, answers, "bfloat16", device="cuda", on=False)[0].max() > 1e-4
+    responses = generate(model, asked, "bfloat16", device="cuda", on=False, max_running=RESPONSES)
+    assert gaps(model, asked, responses, "bfloat16", device="cuda", on=False)[0].max() > 1e-4
 
 
 def test_a_run_has_no_gap_in_any_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An actor and a critic that take turns on one GPU: one sleeps while the other works, and nothing else changes."""
+"""An actor and a critic that share one GPU: one sleeps while the other works, which changes nothing else."""
 
 from __future__ import annotations
 

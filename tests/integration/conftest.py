@@ -1,4 +1,4 @@
-"""Whole runs of the `slime` command on a tiny model, and strangers' distributions, installed in folders of their own."""
+"""Whole runs of the `slime` command on a tiny model, and third-party distributions, installed in folders of their own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Installed:
 def install_third_party(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Installed]:
     """`install_third_party("acme-slime", ...)`: builds each source folder of third_party/ into a wheel, once, and
     installs it. No index is asked: hatchling is here already, and dependencies are not installed. `requires`: what the
-    distributions require in place of what their pyproject.toml says."""
+    distributions require in place of the requirement in their pyproject.toml."""
     folders: dict[tuple[str, str], Path] = {}
 
     def install(*names: str, requires: str = "") -> Installed:
@@ -114,7 +114,7 @@ save_hf = false
 
 @dataclass(frozen=True)
 class Ended:
-    """What a `slime` command left behind."""
+    """The exit code, output and errors of a `slime` command."""
 
     code: int
     out: str
@@ -122,14 +122,14 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The paragraph that tells what went wrong."""
+        """The paragraph of the error."""
         assert "Traceback" not in self.err, self.err
-        before, found, told = self.err.rpartition("error: ")
-        assert found, f"no error was told: {self.err or self.out}"
+        before, found, message = self.err.rpartition("error: ")
+        assert found, f"no error was reported: {self.err or self.out}"
         assert not before or before.endswith("\n"), self.err
-        assert "\n\n" not in told, f"more than one paragraph: {told}"
-        assert self.code != 0, told
-        return told
+        assert "\n\n" not in message, f"more than one paragraph: {message}"
+        assert self.code != 0, message
+        return message
 
 
 class TinyRun:
@@ -190,7 +190,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmSlime]:
 
 @pytest.fixture(scope="session")
 def warm_pair(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WarmSlime, WarmSlime]]:
-    """Forks of one hash text otherwise than forks of the other, as two processes that are started do."""
+    """Forks of one have another hash seed than forks of the other, like two processes that are started."""
     with warm_slime(tmp_path_factory.mktemp("other")) as other:
         yield warm, other
 
@@ -227,5 +227,5 @@ def tiny(make_tiny: Callable[[Path], TinyRun], tmp_path: Path) -> TinyRun:
 
 @pytest.fixture
 def tiny_forks(tiny: TinyRun, warm: WarmSlime) -> None:
-    """`tiny.run` is a fork: where it is not a start that is tested."""
+    """`tiny.run` is a fork: for tests that do not test the start."""
     tiny.warm = warm

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.faults
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 2, 2, 6
 WORDS = (
-    "--ahead", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
+    "--max-async-level", "2", "--partial-rollout", "--over-sampling-batch-size", "4", "--max-staleness", str(STALENESS),
     "--rollout-max-response-len", "40", "--num-rollout", str(STEPS), "--save-interval", "2", "--dump-rollouts", "--save-hf",
     "--plugin", "paced.py", "--generate", "paced",
 )  # fmt: skip
@@ -37,14 +37,14 @@ from slime_core.types.sample import Status
 @generator("paced")
 async def paced(episode):
     # Ten tokens a turn, with a pause before each: weights and checkpoints come between turns too.
-    answer = episode.trajectory()
-    while (room := episode.sampling.max_new_tokens - answer.response_length) > 0:
+    response = episode.trajectory()
+    while (room := episode.sampling.max_new_tokens - response.response_length) > 0:
         await asyncio.sleep(random.choice((0, 0.01, 0.03)))
-        completion = await episode.complete(answer.tokens, replace(episode.sampling, max_new_tokens=min(10, room)))
-        answer.append_completion(completion)
+        completion = await episode.complete(response.tokens, replace(episode.sampling, max_new_tokens=min(10, room)))
+        response.append_completion(completion)
         if completion.finish_reason is not FinishReason.LENGTH:
-            return [answer.finish()]
-    return [answer.finish(status=Status.TRUNCATED)]
+            return [response.finish()]
+    return [response.finish(status=Status.TRUNCATED)]
 """
 
 
@@ -63,8 +63,8 @@ def kill_when(tiny: TinyRun, condition: Callable[[], bool], pause_s: float = 0.0
         time.sleep(0.002)
     time.sleep(pause_s)
     process.send_signal(signal.SIGKILL)
-    said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
+    given = process.communicate()
+    assert process.returncode == -signal.SIGKILL, given
 
 
 def writes_checkpoint(tiny: TinyRun) -> bool:
@@ -83,18 +83,18 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: Wa
     assert tiny.steps() == list(range(STEPS))
 
     trained: Counter[int] = Counter()
-    answers: Counter[int] = Counter()
+    responses: Counter[int] = Counter()
     several_versions = 0
     for step in range(STEPS):
         rows = pyarrow.parquet.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist()
         trained.update({row["group_index"] for row in rows})
         for row in rows:
-            answers[row["index"]] += 1
+            responses[row["index"]] += 1
             require_covered(row, step)
             several_versions += len(row["spans"]) > 1
         assert len(rows) == GROUPS * SAMPLES
-    assert set(answers.values()) == {1}, "an answer is trained twice"
-    assert several_versions, "no answer went on under new weights: the test shows nothing"
+    assert set(responses.values()) == {1}, "a response is trained twice"
+    assert several_versions, "no response continued under new weights: the test shows nothing"
 
     last = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     state = json.loads((last / "buffer/buffer.json").read_text())
@@ -103,12 +103,12 @@ def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: Wa
     drawn = state["source"]["next_group_index"]
     assert set(trained) | waiting == set(range(drawn)), "a prompt is lost"
 
-    # Nothing is removed for a command that cannot go well.
+    # A command that must fail removes nothing.
     there = ("--replay-schedule", str(run / "schedule.jsonl"))
     ended = tiny.run(*WORDS, "--fresh", *there)
     assert (ended.code, (run / "summary.json").exists()) == (2, True)
-    assert f"--fresh removes {run}, with the schedule that is to be repeated: say another --name" in ended.error
-    # Under a name of its own, and without a dump; in a fork, which hashes text otherwise than what was started.
+    assert f"--fresh removes {run}, which holds the schedule to replay. Pass another --name" in ended.error
+    # Under a name of its own, and without a dump; in a fork, which has another hash seed than a started process.
     tiny.warm = warm
     free = ("--name", "again", "--no-dump-rollouts")
     ended = tiny.run(*WORDS, *free, "--replay-schedule", str(run / "schedule.jsonl"))
@@ -129,7 +129,7 @@ OF_A_PROCESS = {
 
 
 def figures(tiny: TinyRun, run: str) -> list[dict[str, Any]]:
-    """What was logged of the training, without times."""
+    """The logged metrics of the training, without times."""
     lines = tiny.metrics(run)
     for line in lines:
         del line["attempt"]

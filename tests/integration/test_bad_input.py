@@ -1,4 +1,4 @@
-"""What `slime run` says to input it cannot use: one paragraph that names the thing and the fix, and an exit code."""
+"""`slime run` with input it cannot use: one paragraph that names the key and the fix, and an exit code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CONFIG, DATA, MODEL, REWARD, STORAGE = 2, 3, 3, 4, 8
 
 @dataclass(frozen=True)
 class Case:
-    """Words after `slime run run.toml`, and what the error must say."""
+    """Arguments after `slime run run.toml`, and what the error must contain."""
 
     words: Sequence[str]
     code: int
-    says: Sequence[str]
+    expected: Sequence[str]
     files: dict[str, str] = field(default_factory=dict)
     change: Callable[[TinyRun], object] | None = None
-    """Done to the folder before."""
+    """Applied to the folder before the run."""
 
 
 def in_run_file(old: str, new: str) -> Callable[[TinyRun], object]:
@@ -42,14 +42,14 @@ def in_run_file(old: str, new: str) -> Callable[[TinyRun], object]:
 
 
 def check(tiny: TinyRun, case: Case, ended: Ended) -> None:
-    told = ended.error
-    missing = [text for text in case.says if text.replace("{folder}", str(tiny.folder)) not in told]
-    assert not missing, f"{missing} not in: {told}"
-    assert ended.code == case.code, told
+    message = ended.error
+    missing = [text for text in case.expected if text.replace("{folder}", str(tiny.folder)) not in message]
+    assert not missing, f"{missing} not in: {message}"
+    assert ended.code == case.code, message
     assert not tiny.runs.exists(), "something was started"
 
 
-# The kernel's own part of the command, which must answer before torch is imported.
+# Errors that the kernel reports before torch is imported.
 CONFIG_CASES = {
     "unknown flag": Case(
         ["--rollout-batch-sise", "3"],
@@ -107,7 +107,7 @@ CONFIG_CASES = {
     "not one of the choices": Case(
         ["--on-bad-row", "maybe"], CONFIG, ['data.on_bad_row = "maybe"', "'error' or 'skip'"]
     ),
-    "a flag without its value": Case(["--num-rollout"], CONFIG, ["--num-rollout wants a value"]),
+    "a flag without its value": Case(["--num-rollout"], CONFIG, ["--num-rollout requires a value"]),
     "several problems at once": Case(
         ["--nope", "3", "--lr", "fast", "--num-rollout=two", "--algo", "gsp0"],
         CONFIG,
@@ -141,14 +141,14 @@ CONFIG_CASES = {
         ["= 4, but global_batch_size 2 x num_steps_per_rollout 4 = 8"],
     ),
     "over-sampling below the batch size": Case(
-        ["--over-sampling-batch-size", "1"], CONFIG, ["over_sampling_batch_size 1 is smaller than", "say 2 or more"]
+        ["--over-sampling-batch-size", "1"], CONFIG, ["over_sampling_batch_size 1 is smaller than", "set 2 or more"]
     ),
     "two local ranks": Case(
         ["--actor-num-gpus-per-node", "2"], CONFIG, ['launcher.name = "local" runs one trainer rank', "--launcher ray"]
     ),
     "a checkpoint step that is no number": Case(["--ckpt-step", "last"], CONFIG, ["--ckpt-step last", "step_4"]),
-    "a fresh start that is to go on": Case(
-        ["--fresh", "--ckpt-step", "4"], CONFIG, ["--fresh removes the run that --ckpt-step would go on with"]
+    "a fresh start that is to continue": Case(
+        ["--fresh", "--ckpt-step", "4"], CONFIG, ["--fresh removes the run that --ckpt-step would resume"]
     ),
     "both a name and a broken key": Case(
         ["--name", "other", "--lr", "fast"],
@@ -224,7 +224,7 @@ DATA_CASES = {
         ['train.jsonl, line 1: no key "question"', "the row has: prompt, label", "--input-key"],
     ),
     "no label key": Case(
-        ["--label-key", "answer"], DATA, ['no key "answer"', "the row has: prompt, label", "--label-key"]
+        ["--label-key", "solution"], DATA, ['no key "solution"', "the row has: prompt, label", "--label-key"]
     ),
     "all prompts too long": Case(
         ["--rollout-max-prompt-len", "3"],
@@ -243,9 +243,9 @@ DATA_CASES = {
         ["eval.datasets.held_out", "no file {folder}/nope.jsonl"],
     ),
     "no chat template": Case(
-        ["--apply-chat-template"], MODEL, ["no chat template", "chat_template.jinja", "leave out --apply-chat-template"]
+        ["--apply-chat-template"], MODEL, ["no chat template", "chat_template.jinja", "omit --apply-chat-template"]
     ),
-    "no GPU": Case(["--device", "cuda"], CONFIG, ['launcher.device = "cuda"', "Say --device cpu"]),
+    "no GPU": Case(["--device", "cuda"], CONFIG, ['launcher.device = "cuda"', "Pass --device cpu"]),
 }
 
 
@@ -259,12 +259,12 @@ def bad(tiny: TinyRun, case: Case) -> TinyRun:
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=i) for i, c in (CONFIG_CASES | MODEL_CASES).items()])
-def test_told_at_once(bad: TinyRun, case: Case) -> None:
+def test_bad_config_is_reported_at_once(bad: TinyRun, case: Case) -> None:
     check(bad, case, bad.run(*case.words))
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=i) for i, c in DATA_CASES.items()])
-def test_told_by_a_dry_run(bad: TinyRun, case: Case) -> None:
+def test_bad_data_is_reported_by_a_dry_run(bad: TinyRun, case: Case) -> None:
     check(bad, case, bad.run("--dry-run", *case.words))
 
 
@@ -346,7 +346,7 @@ def dies(sample):
 def flaky(sample):
     match sample.group_index % 8:
         case 1:
-            raise ValueError("no answer key")
+            raise ValueError("no response key")
         case 3:
             time.sleep(60)
         case 5:
@@ -356,19 +356,19 @@ def flaky(sample):
 
 
 @pytest.mark.parametrize(
-    ("reward", "says"),
+    ("reward", "expected"),
     [
-        ("hangs", ["no answer within 1 s", "--reward-timeout", "--on-reward-failure fail_sample"]),
+        ("hangs", ["no response within 1 s", "--reward-timeout", "--on-reward-failure fail_sample"]),
         ("nan", ["returned nan; rewards must be finite"]),
         ("text", ["returned 'good', which is not a number"]),
         ("dies", ["worker process died (exit code 3)", "--on-reward-failure fail_sample"]),
     ],
 )
-def test_a_reward_that_cannot_be_used(tiny: TinyRun, reward: str, says: Sequence[str]) -> None:
+def test_an_unusable_reward_is_reported(tiny: TinyRun, reward: str, expected: Sequence[str]) -> None:
     (tiny / "rewards.py").write_text(REWARDS)
     ended = tiny.run("--plugin", "rewards.py", "--reward", reward, "--reward-timeout", "1")
     assert ended.code == REWARD
-    for text in (f'reward "rewards.py/{reward}" on {tiny.folder}/train.jsonl, line 1', *says):
+    for text in (f'reward "rewards.py/{reward}" on {tiny.folder}/train.jsonl, line 1', *expected):
         assert text in ended.error
 
 

@@ -1,4 +1,4 @@
-"""A launch script of another slime, translated and run: its reward, generate function and filter are old functions."""
+"""A launch script of upstream slime, translated and run: its reward, generate function and filter are its functions."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def test_a_translated_script_is_run_with_its_own_functions(make_tiny: Callable, 
     assert ended.code == 0, ended.err
     assert tiny.steps(run="tiny-grpo") == [0, 1]
     rewards = [r["metrics"]["rollout/raw_reward"] for r in tiny.metrics("tiny-grpo") if r["axis"] == "rollout/step"]
-    # Means over four answers of distinct characters by four.
+    # Means over four responses of distinct characters by four.
     assert all(reward > 0 and (reward * 16).is_integer() for reward in rewards), rewards

@@ -1,4 +1,4 @@
-"""A stranger's wheel is installed, and the contract kit, which comes in slime's own, proves what it registers."""
+"""A third-party wheel is installed, and the contract kit tests what it registers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Corrections and mismatch metrics in whole runs: the embedded engine's log-probs are the trainer's but for rounding."""
+"""Corrections and mismatch metrics in whole runs: the local engine's log-probs equal the trainer's but for rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def metrics_of(tiny: TinyRun, axis: str) -> dict[str, float]:
     return next(record["metrics"] for record in tiny.metrics() if record["axis"] == axis)
 
 
-def test_weights_of_a_second_optimiser_step(tiny: TinyRun) -> None:
+def test_weights_of_a_second_optimizer_step(tiny: TinyRun) -> None:
     ended = tiny.run("--num-rollout", "1", "--num-steps-per-rollout", "2", "--corrections", "tis", "opsm", "mis")
     assert (ended.code, ended.err) == (0, "")
     step = metrics_of(tiny, "train/step")
@@ -41,7 +41,7 @@ def test_the_engines_log_probs_are_compared_although_the_loss_takes_them_for_the
     assert rollout["rollout/repetition_frac"] == 0
 
 
-def test_answers_that_were_cut_off_train_nothing(tiny: TinyRun) -> None:
+def test_responses_that_were_cut_off_train_nothing(tiny: TinyRun) -> None:
     ended = tiny.run("--num-rollout", "1", "--filters", "overlong_filter")
     assert (ended.code, ended.err) == (0, "")
     rollout = metrics_of(tiny, "rollout/step")

@@ -39,7 +39,7 @@ def finished(make_tiny: Callable[[Path], TinyRun], tmp_path_factory: pytest.Temp
 
 
 def weights(run: Path, step: int, role: str) -> dict[str, np.ndarray]:
-    """The model's, from a checkpoint."""
+    """The model's tensors, from a checkpoint."""
     found: dict[str, np.ndarray] = {}
     for file in (run / f"checkpoints/step_{step}/trainer" / role / "state").glob("*.safetensors"):
         found |= {name: tensor for name, tensor in load_file(file).items() if name.startswith("model.")}
@@ -86,7 +86,7 @@ def test_each_role_reports_under_its_own_names_and_counts_its_own_steps(finished
     assert rates == pytest.approx([8e-3 * (1 - done / 4) for done in range(4)], rel=1e-6)
     rollouts = of_axis(finished, "rollout/step")
     assert all({"rollout/values", "rollout/returns", "rollout/explained_variance"} <= set(row) for row in rollouts)
-    # An idle actor's log-probs are wanted by nobody.
+    # Log-probs of an actor that does not train are not computed.
     assert ["rollout/log_probs" in row for row in rollouts] == [False, False, True, True]
     assert all("perf/critic_train_time" in row for row in rollouts)
 
@@ -94,7 +94,7 @@ def test_each_role_reports_under_its_own_names_and_counts_its_own_steps(finished
 @pytest.mark.bits
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_ends_with_the_same_bits(finished: TinyRun, tmp_path: Path, step: int) -> None:
-    """From within the warm-up, and from after it."""
+    """Resumes within the warm-up, and after it."""
     runs = shutil.copytree(finished.runs, tmp_path / "runs")
     (runs / "tiny/summary.json").unlink()
     shutil.rmtree(runs / "tiny/hf")
@@ -139,14 +139,14 @@ def test_a_critic_folder_that_is_not_there(finished: TinyRun) -> None:
 
 @pytest.mark.bits
 def test_colocated_roles_and_engine_end_with_the_same_bits(finished: TinyRun) -> None:
-    """Trainers and engine give their memory back to each other between phases, and nothing is lost by it."""
+    """Trainers and engine are offloaded in turn between phases, and the results do not change."""
     words = ("--name", "colocated", "--colocate", "--offload-train", "--offload-rollout")
     ended = finished.run(*RUN, *words)
     assert ended.code == 0, ended.err
     for role in ("actor", "critic"):
         assert same(weights(finished.runs / "colocated", STEPS, role), weights(finished.runs / "tiny", STEPS, role))
-    refused = finished.run(*RUN, *words, "--ahead", "1")
-    assert "so rollouts cannot run 1 step(s) ahead. Say --ahead 0" in refused.error
+    refused = finished.run(*RUN, *words, "--max-async-level", "1")
+    assert "so rollouts cannot run 1 step(s) ahead. Pass --max-async-level 0" in refused.error
 
 
 @pytest.mark.ray

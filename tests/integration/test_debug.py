@@ -1,4 +1,4 @@
-"""Halves of a run, fed from what a whole one has written down; traces and profiles."""
+"""Runs that only generate or only train, fed from the dumps of a whole run; traces and profiles."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def parity(sample):
 
 
 def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
-    """The whole one has two rewards, of which one fails once."""
+    """The whole run has two rewards, of which one fails once."""
     run_file, both = (tiny / "run.toml").read_text(), 'rewards = ["gsm8k", { name = "parity", weight = 0.5 }]'
     (tiny / "run.toml").write_text(run_file.replace('reward = "gsm8k"', both))
     (tiny / "rewards.py").write_text(REWARDS)
     whole = tiny.run(
-        "--plugin", "rewards.py", "--on-reward-infra", "leave_out",
+        "--plugin", "rewards.py", "--on-reward-infra", "mask",
         *ONE_STEP, "--name", "whole", "--dump-rollouts", "--save-debug-train-data", "--trace-samples", "--log-multi-turn",
         "--use-pytorch-profiler", "--profile-target", "train_actor,train_log_probs", "--kl-loss-coef", "0.1",
     )  # fmt: skip

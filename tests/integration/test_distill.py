@@ -1,4 +1,4 @@
-"""Whole runs of supervised fine-tuning and on-policy distillation, against transformers, and what they say to bad input."""
+"""Whole runs of supervised fine-tuning and on-policy distillation, against transformers, and their errors on bad input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.runs
 
 CONFIG, MODEL, DATA = 2, 3, 3
-ANSWERS = ["0", "12", "3+4", "", "55555", "1 1", "7", "90"]
+RESPONSES = ["0", "12", "3+4", "", "55555", "1 1", "7", "90"]
 STEPS = 4
 SFT = (
     "--algo", "sft", "--n-samples-per-prompt", "1", "--rollout-batch-size", "4", "--num-steps-per-rollout", "2",
@@ -36,7 +36,7 @@ def finished(make_tiny: Callable[[Path], TinyRun], tmp_path_factory: pytest.Temp
     """A run of sft to its end, with no reward in the run file; its model is the teacher of the others."""
     tiny = make_tiny(tmp_path_factory.mktemp("distill"))
     without_reward(tiny)
-    rows = [{"prompt": f"{n}+=", "label": answer} for n, answer in enumerate(ANSWERS)]
+    rows = [{"prompt": f"{n}+=", "label": response} for n, response in enumerate(RESPONSES)]
     (tiny / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ended = tiny.run(*SFT, "--prompt-data", str(tiny / "worked.jsonl"))
     assert ended.code == 0, ended.err
@@ -63,28 +63,28 @@ def of_axis(tiny: TinyRun, axis: str, run: str = "tiny") -> list[dict[str, Any]]
 
 
 def worked(folder: Path) -> Iterator[tuple[list[int], int]]:
-    """Tokens of each row with its answer and the end, and how many of them are the answer's."""
+    """Tokens of each row with its response and the end, and how many of them are the response's."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for number, text in enumerate(ANSWERS):
-        answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        yield [*tokenizer.encode(f"{number}+=", add_special_tokens=False), *answer], len(answer)
+    for number, text in enumerate(RESPONSES):
+        response = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        yield [*tokenizer.encode(f"{number}+=", add_special_tokens=False), *response], len(response)
 
 
-def test_sft_is_the_likelihood_of_the_answers(finished: TinyRun) -> None:
+def test_sft_is_the_likelihood_of_the_responses(finished: TinyRun) -> None:
     steps, rollouts = of_axis(finished, "train/step"), of_axis(finished, "rollout/step")
     assert len(steps) == 2 * STEPS
     # The first step trains on the first two rows: the mean over all their tokens.
     first = [log_probs(finished / "base", *row) for row in list(worked(finished / "base"))[:2]]
     assert steps[0]["train/loss"] == pytest.approx(-np.concatenate(first).mean(), rel=1e-5)
-    # Eight rows are two rollout steps, so the fifth optimiser step has the first one's rows again.
+    # Eight rows are two rollout steps, so the fifth optimizer step has the first one's rows again.
     assert steps[4]["train/loss"] < steps[0]["train/loss"] - 0.3
     assert [row["rollout/response_len/max"] for row in rollouts] == [4, 6, 4, 6]
-    # No engine was there to be given weights.
+    # There was no engine to update.
     assert not any("perf/update_weights_time" in row for row in rollouts)
     assert not any("train/ppo_kl" in step or "rollout/advantages" in step for step in steps)
 
 
-def test_a_resumed_sft_run_goes_on_in_the_data(finished: TinyRun, tmp_path: Path) -> None:
+def test_a_resumed_sft_run_continues_in_the_data(finished: TinyRun, tmp_path: Path) -> None:
     runs = shutil.copytree(finished.runs, tmp_path / "runs")
     (runs / "tiny/summary.json").unlink()
     shutil.rmtree(runs / "tiny/hf")
@@ -133,7 +133,7 @@ def test_a_teacher_behind_engines_beside_a_task_reward(finished: TinyRun) -> Non
     ]
     assert len({len(gap) for gap in gaps}) > 1
     assert row["rollout/opd_reverse_kl"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
-    # Nothing is right here, so the task's own advantages are 0.
+    # No response is right here, so the task's own advantages are 0.
     assert row["rollout/returns"] == row["rollout/raw_reward"] == 0
     assert row["rollout/advantages"] == pytest.approx(-0.5 * row["rollout/opd_reverse_kl"], rel=1e-5)
 
@@ -163,18 +163,20 @@ LOOKS_BACK = (
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "says"),
+    ("rows", "template", "expected"),
     [
         ([{"messages": TALK}, {"prompt": "1"}], "{{ messages[0].content }}", ["line 2", 'no key "messages"']),
         ([{"messages": TALK}, {"messages": TALK[:1]}], "{{ messages[0].content }}", ["line 2", 'no message with role "ass']),
         ([{"messages": TALK}, {"messages": TALK * 2}], LOOKS_BACK, ["line 2", "up to message 1", "{% generation %}"]),
     ],
-    ids=["a row without messages", "a row without an answer", "a template that looks back"],
+    ids=["a row without messages", "a row without a response", "a template that looks back"],
 )  # fmt: skip
-def test_rows_that_cannot_be_learnt(tiny: TinyRun, rows: list[dict[str, Any]], template: str, says: list[str]) -> None:
+def test_rows_that_cannot_be_trained_on_are_reported(
+    tiny: TinyRun, rows: list[dict[str, Any]], template: str, expected: list[str]
+) -> None:
     (tiny / "base/chat_template.jinja").write_text(template)
     (tiny / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--algo", "sft", "--n-samples-per-prompt", "1", "--apply-chat-template", "--input-key", "messages")
     ended = tiny.run(*words, "--label-key", "none", "--prompt-data", "talks.jsonl")
     assert ended.code == DATA
-    assert not [text for text in ["talks.jsonl", *says] if text not in ended.error], ended.error
+    assert not [text for text in ["talks.jsonl", *expected] if text not in ended.error], ended.error

@@ -1,4 +1,4 @@
-"""Engines that are killed or hang in the middle of a rollout: the run goes on with others, and ends as if nothing had been."""
+"""Engines that are killed or hang during a rollout: the run continues with the others and ends as if nothing had failed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PER_STEP = 6
 SAMPLES = 4
 
 VANDAL = '''
-"""Stops engines where they stand when step 1 begins, so that what they are asked stays unanswered, and kills some of
-them a little after they were asked. None comes back before all of them are lost."""
+"""Stops engines (SIGSTOP) when step 1 begins, so that their requests stay unserved, and kills some of them a little
+after they got requests. None is restarted before all of them are lost."""
 import asyncio, os, signal, time
 from pathlib import Path
 import psutil
@@ -118,7 +118,7 @@ def forget_log(lost: dict[str, Any]) -> None:
 
 
 def require_every_group_once(tiny: TinyRun) -> None:
-    """By id, over all steps: no group is lost, none is trained twice, and none of an answer is missing."""
+    """Checks groups by id over all steps: none is lost, none is trained twice, and no response is missing."""
     trained = []
     for step in range(STEPS):
         table = pyarrow.parquet.read_table(tiny.runs / f"tiny/rollouts/step_{step:06d}.parquet").to_pydict()
@@ -142,7 +142,7 @@ def test_an_engine_that_is_killed_is_replaced(tiny: TinyRun) -> None:
     )
     old = old_pids(tiny)
     assert f"pid {old[0]}) is gone" in lost["error"]
-    # They were under way when it died.
+    # These requests were in flight when the engine died.
     assert lost["redispatched"] == PER_STEP * SAMPLES // 2
     assert restarted["pid"] not in old
     assert lost["engine"] == restarted["engine"] == recovered["engine"]
@@ -155,14 +155,14 @@ def test_an_engine_that_is_killed_is_replaced(tiny: TinyRun) -> None:
 
 def test_all_engines_are_lost_one_by_death_and_one_hanging(tiny: TinyRun) -> None:
     """One step ahead. The requests of both wait until an engine is back."""
-    words = ("--ahead", "1", "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5")
+    words = ("--max-async-level", "1", "--rollout-health-check-interval", "1", "--rollout-health-check-timeout", "5")
     events = run(tiny, *words, stopped=2, killed=1)
     dead, hung = only(events, "engine_lost")
-    # For a while there was none.
+    # For a while there was no engine.
     assert [event["event"] for event in events if event["event"].startswith("engine_")][:2] == ["engine_lost"] * 2
     assert "is gone" in dead["error"]
-    assert "has not said within 5 s that it is well" in hung["error"]
-    # The second had its own, and may have been given those of the first.
+    assert "did not respond to the health check within 5 s" in hung["error"]
+    # The second engine had requests of its own, and may have got those of the first.
     half = PER_STEP * SAMPLES // 2
     assert (dead["redispatched"], hung["redispatched"]) in [(half, half), (half, 2 * half)]
     restarted = only(events, "engine_restarted")

@@ -1,5 +1,5 @@
-"""What fails around the optimiser steps of a whole run: what is saved is what the trainers hold, and the run that goes on from
-there does what one without a failure does."""
+"""Failures around the optimizer steps of a whole run: the checkpoint holds the state of the trainers, and the run that resumes
+from it equals a run without a failure."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def trained(tiny: TinyRun) -> list[tuple[int, Any]]:
     ("place", "saved"),
     [("step 2: batch", ["step_2"]), ("step 2: trained", ["step_3"]), ("loss", [])],
 )
-def test_a_run_goes_on_from_what_its_trainers_held(tiny: TinyRun, place: str, saved: list[str]) -> None:
-    """Within optimiser steps that is nothing: they may have changed in part."""
+def test_a_run_resumes_with_the_state_of_its_trainers(tiny: TinyRun, place: str, saved: list[str]) -> None:
+    """Within optimizer steps no checkpoint is written: the weights may have changed in part."""
     (tiny / "breaks.py").write_text(BREAKS)
     (tiny / "place").write_text("nowhere")
     assert tiny.run(*WORDS, "--fresh").code == 0

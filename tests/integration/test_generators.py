@@ -41,7 +41,7 @@ class Counting(Generator):
 """
 
 
-def test_a_generator_of_ones_own(tiny: TinyRun) -> None:
+def test_a_generator_of_a_plugin_file(tiny: TinyRun) -> None:
     (tiny / "counting.py").write_text(COUNTING)
     sets = ("--eval-prompt-data", "one", "train.jsonl", "two", "train.jsonl@[0:3]")
     ended = tiny.run("--plugin", "counting.py", "--generate", "counting", "--num-rollout", "1", *sets)

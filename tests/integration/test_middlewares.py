@@ -1,4 +1,4 @@
-"""A run whose requests pass through middlewares, and the same run again from what they recorded."""
+"""A run whose requests pass through middlewares, and a replay of the same run from their record."""
 
 import json
 
@@ -8,7 +8,7 @@ middlewares = [
     "retry",
     { name = "priority", concurrency = 3, levels = { train = 1 } },
     "session_affinity",
-    { name = "record", path = "answers.jsonl", mode = "%s" },
+    { name = "record", path = "responses.jsonl", mode = "%s" },
 ]
 """
 
@@ -21,12 +21,12 @@ def learnt(tiny, run):
     ]
 
 
-def test_a_run_repeats_from_its_recorded_answers(tiny):
+def test_a_run_repeats_from_its_recorded_responses(tiny):
     run_file = (tiny / "run.toml").read_text()
     words = ("--num-rollout", "2")
     (tiny / "run.toml").write_text(run_file + MIDDLEWARES % "record")
     assert tiny.run(*words).code == 0
-    lines = (tiny / "answers.jsonl").read_text().splitlines()
+    lines = (tiny / "responses.jsonl").read_text().splitlines()
     assert len(lines) == 8
     assert {json.loads(line)["request"]["request_id"] for line in lines} == {f"train/{index}/0" for index in range(8)}
 

@@ -1,5 +1,5 @@
-"""Runs that slime 0.1 had begun and not ended go on with today's slime: the same command finds their folders, and they end as
-the uninterrupted runs of 0.1 did. tests/data/runs-0.1/make.py says how the folders were made."""
+"""Unfinished runs of slime 0.1 resume with the current version: the same command finds their folders, and they end as the
+uninterrupted runs of 0.1 did. tests/data/runs-0.1/make.py made the folders."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_the_rule_by_which_copies_are_made_is_that_of_0_1(name: str) -> None:
     assert hash_0_1(manifest, manifest["may_differ"]) == manifest["training"]
 
 
-def go_on(warm: WarmSlime, runs: Path, name: str) -> Path:
-    """Gives the command again that had started the run; its folder."""
+def resume(warm: WarmSlime, runs: Path, name: str) -> Path:
+    """Repeats the command that started the run; returns the run's folder."""
     code, out, err = warm.run(["run", f"{name}.toml"], runs)
     assert code == 0, err
     folder = runs / "unfinished" / name
@@ -103,7 +103,7 @@ def figures(path: Path) -> dict[tuple[str, int, str], float]:
 
 @pytest.mark.parametrize("name", ["sync", "ahead"])
 def test_a_run_of_0_1_ends_as_if_it_had_not_been_killed(warm: WarmSlime, runs: Path, name: str) -> None:
-    folder = go_on(warm, runs, name)
+    folder = resume(warm, runs, name)
     expected = figures(runs / f"ends/{name}/metrics.jsonl")
     logged = figures(folder / "metrics.jsonl")
     assert {key for key in expected if key not in logged} == set(), "these metrics are gone"
@@ -122,7 +122,7 @@ def test_an_asynchronous_run_of_0_1_loses_no_prompt(warm: WarmSlime, runs: Path)
     checkpoint = runs / "unfinished/pool/checkpoints/step_2"
     waited = groups_in(checkpoint / "buffer/buffer.parquet")
     assert len(waited) == 12
-    folder = go_on(warm, runs, "pool")
+    folder = resume(warm, runs, "pool")
     trained: Counter[int] = Counter()
     for step in range(STEPS):
         found = groups_in(folder / f"rollouts/step_{step:06d}.parquet")
@@ -139,7 +139,7 @@ def groups_in(path: Path) -> set[int]:
     return set(pyarrow.parquet.read_table(path, columns=["group_index"])["group_index"].to_pylist())
 
 
-def test_other_settings_are_refused_with_what_differs(warm: WarmSlime, runs: Path) -> None:
+def test_other_settings_are_refused_with_the_differences(warm: WarmSlime, runs: Path) -> None:
     code, _, err = warm.run(["run", "sync.toml", "--resume", "unfinished/sync", "--lr", "0.5"], runs)
     assert code == 2
     assert "--resume unfinished/sync: another run: train.lr: 0.01 -> 0.5." in err

@@ -1,5 +1,5 @@
-"""A wheel that was built for 0.1 requires slime-core, which is a stranger's name now: it is refused with a sentence that says
-who upgrades, and the same code works once it requires slime-rl."""
+"""A wheel that was built for 0.1 requires slime-core, which is another project's name now: it is refused with a sentence that
+names the distribution to upgrade, and the same code works once it requires slime-rl."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 SENTENCE = (
     "older-slime 0.1.0 was built for slime 0.1: older-slime requires slime-core, and the kernel is slime-rl now (slime-core on "
-    "PyPI is somebody else's). Upgrade older-slime to a version that requires slime-rl, or ask its author for one"
+    "PyPI is another project). Upgrade older-slime to a version that requires slime-rl, or ask its author for one"
 )
 ENTRIES = {"older_digits", "older_keep", "older_count", "older_fsdp", "older_watch"}
 USES = {
@@ -50,7 +50,7 @@ def test_a_run_is_refused_while_its_observer_is_installed(older, tiny):
     assert not (tiny.runs / "tiny" / "metrics.jsonl").exists()
 
 
-def test_the_listing_and_the_check_say_so(older):
+def test_the_listing_and_the_check_report_it(older):
     listed = json.loads(older.slime("plugins", "--json").stdout)
     assert {r["name"]: r["status"] for r in listed if r["dist"] == "older-slime"} == dict.fromkeys(
         ENTRIES, "requires slime-core"
@@ -63,12 +63,12 @@ def test_the_listing_and_the_check_say_so(older):
     assert SENTENCE in older.slime("plugins", "--check", **allowed).stdout
 
 
-def test_the_doctor_tells_of_it(older):
+def test_the_doctor_reports_it(older):
     found = json.loads(older.slime("doctor", "--json").stdout)
     assert [(one["state"], one["told"], one["advice"]) for one in found if one["what"] == "slime-core"] == [
         (
             "bad",
-            "older-slime 0.1.0 requires slime-core, as if for slime 0.1; on PyPI that is somebody else's",
+            "older-slime 0.1.0 requires slime-core, as if for slime 0.1; on PyPI that is another project",
             "pip install --upgrade older-slime, to a version that requires slime-rl",
         )
     ]
@@ -78,8 +78,8 @@ def test_the_doctor_tells_of_it(older):
 def test_the_same_code_works_once_it_requires_slime_rl(upgraded, tiny):
     done = run(upgraded, tiny, "--dry-run", *EVERYTHING)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)["plugins"]
-    assert any("older-slime" in str(plugin) for plugin in told.items())
+    plugins = json.loads(done.stdout)["plugins"]
+    assert any("older-slime" in str(plugin) for plugin in plugins.items())
     done = run(upgraded, tiny, "--num-rollout", "1", *EVERYTHING)
     assert done.returncode == 0, done.stderr
     assert (tiny.runs / "tiny" / "older.log").read_text() == "tiny"

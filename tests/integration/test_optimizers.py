@@ -1,4 +1,4 @@
-"""Whole runs with an optimizer that slime has never heard of, from a plugin file."""
+"""Whole runs with an optimizer from a plugin file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_ends_with_the_same_bits(signs: TinyRun) -> None:
         np.testing.assert_array_equal(weights(signs, "parts")[name], expected, err_msg=name)
 
 
-def test_one_that_is_not_there_is_told_with_its_neighbours(signs: TinyRun) -> None:
+def test_an_unknown_optimizer_is_reported_with_close_matches(signs: TinyRun) -> None:
     ended = signs.run("--optimizer", "adan")
     assert ended.code != 0
     assert 'train.optimizer.name = "adan": unknown optimizer; close match: adam' in ended.error

@@ -1,4 +1,4 @@
-"""`slime plan`: what it prints of a tiny run, and what it says to input it cannot use."""
+"""`slime plan`: its output for a tiny run, and its errors on input it cannot use."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_run_is_planned_and_nothing_started(tiny: TinyRun) -> None:
     assert (ended.code, ended.err) == (0, "")
     for text in (
         "tiny, planned for CPUs with 64.0 GiB a machine (--device-memory)",
-        "A step (of 5 steps): 2 prompts x 2 = 4 answers of at most 4 tokens",
-        "prompts: no limit is said, so the data decides (--rollout-max-prompt-len)",
+        "A step (of 5 steps): 2 prompts x 2 = 4 responses of at most 4 tokens",
+        "prompts: no limit is set, so the data decides (--rollout-max-prompt-len)",
         "actor: 1 data-parallel rank; micro-batches of at most 8,192 tokens a rank",
         "Fits: 0 % of 64.0 GiB",
         "~ is an estimate.",
@@ -34,7 +34,7 @@ def test_a_run_is_planned_and_nothing_started(tiny: TinyRun) -> None:
     assert not tiny.runs.exists()
 
 
-def test_json_has_every_line_that_is_told(tiny: TinyRun) -> None:
+def test_json_has_every_line_of_the_report(tiny: TinyRun) -> None:
     ended = tiny.slime("plan", "run.toml", "--device-memory", "80GiB", "--json", "--rollout-max-prompt-len", "4")
     plan = json.loads(ended.out)
     assert plan["target"] == {"device": "cuda", "device_bytes": 80 * 2**30, "found": "--device-memory"}
@@ -49,14 +49,14 @@ def test_json_has_every_line_that_is_told(tiny: TinyRun) -> None:
     assert group["engines"]["kv_tokens"] == 512 * 64
 
 
-def test_what_does_not_fit_ends_with_another_code_and_names_what_would_help(tiny: TinyRun) -> None:
+def test_a_run_that_does_not_fit_has_its_own_exit_code_and_lists_flags_that_save_memory(tiny: TinyRun) -> None:
     words = ("plan", "run.toml", "--device-memory", "20MiB", "--max-tokens-per-gpu", "65536")
     ended = tiny.slime(*words)
     assert ended.code == DOES_NOT_FIT
     assert "Does not fit:" in ended.out
     assert "planned for GPUs with 20.0 MiB each" in ended.out
     assert "--max-tokens-per-gpu 32768  -> " in ended.out
-    # The flags that it names are flags, and do what it says.
+    # The flags that it names exist, and save as much as it states.
     saving = json.loads(tiny.slime(*words, "--json").out)["savings"][0]
     (again,) = json.loads(tiny.slime(*words, *saving["flags"].split(), "--json").out)["groups"]
     assert again["needed_bytes"] == saving["num_bytes"]
@@ -73,35 +73,35 @@ def test_a_folder_with_nothing_but_a_config_is_enough(tiny: TinyRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "expected"),
     [
         (["missing.toml"], CONFIG, "missing.toml: no such run file. There is: run.toml."),
         (["run.toml", "--max-tokens-per-gpuu", "3"], CONFIG, "close match: --max-tokens-per-gpu"),
         (
             ["run.toml", "--device-memory", "80"],
             CONFIG,
-            "--device-memory 80: a size with its unit is wanted, such as 80GiB",
+            "--device-memory 80: a size with its unit is required, such as 80GiB",
         ),
-        (["run.toml", "--device-memory"], CONFIG, "--device-memory wants a value."),
+        (["run.toml", "--device-memory"], CONFIG, "--device-memory requires a value."),
         (["run.toml", "--hf-checkpoint", "nowhere"], MODEL, "nowhere: no such folder."),
-        (["run.toml", "--lora-alpha", "3"], CONFIG, "backend.lora_alpha: without adapters it says nothing"),
+        (["run.toml", "--lora-alpha", "3"], CONFIG, "backend.lora_alpha: has no effect without adapters"),
         (["--json"], CONFIG, "no run file given: slime plan run.toml [--flag value ...]"),
     ],
 )
-def test_told_at_once(words: list[str], code: int, says: str, tiny: TinyRun) -> None:
+def test_bad_input_is_reported_at_once(words: list[str], code: int, expected: str, tiny: TinyRun) -> None:
     ended = tiny.slime("plan", *words)
-    assert says in ended.error
+    assert expected in ended.error
     assert ended.code == code
 
 
-def test_a_broken_config_is_told(tiny: TinyRun) -> None:
+def test_a_damaged_config_is_reported(tiny: TinyRun) -> None:
     (tiny / "base" / "config.json").write_text("{")
     ended = tiny.slime("plan", "run.toml")
     assert "config.json: not valid JSON" in ended.error
     assert ended.code == MODEL
 
 
-def test_a_mistake_in_a_flag_is_told_before_torch_is_there(tiny: TinyRun) -> None:
+def test_a_mistake_in_a_flag_is_reported_before_torch_is_imported(tiny: TinyRun) -> None:
     code = """
 import sys
 from slime_core.cli.main import main

@@ -1,4 +1,4 @@
-"""The Ray launcher, with a backend and an engine that travel to the actors as a plugin file."""
+"""The Ray launcher, with a backend and an engine that are sent to the actors as a plugin file."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ import ray
 from ray._private.internal_api import memory_summary
 from ray.exceptions import RayActorError, RayTaskError
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
@@ -36,7 +36,7 @@ from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_plugin_kit.fast_clock import run_fast
-from slime_ray.actor_group import Crew, Member, Roster
+from slime_ray.actor_group import ActorGroup, Member, Roster
 from slime_ray.actors import Location
 from slime_ray.cluster import RayCluster
 from slime_ray.config import RayConfig
@@ -78,17 +78,17 @@ class FakeBackend:
         import torch
         import torch.distributed as dist
 
-        self.told = {"rank": setup.rank, "local_rank": setup.local_rank, "rendezvous": setup.rendezvous}
+        self.reports = {"rank": setup.rank, "local_rank": setup.local_rank, "rendezvous": setup.rendezvous}
         if self.config.meet:
             dist.init_process_group("gloo", init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
             total = torch.tensor(10.0**setup.rank)
             dist.all_reduce(total)
-            self.told |= {"total": total.item()}
+            self.reports |= {"total": total.item()}
         self.setup_ = setup
         return Layout(dp_rank=setup.rank, dp_size=setup.world_size)
 
     def save(self, folder):
-        print("worker says", folder.name, flush=True)
+        print("worker prints", folder.name, flush=True)
         rank = self.setup_.rank
         if folder.name == "full":
             raise CheckpointError(f"rank {rank} cannot write {folder}")
@@ -100,10 +100,10 @@ class FakeBackend:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(300)
         environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
-        told = self.told | environment | {"pid": os.getpid()}
-        (folder / f"{rank}.json").write_text(json.dumps(told))
+        reports = self.reports | environment | {"pid": os.getpid()}
+        (folder / f"{rank}.json").write_text(json.dumps(reports))
 
-    def export_tensors(self, *, everywhere=False):
+    def export_weights(self, *, all_ranks=False):
         progress = self.setup_.model_path / f"progress_{self.setup_.rank}"
         count, size = json.loads((self.setup_.model_path / "export.json").read_text())
         for index in range(count):
@@ -145,7 +145,7 @@ def place_of(array):
 
 
 class FakeEngine:
-    # Answers as they end, as an engine without a stream of its own gives them.
+    # Responses as they end, as an engine without a stream of its own gives them.
     stream = RolloutEngine.stream
 
     def __init__(self):
@@ -156,8 +156,8 @@ class FakeEngine:
         self.index = setup.index
         self.run_dir = setup.run_dir
         if setup.num_nodes > 1:
-            told = {"host": setup.host, "rendezvous": setup.rendezvous, "pid": os.getpid()}
-            (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(told))
+            reports = {"host": setup.host, "rendezvous": setup.rendezvous, "pid": os.getpid()}
+            (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(reports))
         if (setup.run_dir / "slow_to_go").exists():
             # Ends with this process, a little later.
             server = subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
@@ -224,19 +224,19 @@ def fake(inputs, segments):
 
 FILE = PluginFile(path=Path("fakes.py"), text=PLUGIN, sha256="f" * 64)
 OBJECTIVE = ObjectiveSpec(
-    loss=PartSpec(group="slime.losses", name="fake", options={}),
+    loss=PluginSpec(group="slime.losses", name="fake", options={}),
     kl=None, kl_loss_coef=0.0, use_unbiased_kl=False, entropy_coef=0.0, corrections=(), old_from_current=False,
             old_from_rollout=False,
 )  # fmt: skip
 
 
-def agreement(*specs: PartSpec) -> Agreement:
+def agreement(*specs: PluginSpec) -> Agreement:
     registry = Registry([FILE])
     return Agreement.of([spec.resolve(registry) for spec in specs], [FILE])
 
 
 def train_specs(folder: Path, *, meet: bool, world_size: int = 2) -> list[TrainWorkerSpec]:
-    backend = PartSpec(group="slime.backends", name="fake", options={"meet": meet})
+    backend = PluginSpec(group="slime.backends", name="fake", options={"meet": meet})
     return [
         TrainWorkerSpec(
             agreement=agreement(backend, OBJECTIVE.loss),
@@ -261,7 +261,7 @@ def train_specs(folder: Path, *, meet: bool, world_size: int = 2) -> list[TrainW
 
 
 def engine_specs(folder: Path, count: int) -> list[EngineWorkerSpec]:
-    engine = PartSpec(group="slime.engines", name="fake", options={})
+    engine = PluginSpec(group="slime.engines", name="fake", options={})
     return [
         EngineWorkerSpec(
             agreement=agreement(engine),
@@ -293,7 +293,7 @@ class Workers:
         self.folder = folder
         self.launcher = RayLauncher(RayConfig(), LauncherSetup())
         self.others = set(descendants(os.getpid()))
-        """Processes that are there already, this one included."""
+        """Processes that exist already, this one included."""
 
     async def start(self) -> None:
         handler = signal.getsignal(signal.SIGTERM)
@@ -319,17 +319,17 @@ async def test_actors_hold_workers_that_know_their_place(workers, tmp_path):
     assert [layout.dp_rank for layout in workers.layouts] == [0, 1]
     assert [info.address for info in workers.infos] == ["engine-0", "engine-1"]
     await asyncio.gather(*(rank.call("save", tmp_path) for rank in workers.ranks))
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [t["rank"] for t in told] == [0, 1]
-    assert [t["local_rank"] for t in told] == [0, 1]
-    assert told[0]["rendezvous"] == told[1]["rendezvous"]
-    assert told[0]["rendezvous"].startswith("tcp://127.0.0.1:")
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [t["rank"] for t in reports] == [0, 1]
+    assert [t["local_rank"] for t in reports] == [0, 1]
+    assert reports[0]["rendezvous"] == reports[1]["rendezvous"]
+    assert reports[0]["rendezvous"].startswith("tcp://127.0.0.1:")
     # 10^0 + 10^1: each rank took part once in a reduction over gloo.
-    assert [t["total"] for t in told] == [11.0, 11.0]
+    assert [t["total"] for t in reports] == [11.0, 11.0]
     cores = len(os.sched_getaffinity(0))
     expected = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // 3)))
-    assert {t["OMP_NUM_THREADS"] for t in told} == {expected}
-    pids = {t["pid"] for t in told} | {await engine.call("version") for engine in workers.engines} | {os.getpid()}
+    assert {t["OMP_NUM_THREADS"] for t in reports} == {expected}
+    pids = {t["pid"] for t in reports} | {await engine.call("version") for engine in workers.engines} | {os.getpid()}
     assert len(pids) == 5
 
 
@@ -346,8 +346,8 @@ async def test_private_cluster_listens_on_loopback_only(workers, tmp_path):
     assert (workers.launcher._cluster.folder.stat().st_mode & 0o777) == 0o700
 
 
-async def test_cluster_wants_its_token(workers):
-    """Ray's servers were told to ask for one, and the driver does not hand it on to what it starts later."""
+async def test_cluster_requires_its_token(workers):
+    """Ray's servers were started to require one, and the driver does not pass it to processes that it starts later."""
     running = {
         process.pid: process for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"
     }
@@ -413,7 +413,7 @@ async def test_buckets_go_to_the_engines_as_references(workers):
 async def test_a_failing_export_fails_in_every_rank_that_drains_it(workers):
     (workers.folder / "export.json").write_text("[9, 10]")
     stream = workers.ranks[0].stream("export_weights", 9, 10)
-    # One is held back until it is known whether it is the last.
+    # One bucket is kept until the next one exists, so that the last one is marked.
     assert len([await anext(stream) for _ in range(4)]) == 4
     with pytest.raises(CheckpointError, match=r"^export stops$"):
         await anext(stream)
@@ -421,7 +421,7 @@ async def test_a_failing_export_fails_in_every_rank_that_drains_it(workers):
         await collect(workers.ranks[1].stream("export_weights", 9, 10))
 
 
-async def test_a_stream_that_is_given_up_does_not_block_its_rank(workers, tmp_path):
+async def test_a_cancelled_stream_does_not_block_its_rank(workers, tmp_path):
     (workers.folder / "export.json").write_text("[5, 10]")
     stream = workers.ranks[0].stream("export_weights", 5, 10)
     await anext(stream)
@@ -445,7 +445,7 @@ async def test_completions_stream_as_they_end_and_can_be_aborted(workers):
     assert longest.token_ids.dtype == np.int32
 
 
-async def test_a_call_that_is_given_up_is_cancelled_in_the_engine(workers):
+async def test_a_cancelled_call_is_cancelled_in_the_engine(workers):
     stream = workers.engines[1].generate(requests(1, 6000))
     assert (await anext(stream)).request_id == "r0"
     await stream.aclose()
@@ -473,7 +473,7 @@ async def test_worker_with_another_version_refuses(workers, tmp_path):
     assert ray.is_initialized()
 
 
-async def test_what_cannot_be_placed_is_a_config_error(workers, tmp_path):
+async def test_workers_that_cannot_be_placed_are_a_config_error(workers, tmp_path):
     launcher = RayLauncher(RayConfig(num_cpus_per_worker=20_000), LauncherSetup(), placement_timeout_s=1.0)
     with pytest.raises(ConfigError) as raised:
         await launcher.start_trainers(train_specs(tmp_path, meet=False))
@@ -482,7 +482,7 @@ async def test_what_cannot_be_placed_is_a_config_error(workers, tmp_path):
     await launcher.stop()
 
 
-async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
+async def test_a_failing_rank_is_raised_without_waiting_for_the_others():
     member = Member(actor=None, name="rank", failure=TrainingError)
 
     async def stuck():
@@ -496,7 +496,7 @@ async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
         raise RayTaskError("call", "remote traceback", CheckpointError("only I"))
 
     async def scene():
-        crew, now = Crew(Roster(), grace_s=0.2, farewell="close"), asyncio.get_running_loop().time
+        crew, now = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close"), asyncio.get_running_loop().time
         began = now()
         results = await asyncio.gather(
             *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
@@ -511,7 +511,7 @@ async def test_ranks_that_wait_for_one_that_raised_are_not_waited_for():
     await asyncio.to_thread(run_fast, scene())
 
 
-async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
+async def test_an_unawaited_failure_leaves_the_actor_group_usable():
     member = Member(actor=None, name="rank", failure=TrainingError)
 
     async def broken():
@@ -522,7 +522,7 @@ async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
         return 1
 
     async def scene():
-        crew = Crew(Roster(), grace_s=0.1, farewell="close")
+        crew = ActorGroup(Roster(), grace_s=0.1, shutdown_method="close")
         results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
         assert [str(result) for result in results] == ["both of us"] * 2
         await asyncio.sleep(0.3)
@@ -532,7 +532,7 @@ async def test_a_failure_that_nobody_waits_for_leaves_the_crew_usable():
 
 
 async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
-    """A checkpoint that cannot be written beside a step is made up for: the step goes on."""
+    """A checkpoint that cannot be written beside a step is written again later: the step continues."""
     member = Member(actor=None, name="rank", failure=TrainingError)
 
     async def train():
@@ -543,7 +543,7 @@ async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
         raise RayTaskError("call", "remote traceback", CheckpointError("no space"))
 
     async def scene():
-        crew = Crew(Roster(), grace_s=0.2, farewell="close")
+        crew = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close")
         training = asyncio.create_task(crew.run(member, train(), "train"))
         with pytest.raises(CheckpointError, match="no space"):
             await crew.run(member, written(), "written")
@@ -553,7 +553,7 @@ async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
     await asyncio.to_thread(run_fast, scene())
 
 
-async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unheard(monkeypatch):
+async def test_a_cancelled_stop_kills_all_workers_and_leaves_no_unhandled_error(monkeypatch):
     loop, unheard, killed = asyncio.get_running_loop(), [], []
     loop.set_exception_handler(lambda loop, context: unheard.append(context["message"]))
     farewell = loop.create_future()
@@ -565,7 +565,7 @@ async def test_an_end_that_is_broken_off_kills_and_leaves_nothing_that_fails_unh
 
     monkeypatch.setattr("slime_ray.actor_group.ray.kill", kill)
     monkeypatch.setattr("slime_ray.actor_group.GRACE_AFTER_FAILURE_S", 0.05)
-    crew = Crew(Roster(), grace_s=60, farewell="stop")
+    crew = ActorGroup(Roster(), grace_s=60, shutdown_method="stop")
     crew.add(Member(actor=actor, name="engine 1", failure=EngineError))
     crew.ready()
     ending = asyncio.create_task(crew.end())
@@ -596,8 +596,8 @@ async def test_ranks_follow_nodes_and_devices():
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_sent):
-    """In the same place, from the same spec; the neighbour and the trainers do not notice."""
+async def test_an_engine_that_is_dead_or_hangs_is_replaced(workers, signal_sent):
+    """The new engine has the same place and spec; the other engine and the trainers are not affected."""
     engine, neighbour = workers.engines
     pid = await engine.call("version")
     on_roster = len(workers.launcher._roster.members)
@@ -613,7 +613,7 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.call("version"), 1)
         await workers.launcher.end_engine(0)
-        # Not only told to go: its memory is there for others.
+        # It has exited, not only been asked to: its memory is free.
         assert not is_alive(pid)
     groups = len(ray.util.placement_group_table())
     began = time.monotonic()
@@ -628,7 +628,7 @@ async def test_an_engine_that_is_dead_or_hangs_gets_a_successor(workers, signal_
     assert await neighbour.call("version") != info.pid
     assert len(ray.util.placement_group_table()) == groups
     assert len(workers.launcher._roster.members) == on_roster
-    # The dead one's calls are errors still, and at once.
+    # Calls of the dead engine still fail, and at once.
     if signal_sent is signal.SIGKILL:
         with pytest.raises(EngineError, match=f"pid {pid}"):
             await engine.call("version")
@@ -649,15 +649,15 @@ async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp
     assert not is_alive(info.pid)
 
 
-async def test_an_engine_over_two_machines_lives_and_dies_as_one(workers, tmp_path):
+async def test_an_engine_over_two_machines_starts_and_ends_as_one(workers, tmp_path):
     (spec,) = engine_specs(tmp_path, 1)
     setup = replace(spec.setup, index=2, num_devices=2, num_nodes=2)
     (engine,), (info,) = await workers.launcher.start_engines([replace(spec, setup=setup)])
 
-    def told():
+    def reports():
         return [json.loads((tmp_path / f"machine_{rank}.json").read_text()) for rank in range(2)]
 
-    first, beside = told()
+    first, beside = reports()
     assert info.pid == first["pid"] == await engine.call("version") != beside["pid"]
     assert {first["host"], beside["host"]} == {"127.0.0.1"}
     assert re.fullmatch(r"127\.0\.0\.1:\d+", first["rendezvous"])
@@ -669,11 +669,11 @@ async def test_an_engine_over_two_machines_lives_and_dies_as_one(workers, tmp_pa
     successor, _ = await workers.launcher.restart_engine(2)
     await gone([first["pid"], beside["pid"]])
     await successor.call("health")
-    assert {machine["pid"] for machine in told()}.isdisjoint({first["pid"], beside["pid"]})
+    assert {machine["pid"] for machine in reports()}.isdisjoint({first["pid"], beside["pid"]})
 
 
 async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, tmp_path):
-    """The last test with these workers: it ends them."""
+    """The last test with these workers: it stops them."""
     await asyncio.gather(*(rank.call("save", tmp_path) for rank in workers.ranks))
     pids = [json.loads((tmp_path / f"{rank}.json").read_text())["pid"] for rank in range(2)]
     began = time.monotonic()
@@ -684,7 +684,7 @@ async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, t
         assert "last words" in str(result)
     with pytest.raises(TrainingError, match="rank 1 of 2"):
         await workers.ranks[0].call("save", tmp_path)
-    # Rank 0 sleeps for five minutes, and nobody waits for it.
+    # Rank 0 sleeps for five minutes; the run does not wait for it.
     processes = [pid for pid in descendants(os.getpid()) if pid not in workers.others]
     assert pids[0] in processes
     await workers.launcher.stop()
@@ -699,13 +699,13 @@ async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, t
 
 
 async def test_an_address_without_a_cluster_is_a_config_error():
-    with pytest.raises(ConfigError, match=r'^launcher.address = "127.0.0.1:1": no Ray cluster answers there'):
+    with pytest.raises(ConfigError, match=r'^launcher.address = "127.0.0.1:1": no Ray cluster responds there'):
         RayCluster.join("127.0.0.1:1")
     with pytest.raises(ConfigError, match="not a Ray client"):
         RayCluster.join("ray://127.0.0.1:10001")
 
 
-async def test_without_ray_one_is_told_what_to_install(monkeypatch):
+async def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     assert RayDriver.problems(RayConfig()) == []
     monkeypatch.setitem(sys.modules, "ray", None)
     assert RayDriver.problems(RayConfig()) == ['launcher.name = "ray": Ray is not installed: pip install slime-ray.']
@@ -788,7 +788,7 @@ def plasma() -> tuple[int, float]:
 
 
 def descendants(pid: int) -> list[int]:
-    """`pid` and the processes under it; psutil passes over those that end meanwhile."""
+    """`pid` and its descendants; psutil skips those that end meanwhile."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 

@@ -1,7 +1,7 @@
 """A run that is killed with SIGKILL, again and again, ends with the same bits as one that is not.
 
-The instants are uniform over wall time. An observer writes down what the run is doing, which is the witness that every
-phase was hit; phases too short to be hit by chance are then waited for.
+The instants are uniform over wall time. An observer records the phase of the run, which shows that every phase was hit; phases
+too short to be hit by chance are then waited for.
 
 The runs that are killed are forks of processes that have imported torch and transformers: else most instants would fall into
 these imports, where nothing is on disk yet. There are two such processes, which take turns, as forks of one share its hash
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.faults
 STEPS = 48
 UNIFORM_KILLS = 20
 KILLS_BESIDE_WRITES = 6
-PHASES = ("start", "rollout", "train", "save", "publish", "eval")
+PHASES = ("start", "rollout", "train", "save", "update_weights", "eval")
 SEED = 20261121
 
 OBSERVER = '''
@@ -41,42 +41,42 @@ from slime_core.plugin import hook, reward
 
 @reward("has_digit")
 def has_digit(sample):
-    """1 if the label's digit is anywhere in the answer."""
+    """1 if the label's digit is anywhere in the response."""
     return float(sample.prompt.label in sample.response)
 
 
-def tell(event, phase):
+def write_phase(event, phase):
     (event.run.run_dir / "phase").write_text(phase)
 
 
 @hook
 def run_start(event):
-    tell(event, "publish")
+    write_phase(event, "update_weights")
 
 
 @hook
-def publish_end(event):
-    tell(event, "eval")
+def update_weights_end(event):
+    write_phase(event, "eval")
 
 
 @hook
 def rollout_start(event):
-    tell(event, "rollout")
+    write_phase(event, "rollout")
 
 
 @hook
 def rollout_end(event):
-    tell(event, "train")
+    write_phase(event, "train")
 
 
 @hook
 def step_trained(event):
-    tell(event, "save")
+    write_phase(event, "save")
 
 
 @hook
-def publish_start(event):
-    tell(event, "publish")
+def update_weights_start(event):
+    write_phase(event, "update_weights")
 '''
 
 RUN = f"""
@@ -122,7 +122,7 @@ def folder(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Path:
-    """The run that is not killed."""
+    """A run that is not killed, for comparison."""
     slime(folder, *run_words("reference"))
     reference = folder / "reference/killed"
     assert len({line["rollout_id"] for line in record(reference)}) == STEPS + 1
@@ -148,7 +148,7 @@ def slime(folder: Path, *words: str) -> None:
 
 
 def timed(run: Forked) -> float:
-    """Seconds that it took, to its good end."""
+    """Seconds from the start to the end without an error."""
     began = time.monotonic()
     assert run.wait() == 0, run.err
     return time.monotonic() - began
@@ -163,7 +163,7 @@ def phase_of(run_dir: Path) -> str:
 
 
 def kill(run: Forked, run_dir: Path) -> str:
-    """Kills it and says in which phase; its reward workers end by themselves."""
+    """Kills the run and returns the phase that it was in; its reward workers end by themselves."""
     phase = phase_of(run_dir)
     run.kill()
     (run_dir / "phase").unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def kill(run: Forked, run_dir: Path) -> str:
 
 
 def record(run_dir: Path) -> list[dict[str, object]]:
-    """What was logged, without times and attempts."""
+    """The logged metrics, without times and attempts."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("attempt")

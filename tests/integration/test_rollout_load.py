@@ -1,6 +1,6 @@
 """Runs whose engines start from another folder than the trainer: weights in float8 by block, and folders that do not fit.
 
-The engine here is the local one, which computes with what float8 left of the weights: it makes them whole by itself."""
+The engine here is the local one, which dequantizes float8 weights and computes with the rounded values."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tensors_of(bucket):
 
 @driver("slime.engines", "rounded")
 class Rounded(Local):
-    takes_quantized = True
+    supports_quantized_weights = True
 
     @classmethod
     def build(cls, config):
@@ -105,7 +105,7 @@ def convert(source: Path, target: Path) -> Mapping[str, Tensor]:
     return load_file(file)
 
 
-def test_what_is_trained_is_quantised_on_its_way(tiny: TinyRun) -> None:
+def test_trained_weights_are_quantized_in_a_weight_update(tiny: TinyRun) -> None:
     (tiny / "rounded.py").write_text(ENGINE)
     of_start = convert(tiny / "base", tiny / "base-fp8")
     words = [
@@ -121,7 +121,7 @@ def test_what_is_trained_is_quantised_on_its_way(tiny: TinyRun) -> None:
     ended = tiny.run(*words, "--rollout-load", "base-fp8")
     assert ended.code == 0, ended.err
     far = [record["metrics"][MISMATCH] for record in tiny.metrics() if record["axis"] == "train/step"]
-    # Rounded weights, but those of the step.
+    # The weights are rounded, but those of the step.
     assert all(1e-5 < value < 0.05 for value in far), far
     last = max(tiny.runs.glob("tiny/sent_*.safetensors"), key=lambda path: int(path.stem.removeprefix("sent_")))
     sent = load_file(last)
@@ -148,25 +148,25 @@ def other_shapes(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def quantised(folder: Path, how: Mapping[str, object]) -> None:
+def quantized(folder: Path, how: Mapping[str, object]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(how)}))
 
 
 CASES = {
-    "an engine that takes no quantised weights": (
-        lambda folder: quantised(folder, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
+    "an engine that takes no quantized weights": (
+        lambda folder: quantized(folder, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
         2,
         [
-            'model.rollout_load = {folder}/other: its weights are quantised, and engine "local" takes no such',
+            'model.rollout_load = {folder}/other: its weights are quantized, and engine "local" takes no such',
             "Leave model.roll",
         ],
     ),
-    "a format that nobody writes": (
-        lambda folder: quantised(folder, {"quant_method": "awq"}),
+    "an unknown format": (
+        lambda folder: quantized(folder, {"quant_method": "awq"}),
         2,
         [
-            "its weights are quantised (awq), and no installed converter (fp8, ",
+            "its weights are quantized (awq), and no installed converter (fp8, ",
             "`slime convert {folder}/base FOLDER --to NAME`",
         ],
     ),
@@ -182,27 +182,27 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_that_does_not_fit(case: str, tiny: TinyRun) -> None:
-    change, code, says = CASES[case]
+    change, code, states = CASES[case]
     shutil.copytree(tiny / "base", tiny / "other")
     change(tiny / "other")
     (tiny / "rounded.py").write_text(ENGINE)
-    engine = ["--plugin", "rounded.py", "--engine", "rounded"] if "nobody" in case else []
+    engine = ["--plugin", "rounded.py", "--engine", "rounded"] if "unknown format" in case else []
     ended = tiny.run("--dry-run", *engine, "--rollout-load", "other")
     assert ended.code == code, ended.err
-    missing = [text for text in says if text.replace("{folder}", str(tiny.folder)) not in ended.error]
+    missing = [text for text in states if text.replace("{folder}", str(tiny.folder)) not in ended.error]
     assert not missing, ended.error
 
 
-def test_a_trained_folder_that_is_quantised(tiny: TinyRun) -> None:
-    quantised(tiny / "base", {"quant_method": "fp8", "weight_block_size": [16, 16]})
+def test_a_trained_folder_that_is_quantized(tiny: TinyRun) -> None:
+    quantized(tiny / "base", {"quant_method": "fp8", "weight_block_size": [16, 16]})
     ended = tiny.run("--dry-run")
     assert ended.code == 2
-    assert f"model.hf_checkpoint = {tiny.folder}/base: its weights are quantised" in ended.error
-    assert ended.error.endswith("trainer. Name a folder whose weights are not quantised.\n")
+    assert f"model.hf_checkpoint = {tiny.folder}/base: its weights are quantized" in ended.error
+    assert ended.error.endswith("trainer. Name a folder whose weights are not quantized.\n")
 
 
 def test_plain_weights_of_another_folder(tiny: TinyRun) -> None:
-    """Engines start from it, and are given the trained ones before anything is generated."""
+    """Engines start from it and get the trained weights before anything is generated."""
     shutil.copytree(tiny / "base", tiny / "other")
     weights = load_file(tiny / "base/model.safetensors")
     save_file(

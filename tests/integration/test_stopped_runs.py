@@ -1,5 +1,5 @@
 """Runs that are stopped: by Ctrl-C, a failing reward, a full disk, a damaged checkpoint. Nothing that was done is lost,
-and the same command goes on: every step is in metrics.jsonl exactly once.
+and the same command continues: every step is in metrics.jsonl exactly once.
 
 Runs that get a signal are started, as users do; those that end by themselves are forks."""
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 ALL = [0, 1, 2, 3, 4]
 OPTIONS = ("--plugin", "moody.py", "--reward", "moody")
 MOODY = '''
-"""What goes wrong is written in the file `plan` beside this one, so that the plugin stays the same when it is mended."""
+"""What goes wrong is written in the file `plan` beside this one, so that the plugin stays the same when it is fixed."""
 import errno, json, os, pathlib, signal, time
 from slime_core.plugin import hook, reward
 
@@ -56,7 +56,7 @@ def moody(sample):
         return 0.0
     step = sample.group_index // 2
     if due("raise", step):
-        raise ValueError("no answer key")
+        raise ValueError("no response key")
     # By the group that is not waited for first.
     if sample.group_index % 2 and due("ctrl-c while generating", step):
         os.killpg(0, signal.SIGINT)
@@ -131,7 +131,7 @@ def plan(tiny: TinyRun, do: str, step: int, *, again: bool = False) -> None:
 
 
 def finish(tiny: TinyRun, *words: str) -> None:
-    """The same command goes on to the end."""
+    """The same command continues to the end."""
     ended = tiny.run(*OPTIONS, *words)
     assert (ended.code, ended.err) == (0, "")
     assert tiny.steps() == tiny.steps("train/step") == ALL
@@ -177,7 +177,7 @@ def test_a_second_ctrl_c_ends_at_once(moody: TinyRun) -> None:
     process = moody.start("run", "run.toml", *OPTIONS)
     while process.poll() is None:
         time.sleep(0.1)
-    # The reward would go on for a minute.
+    # The reward would continue for a minute.
     assert_gone(process)
     ended = moody.end(process)
     assert ended.code == 130
@@ -228,7 +228,7 @@ def test_a_reward_that_raises_later_on(moody: TinyRun) -> None:
     plan(moody, "raise", 3)
     ended = moody.run(*OPTIONS, "--save-interval", "5")
     assert ended.code == 4
-    assert "train.jsonl, line 7: raised ValueError: no answer key" in ended.error
+    assert "train.jsonl, line 7: raised ValueError: no response key" in ended.error
     assert moody.checkpoints() == ["step_3"]
     assert moody.steps() == [0, 1, 2]
     finish(moody, "--save-interval", "5")
@@ -248,13 +248,13 @@ def test_a_checkpoint_cut_short(moody: TinyRun) -> None:
 
     ended = moody.run(*OPTIONS, "--ckpt-step", "9")
     assert ended.code == 7
-    assert "no complete checkpoint of step 9; say one of 1, 2, 3" in ended.error
+    assert "no complete checkpoint of step 9; pass one of 1, 2, 3" in ended.error
 
     ended = moody.run(*OPTIONS, "--lr", "0.5", "--resume", "runs/tiny")
     assert ended.code == 2
     assert "--resume runs/tiny: another run: train.lr: 0.001 -> 0.5" in ended.error
 
-    # Interrupted again before it comes to step 3: the damaged one must not be taken for the newest.
+    # Interrupted again before step 3: the damaged checkpoint must not count as the newest.
     plan(moody, "raise", 2)
     assert moody.run(*OPTIONS, "--ckpt-step", "2").code == 4
     assert moody.checkpoints() == ["step_1", "step_2"]
@@ -269,7 +269,7 @@ def test_the_same_run_twice_at_once(moody: TinyRun) -> None:
         time.sleep(0.1)
     second = moody.run(*OPTIONS)
     assert second.code == 2
-    assert f"{moody.runs}/tiny: this run is going on in another process" in second.error
+    assert f"{moody.runs}/tiny: this run is running in another process" in second.error
     assert "--name" in second.error
     (moody / "plan").unlink()
     ended = moody.end(first)
@@ -279,7 +279,7 @@ def test_the_same_run_twice_at_once(moody: TinyRun) -> None:
 
 @pytest.fixture
 def small_disk(moody: TinyRun) -> Iterator[Path]:
-    """runs/ on a file system of 2 MiB. Who may not mount one gets files that cannot be synced while `filler` exists."""
+    """runs/ on a file system of 2 MiB. Without the permission to mount one, files cannot be synced while `filler` exists."""
     moody.runs.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(moody.runs)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
@@ -326,8 +326,8 @@ def test_no_space_left(moody: TinyRun, small_disk: Path) -> None:
     finish(moody)
 
 
-def test_no_space_left_while_the_run_goes_on(moody: TinyRun, small_disk: Path) -> None:
-    """The answers that step 2 is trained on are there, and what step 1 left may be written or not."""
+def test_no_space_left_while_the_run_continues(moody: TinyRun, small_disk: Path) -> None:
+    """The responses that step 2 is trained on are there, and what step 1 left may be written or not."""
     plan(moody, "nearly fill the disk", 2)
     ended = moody.run(*OPTIONS, "--async-save")
     assert ended.code == 8
@@ -374,7 +374,7 @@ def has_done(tiny: TinyRun, steps: list[int]) -> bool:
 
 
 def test_killed_while_a_checkpoint_is_written(tiny: TinyRun) -> None:
-    """The next step is done; the run goes on from the checkpoint before, to the bits of one that waits for its writes."""
+    """The next step is done; the run resumes from the checkpoint before, to the bits of one that waits for its writes."""
     (tiny / "slow.py").write_text(SLOW_WRITER.replace("{folder}", str(tiny.folder)))
     options = ("--plugin", "slow.py", "--reward", "parity", "--checkpoint.save-hf")
     (tiny / "go").write_text("")
@@ -426,7 +426,7 @@ class FirstStepsFilter(FilterDriver):
 def test_rollouts_that_are_exhausted_fail_the_run_or_finish_it(tiny: TinyRun, ahead: int) -> None:
     (tiny / "first_steps.py").write_text(FIRST_STEPS_ONLY)
     words = ["--plugin", "first_steps.py", "--filters", "first_steps", "--eval-prompt-data", "held", "train.jsonl"]
-    words += ["--rollout.ahead", str(ahead), "--save-interval", "2"]
+    words += ["--rollout.max_async_level", str(ahead), "--save-interval", "2"]
     ended = tiny.run(*words)
     assert ended.code == 4
     assert re.search(
@@ -439,7 +439,7 @@ def test_rollouts_that_are_exhausted_fail_the_run_or_finish_it(tiny: TinyRun, ah
     assert "ended after 3 steps: step 3: 20 groups were rejected" in ended.out
     assert tiny.steps(run="finished") == [0, 1, 2]
     assert tiny.checkpoints("finished")[-1] == "step_3"
-    # What follows the last step follows this one: its weights are evaluated, and reach the user.
+    # This step gets the actions of a last step: its weights are evaluated and exported.
     assert tiny.steps("eval/step", "finished") == [0, 3]
     summary = json.loads((tiny.runs / "finished" / "summary.json").read_text())
     assert summary["steps"] == 3

@@ -1,4 +1,4 @@
-"""A stranger's wheel is installed and works by name, with nothing of slime touched."""
+"""A third-party wheel is installed and works by name, without a change of slime."""
 
 import json
 
@@ -105,7 +105,7 @@ def test_it_keeps_its_contracts(acme):
     assert problems == {"acme": [], "acme_rank": [], "acme_half": [], "acme_watch": []}
 
 
-def test_its_observer_is_told(acme, tmp_path):
+def test_its_observer_gets_every_event(acme, tmp_path):
     done = acme.python(HOOKS, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "acme.log").read_text().splitlines() == [
@@ -123,7 +123,7 @@ def test_a_second_distribution_with_the_same_name(acme_and_rival):
     assert done.returncode == 1
     assert (
         'reward.name = "acme": offered by acme-slime 1.2.3 and rival-slime 0.9. '
-        'Say which one: "acme-slime/acme" or "rival-slime/acme".' in done.stderr
+        'Set one of them: "acme-slime/acme" or "rival-slime/acme".' in done.stderr
     )
 
 
@@ -137,12 +137,12 @@ def test_a_broken_one_is_named_with_its_cause(acme_and_rival):
     done = acme_and_rival.python(RESOLVE, "rival-slime/acme")
     assert done.returncode == 1
     assert "acme of rival-slime 0.9 (rival_slime.plugin:acme) cannot be imported" in done.stderr
-    assert "the module a_module_that_nobody_has is missing" in done.stderr
+    assert "the module a_module_that_is_missing is missing" in done.stderr
     checked = acme_and_rival.slime(
         "plugins", "--check", SLIME_PLUGINS_ALLOW="acme-slime,rival-slime,slime-plugin-kit", COLUMNS="200"
     )
     assert checked.returncode == 1
-    assert "a_module_that_nobody_has" in checked.stdout
+    assert "a_module_that_is_missing" in checked.stdout
 
 
 def test_without_it_the_name_is_unknown(install_third_party):

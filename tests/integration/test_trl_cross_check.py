@@ -1,10 +1,10 @@
 """Advantages and losses against TRL's own trainers, on the same batch, in float64.
 
 The trainers are real: built by TRL from TRL's configs, they score the rewards and compute the loss with their own code.
-What a model would do is given: `_generate` returns the batch's tokens, and the log-probs of the policy, the old policy
-and the reference are numbers. Where the two differ on purpose, a test says by how much.
+The model is replaced: `_generate` returns the batch's tokens, and the log-probs of the policy, the old policy
+and the reference are numbers. Where the two differ on purpose, a test states by how much.
 
-TRL 1.16 has no PPO trainer, so that nothing of it can be held against a GAE.
+TRL 1.16 has no PPO trainer, so GAE is not compared.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from slime_core.algorithm.advantages import assign_credit
+from slime_core.algorithm.advantages import compute_advantages_and_returns
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.algorithm.packing import pack_micro_batch
-from slime_core.cli.invocation import bind_invocation, take_apart
+from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.contracts.advantage import CreditInputs
-from slime_core.controller.learner import credit_rules
+from slime_core.controller.learner import advantage_config
 from slime_core.errors import ConfigError
 from slime_core.types.batch import Batch, TokenColumns
 from slime_training.segments import LocalSegments
@@ -48,7 +48,7 @@ EOS, WORD = 0, 1
 
 @dataclass(frozen=True)
 class Case:
-    """Four prompts with four answers each; per-token numbers one answer after the other. Every one of them is a float32,
+    """Four prompts with four responses each; per-token numbers one response after the other. Every one of them is a float32,
     held in float64, so that both sides start from the same."""
 
     lengths: list[int]
@@ -71,7 +71,7 @@ LENGTHS = [9, 5, 0, 7, 12, 4, 1, 10, 2, 3, 5, 1, 3, 2, 16, 4]
 
 
 def make_case(gap: float, *, reward_scale: float = 1.0, lengths: list[int] = LENGTHS, tools: bool = True) -> Case:
-    """`gap`: how far the policy is from the old one. With `tools`, some tokens in between, and all of answer 3, are not
+    """`gap`: how far the policy is from the old one. With `tools`, some tokens in between, and all of response 3, are not
     trained."""
     rng = np.random.default_rng(11)
     mask = [[int(not tools or rng.random() > 0.25) for _ in range(length)] for length in lengths]
@@ -89,10 +89,10 @@ def make_case(gap: float, *, reward_scale: float = 1.0, lengths: list[int] = LEN
 
 @dataclass(frozen=True)
 class Step:
-    """What one side made of a case."""
+    """The results of one side for a case."""
 
     credit: np.ndarray
-    """(S,) the advantage of every answer."""
+    """(S,) the advantage of every response."""
     loss: float
     gradient: np.ndarray
     """(M,) with respect to the log-probs."""
@@ -108,7 +108,7 @@ def gradient_of(leaf: torch.Tensor) -> np.ndarray:
 
 
 class GivenModel(torch.nn.Module):
-    """Answers every forward with these numbers: one row of log-probs and entropies for each answer, padded."""
+    """Returns these numbers from every forward: one row of log-probs and entropies for each response, padded."""
 
     is_gradient_checkpointing = False
 
@@ -126,7 +126,7 @@ class GivenModel(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def make_trainer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """A trainer for 16 answers. Its model and tokenizer are never asked for anything."""
+    """A trainer for 16 responses. Its model and tokenizer are never called."""
     folder = tmp_path_factory.mktemp("trl")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({"<eos>": EOS, "a": WORD}, unk_token="a")),
@@ -223,11 +223,11 @@ def slime_step(tmp_path: Path) -> Callable[..., Step]:
     (tmp_path / "run.toml").write_text(RUN)
 
     def step(case: Case, *flags: str) -> Step:
-        words = take_apart([str(tmp_path / "run.toml"), *flags], switches=(), options=(), command="run")
+        words = parse_words([str(tmp_path / "run.toml"), *flags], switches=(), options=(), command="run")
         run = bind_invocation(words)
         batch = batch_of(case)
         columns = TokenColumns(old_log_probs=case.old.float().numpy(), ref_log_probs=case.ref.float().numpy())
-        credited = assign_credit(batch, columns, credit_rules(run, run.algo))
+        credited = compute_advantages_and_returns(batch, columns, advantage_config(run, run.algo))
         algo, keys = run.algo, run.algo.keys
         objective = TokenObjective(
             loss=algo.loss.build(),
@@ -325,7 +325,7 @@ def test_group_relative_advantages_losses_and_gradients(trl_step, slime_step, va
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-6, abs=1e-7)
     assert_same(ours.gradient, theirs.gradient)
     assert_same(ours.entropy_gradient, theirs.entropy_gradient)
-    # The case would be a poor one if nothing clipped, or everything, or if the variant changed nothing.
+    # The case would test nothing if no token or every token clipped, or if the variant changed nothing.
     assert np.count_nonzero(theirs.credit) == 7
     credited = np.repeat(theirs.credit, case.lengths) * np.concatenate(case.mask) != 0
     stopped = credited & (theirs.gradient == 0)
@@ -360,8 +360,8 @@ def test_leave_one_out_advantages(trl_step, slime_step):
     assert np.count_nonzero(theirs.credit) == 7
 
 
-def test_rloo_of_answers_of_one_token(trl_step, slime_step):
-    """TRL clips the ratio of whole answers, slime those of tokens: with one token in each there is no difference."""
+def test_rloo_of_responses_of_one_token(trl_step, slime_step):
+    """TRL clips the ratio of whole responses, slime those of tokens: with one token in each there is no difference."""
     case = make_case(0.3, lengths=[1] * len(LENGTHS), tools=False)
     theirs = trl_step(case, RLOOTrainer, RLOOConfig, **RLOO)
     ours = slime_step(case, "--algo", "rloo")
@@ -371,9 +371,9 @@ def test_rloo_of_answers_of_one_token(trl_step, slime_step):
     assert 2 < np.count_nonzero(theirs.gradient) < 7
 
 
-def test_rloo_on_policy_differs_in_what_it_divides_by(trl_step, slime_step):
-    """At a ratio of 1 nothing clips, and the gradients are REINFORCE's: summed over an answer's tokens in TRL, averaged
-    over them in slime (seq_mean), or divided by the longest allowed answer (constant)."""
+def test_rloo_on_policy_differs_in_its_divisor(trl_step, slime_step):
+    """At a ratio of 1 nothing clips, and the gradients are REINFORCE's: summed over a response's tokens in TRL, averaged
+    over them in slime (seq_mean), or divided by the longest allowed response (constant)."""
     case = make_case(0.0, tools=False)
     theirs = trl_step(case, RLOOTrainer, RLOOConfig, **RLOO)
     ours = slime_step(case, "--algo", "rloo")
@@ -384,6 +384,6 @@ def test_rloo_on_policy_differs_in_what_it_divides_by(trl_step, slime_step):
 
 
 def test_rloo_takes_no_kl_off_the_reward(slime_step):
-    """TRL does (`beta`): it sums k1 over the answer. Here the KL is a term of the loss, or there is none."""
+    """TRL does (`beta`): it sums k1 over the response. Here the KL is a term of the loss, or there is none."""
     with pytest.raises(ConfigError, match="takes no KL in the reward"):
         slime_step(make_case(0.3), "--algo", "rloo", "--kl-coef", "0.1", "--kl-reward-type", "k1")

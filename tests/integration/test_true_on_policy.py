@@ -1,4 +1,4 @@
-"""True on-policy: what the engine says of a token that it decoded is what the trainer computes for it, to the bit."""
+"""True on-policy: the engine's log-prob of a token that it decoded equals the trainer's, to the bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def requests() -> list[GenerateRequest]:
 
 @dataclass
 class Fed:
-    """Counts the tokens that come into an engine's model, those that fill up a rectangle left out."""
+    """Counts the tokens that an engine's model reads, padding left out."""
 
     tokens: int = 0
     positions: int = 0
@@ -92,7 +92,7 @@ class Rollout:
 
 
 def generate(model: Path, waves: Sequence[Sequence[GenerateRequest]], *, on: bool = True, **options: object) -> Rollout:
-    """The answers of all waves, one wave after the other."""
+    """The responses of all waves, one wave after the other."""
 
     async def scene() -> Rollout:
         engine = Local.build(LocalConfig(**options))
@@ -110,15 +110,15 @@ def generate(model: Path, waves: Sequence[Sequence[GenerateRequest]], *, on: boo
         )
         assert (Capability.TRUE_ON_POLICY in info.capabilities) is on
         with counted(engine) as fed:
-            answers = [answer for wave in waves for answer in await engine.generate(wave)]
+            completions = [completion for wave in waves for completion in await engine.generate(wave)]
         await engine.stop()
-        return Rollout(answers, fed)
+        return Rollout(completions, fed)
 
     return asyncio.run(scene())
 
 
-def batch_of(asked: Sequence[GenerateRequest], answers: Sequence[Completion]) -> Batch:
-    responses = [answer.token_ids for answer in answers]
+def batch_of(asked: Sequence[GenerateRequest], completions: Sequence[Completion]) -> Batch:
+    responses = [completion.token_ids for completion in completions]
     lengths = np.array([len(response) for response in responses], np.int32)
     numbers = np.arange(len(asked), dtype=np.int64)
     mask = np.ones(lengths.sum(), np.uint8)
@@ -135,7 +135,7 @@ def batch_of(asked: Sequence[GenerateRequest], answers: Sequence[Completion]) ->
         response_length=lengths,
         tokens=np.concatenate(tokens).astype(np.int32),
         mask=mask,
-        rollout_log_probs=np.concatenate([answer.log_probs for answer in answers]),
+        rollout_log_probs=np.concatenate([completion.log_probs for completion in completions]),
         version=np.zeros(lengths.sum(), np.int32),
     )
 
@@ -151,7 +151,7 @@ def scores(backend: TrainBackend, batch: Batch, split: Sequence[Sequence[int]]) 
     column = np.full(len(batch.mask), np.nan, np.float32)
     groups = [np.array(samples, np.int64) for samples in split]
     micros = [pack_micro_batch(batch, samples, temperature=TEMPERATURE) for samples in groups]
-    for samples, of_micro in zip(groups, backend.score(micros), strict=True):
+    for samples, of_micro in zip(groups, backend.forward_only(micros), strict=True):
         assert of_micro.log_probs is not None
         column[batch.response_rows(samples)] = of_micro.log_probs
     return column
@@ -181,11 +181,11 @@ def trainer(model: Path) -> Iterator[TrainBackend]:
 
 @pytest.mark.bits
 def test_the_log_probs_are_those_of_the_decoding_pass(rollout: Rollout) -> None:
-    """Each token of each distinct prompt is read once, each answer's but for its last is fed once: nothing a second time."""
+    """Each token of each distinct prompt is read once, each response's but for its last is fed once: nothing a second time."""
     distinct = {
         request.token_ids.tobytes(): len(request.token_ids) for request in requests() if request.sampling.max_new_tokens
     }
-    assert [len(answer.token_ids) for answer in rollout.completions] == list(BUDGETS)
+    assert [len(completion.token_ids) for completion in rollout.completions] == list(BUDGETS)
     assert rollout.fed.tokens == sum(distinct.values()) + sum(budget - 1 for budget in BUDGETS if budget)
 
 
@@ -223,19 +223,19 @@ def test_equal_on_several_threads(trainer: TrainBackend, batch: Batch) -> None:
         pytest.param([[0, 3, 5], [1, 2, 4, 6, 7]], {"max_prefill_tokens": 8}, id="prompts apart"),
     ],
 )
-def test_answers_do_not_depend_on_what_else_runs(
+def test_responses_do_not_depend_on_other_requests(
     model: Path, rollout: Rollout, waves: Sequence[Sequence[int]], options: dict[str, object]
 ) -> None:
     asked = requests()
     other = generate(model, [[asked[n] for n in wave] for wave in waves], **options).completions
-    for n, answer in zip((n for wave in waves for n in wave), other, strict=True):
-        assert answer.token_ids.tolist() == rollout.completions[n].token_ids.tolist()
-        assert bits(answer.log_probs) == bits(rollout.completions[n].log_probs)
+    for n, completion in zip((n for wave in waves for n in wave), other, strict=True):
+        assert completion.token_ids.tolist() == rollout.completions[n].token_ids.tolist()
+        assert bits(completion.log_probs) == bits(rollout.completions[n].log_probs)
 
 
 @pytest.mark.bits
-def test_an_answer_that_was_broken_off_goes_on_with_the_same_bits(model: Path, rollout: Rollout) -> None:
-    """Its tokens are read in one pass then, which decoding wrote one by one."""
+def test_an_aborted_response_continues_with_the_same_bits(model: Path, rollout: Rollout) -> None:
+    """The tokens that were decoded one by one are then read in one prefill."""
     whole, kept = rollout.completions[5], 17
     asked = requests()[5]
     tokens = np.concatenate([asked.token_ids, whole.token_ids[:kept]])
@@ -248,7 +248,7 @@ def test_an_answer_that_was_broken_off_goes_on_with_the_same_bits(model: Path, r
 
 @pytest.mark.bits
 def test_equal_after_new_weights(model: Path, tmp_path: Path) -> None:
-    """They come from the trainer's export, and in the middle of an answer keys and values are computed anew."""
+    """The weights come from the trainer's export, and keys and values are recomputed in the middle of a response."""
     weights = named_weights(moved(load_plain(model, torch.float32), 1))
     asked = requests()[6:]
 
@@ -273,14 +273,14 @@ def test_equal_after_new_weights(model: Path, tmp_path: Path) -> None:
         for bucket in buckets_of_weights(weights, version=1, count=2):
             await engine.load_bucket(bucket)
         await engine.resume()
-        answers = await running
+        completions = await running
         await engine.stop()
-        return answers
+        return completions
 
-    answers = asyncio.run(scene())
-    new = [next(span for span in answer.spans if span.version == 1) for answer in answers]
+    completions = asyncio.run(scene())
+    new = [next(span for span in completion.spans if span.version == 1) for completion in completions]
     assert all(0 < span.start < span.end for span in new)
-    batch = batch_of(asked, answers)
+    batch = batch_of(asked, completions)
     backend = trainer_of(model)
     with torch.no_grad():
         for name, parameter in backend._ready.model.model.named_parameters():
@@ -294,8 +294,8 @@ def test_equal_after_new_weights(model: Path, tmp_path: Path) -> None:
 
 
 def test_without_it_they_differ_by_rounding(model: Path) -> None:
-    answers = generate(model, [requests()], on=False).completions
-    batch = batch_of(requests(), answers)
+    completions = generate(model, [requests()], on=False).completions
+    batch = batch_of(requests(), completions)
     backend = trainer_of(model, on=False)
     apart = np.abs(scores(backend, batch, WHOLE) - batch.rollout_log_probs)
     backend.close()
@@ -304,8 +304,8 @@ def test_without_it_they_differ_by_rounding(model: Path) -> None:
 
 @pytest.mark.bits
 def test_bfloat16_engine_and_trainer(model: Path) -> None:
-    answers = generate(model, [requests()], dtype="bfloat16").completions
-    batch = batch_of(requests(), answers)
+    completions = generate(model, [requests()], dtype="bfloat16").completions
+    batch = batch_of(requests(), completions)
     backend = trainer_of(model, precision="bfloat16")
     assert bits(scores(backend, batch, SPLITS[0])) == bits(batch.rollout_log_probs)
     backend.close()

@@ -1,4 +1,4 @@
-"""`slime view`: what it shows of dumps that are written here, and what it says to input that it cannot use."""
+"""`slime view`: its output for dumps that are written here, and its errors on input that it cannot use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def view(warm: WarmSlime, run: Path) -> View:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of two groups of three answers, numbered from 0; the last group's is a conversation with a tool."""
+    """Three steps of two groups of three responses, numbered from 0; the last group's is a conversation with a tool."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "rollouts").mkdir()
     write_example(folder / "rollouts", num_steps=3, num_groups=2, num_samples=3)
@@ -66,7 +66,7 @@ def test_the_last_step(run: Path, view: View) -> None:
     code, out, _ = view(run)
     assert code == 0
     summary, head, easy, hard = out.splitlines()
-    assert summary.endswith("2 groups, 6 answers, reward 1.500, 3 tokens on average, 1 truncated")
+    assert summary.endswith("2 groups, 6 responses, reward 1.500, 3 tokens on average, 1 truncated")
     assert head.split() == [
         "group",
         "prompt",
@@ -86,7 +86,7 @@ def test_the_last_step(run: Path, view: View) -> None:
 @pytest.mark.parametrize(
     ("order", "first"), [("drawn", "4"), ("worst", "5"), ("best", "4"), ("spread", "5"), ("longest", "5")]
 )
-def test_what_comes_first(run: Path, view: View, order: str, first: str) -> None:
+def test_the_order_of_groups(run: Path, view: View, order: str, first: str) -> None:
     _, out, _ = view(run, "--sort", order, "--limit", 1)
     assert rows(out)[0] == first
     assert out.splitlines()[-1] == "1 of 2 groups; --limit 2 shows all."
@@ -101,7 +101,7 @@ def test_a_group_is_found_in_any_step(run: Path, view: View) -> None:
     assert "reward 2 (form 0.25)" in out
 
 
-def test_an_answer_part_by_part(run: Path, view: View) -> None:
+def test_a_response_part_by_part(run: Path, view: View) -> None:
     code, out, _ = view(run, "--sample", 15)
     assert code == 0
     assert "sample 15: reward 0, 6 tokens, 4 trained, truncated, turns 2" in out
@@ -115,20 +115,20 @@ def test_an_answer_part_by_part(run: Path, view: View) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (["--step", 3], "step 3 is not there; there are 3, 0 to 2."),
         (["--group", 9], "no group 9 in steps 0 to 2; there are 0 to 5."),
         (["--step", 1, "--sample", 17], "no sample 17 in step 1; there are 6 to 11."),
-        (["--group", 1, "--sample", 2], "--group and --sample: say one of them."),
+        (["--group", 1, "--sample", 2], "--group and --sample: pass only one of them."),
         (["--sort", "luck"], "'luck' is not one of 'drawn', 'worst'"),
         (["--sample", 1, "--hf-checkpoint", "nowhere"], "nowhere: no tokenizer in it"),
     ],
 )
-def test_what_is_not_there(run: Path, view: View, words: list[object], says: str) -> None:
+def test_missing_groups_and_samples_are_reported(run: Path, view: View, words: list[object], expected: str) -> None:
     code, out, error = view(run, *words)
     assert (code != 0, out) == (True, "")
-    assert says in error
+    assert expected in error
 
 
 def test_a_folder_without_dumps(run: Path, view: View, tmp_path: Path) -> None:

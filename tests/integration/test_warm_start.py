@@ -29,7 +29,7 @@ def warm_start() -> ModuleType:
 
 
 class Look:
-    """Ask for a letter's number with `?`, read what a tool says, and repeat it."""
+    """Ask for a letter's number with `?`, read the tool's response, and repeat it."""
 
     alphabet = "abcdef0123456789?="
     tokens = ("<tool>",)
@@ -51,7 +51,7 @@ class Look:
         ]
 
 
-def test_only_what_the_model_writes_is_learnt(warm_start: ModuleType) -> None:
+def test_only_the_models_tokens_are_trained(warm_start: ModuleType) -> None:
     tokenizer = character_tokenizer(Look.alphabet, Look.tokens)
     worked = [("ab=", False), (f"?{END}", True), ("<tool>7", False), ("b", True)]
     prompt, response, mask = warm_start.encoded(worked, tokenizer)
@@ -79,7 +79,7 @@ def test_a_task_becomes_a_model_and_its_data(
     )
     assert (len(train), len(test)) == (30, 6)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
-    # A conversation with a tool is no pair of prompt and answer.
+    # A conversation with a tool is no pair of prompt and response.
     assert not (tmp_path / "worked.jsonl").exists()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab="}], tokenize=False) == "ab="
@@ -104,11 +104,11 @@ class Hopeless(Look):
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
-    [(Repeats(), "1 held-out prompts are training prompts too, such as 'ae='"), (Hopeless(), "not 0.9")],
+    ("task", "expected"),
+    [(Repeats(), "1 held-out prompts are training prompts too, such as 'ae='"), (Hopeless(), "0.9 is required")],
 )
-def test_a_task_that_cannot_be(warm_start: ModuleType, tmp_path: Path, task: Look, says: str) -> None:
-    with pytest.raises(SystemExit, match=says):
+def test_an_impossible_task_is_refused(warm_start: ModuleType, tmp_path: Path, task: Look, expected: str) -> None:
+    with pytest.raises(SystemExit, match=expected):
         warm_start.make(task, tmp_path, seed=3)
     assert not (tmp_path / "base").exists()
 

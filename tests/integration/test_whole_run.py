@@ -1,4 +1,4 @@
-"""Whole runs: the demo in short form, Ray against one process, strangers' plugins by name."""
+"""Whole runs: a short form of the demo, Ray against one process, third-party plugins by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def succeed(tiny: TinyRun, *words: str, env: dict[str, str] | None = None) -> st
 
 
 def succeed_warm(warm: WarmSlime, tiny: TinyRun, *words: str) -> str:
-    """In a fork, where a start is tested elsewhere."""
+    """Runs in a fork; starts are tested elsewhere."""
     code, out, err = warm.run(["run", "run.toml", *words], tiny.folder)
     assert code == 0, err
     return out
@@ -66,11 +66,11 @@ def test_the_demo_in_short_form_learns(tmp_path: Path) -> None:
     assert before["sampled"] < 0.5
     assert after["greedy"] > before["greedy"] + 0.15, summary
     assert after["sampled"] > before["sampled"] + 0.15, summary
-    assert_answers_in_plain_transformers(tmp_path / "runs/arithmetic/hf")
+    assert_generates_in_plain_transformers(tmp_path / "runs/arithmetic/hf")
     assert_held_out_is_disjoint(example / "generated")
 
 
-def assert_answers_in_plain_transformers(folder: Path) -> None:
+def assert_generates_in_plain_transformers(folder: Path) -> None:
     code = (
         "import sys\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -112,7 +112,7 @@ def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun, warm: WarmSlime) -
     )
     dump = tiny.runs / "tiny/rollouts"
     lengths = {len(tokens) for tokens in tokens_of(dump / "step_000000.parquet")}
-    assert len(lengths) > 1, "all answers have one length: the comparison would be easy"
+    assert len(lengths) > 1, "all responses have one length: the comparison would be easy"
     replay = (
         "--rollout.collector", "replay", "--collector.folder", str(dump), "--num-rollout", "1", "--optimizer", "sgd",
         "--lr", "0.1", "--rollout-batch-size", "6", "--n-samples-per-prompt", "4", "--max-tokens-per-gpu", "64",
@@ -142,7 +142,7 @@ def tokens_of(path: Path) -> list[list[int]]:
 
 @pytest.mark.ray
 def test_a_strangers_wheel_is_used_by_name(tiny: TinyRun, install_third_party: Callable[..., Installed]) -> None:
-    """Reward, advantage, KL estimator and observer of a distribution that slime has never heard of, under Ray too."""
+    """Reward, advantage, KL estimator and observer of a third-party distribution, under Ray too."""
     installed = install_third_party("acme-slime")
     words = ("--reward", "acme", "--algo.advantage", "acme_rank", "--rank-scale", "0.5", "--kl-loss-type", "acme_half")
     for name, launcher in (("here", "local"), ("there", "ray")):

@@ -1,7 +1,7 @@
 """`slime` commands as forks of one process that has imported what takes seconds. Each is a process of its own, with its own
-folder, words, output and exit code; who tests how a command starts, starts one.
+folder, words, output and exit code. Tests of the start of a command start a process instead.
 
-Run as a script, this file is that process: each line of JSON on standard input is a command, and is answered by two lines, the
+Run as a script, this file is that process: each line of JSON on standard input is a command, and is served by two lines, the
 fork's pid and, when it has ended, its exit code.
 """
 
@@ -51,7 +51,7 @@ class WarmSlime:
         self._files = {"out": str(folder / "out"), "err": str(folder / "err")}
         pipe = subprocess.PIPE
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # Without a buffer: whether there is an answer is asked of the pipe.
+        # Unbuffered: `select` on the pipe shows whether there is a line.
         self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, bufsize=0, env=env)
         self._last: Forked | None = None
 
@@ -77,24 +77,24 @@ class WarmSlime:
 class Forked:
     """A command under way."""
 
-    def __init__(self, words: Sequence[str], pid: int, answers: Any, err: Path) -> None:
+    def __init__(self, words: Sequence[str], pid: int, exit_codes: Any, err: Path) -> None:
         self._words = list(words)
         self._pid = pid
-        self._answers = answers
+        self._exit_codes = exit_codes
         self._err = err
         self._code: int | None = None
 
     @property
     def err(self) -> str:
-        """What it has said so far."""
+        """Standard error so far."""
         return self._err.read_text()
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Its exit code, negative for a signal. subprocess.TimeoutExpired if it has not ended by then."""
         if self._code is None:
-            if timeout_s is not None and not select.select([self._answers], [], [], timeout_s)[0]:
+            if timeout_s is not None and not select.select([self._exit_codes], [], [], timeout_s)[0]:
                 raise subprocess.TimeoutExpired(self._words, timeout_s)
-            code = json.loads(self._answers.readline())
+            code = json.loads(self._exit_codes.readline())
             assert code is not None, f"slime {' '.join(self._words)}: no end within {TIMEOUT_S:g} s"
             self._code = int(code)
         return self._code
@@ -107,7 +107,7 @@ class Forked:
         return True
 
     def kill(self) -> None:
-        """SIGKILL, to it alone. Nothing if it has ended."""
+        """Sends SIGKILL to this process alone; does nothing if it has ended."""
         if self._code is None:
             # It may have ended meanwhile.
             with contextlib.suppress(ProcessLookupError):

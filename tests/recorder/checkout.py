@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 PASSED_ON: Final = ("ATEN_", "LD_LIBRARY_", "MKL_", "ONEDNN_", "TMPDIR")
-"""Beginnings of environment variables that commands see; the others are set here or are not there."""
+"""Prefixes of environment variables that are passed to commands; all others are set here or are unset."""
 SETTINGS: Final = {
     "COLUMNS": "120",
     "CUDA_VISIBLE_DEVICES": "",
@@ -38,7 +38,7 @@ REPLACED: Final = (
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "<address>"),
     (re.compile(r"events\.out\.tfevents\.[\w.-]+"), "<tensorboard's file>"),
 )
-"""What differs between two runs of the same command."""
+"""Patterns of text that differs between two runs of the same command."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Ended:
 
     def text(self) -> str:
         parts = [f"$ {' '.join(self.words)}\nexit code {self.code}\n"]
-        parts += [f"---- {name}\n{said}" for name, said in (("stdout", self.out), ("stderr", self.err)) if said]
+        parts += [f"---- {name}\n{given}" for name, given in (("stdout", self.out), ("stderr", self.err)) if given]
         return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 

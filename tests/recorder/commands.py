@@ -1,4 +1,4 @@
-"""Which commands are recorded. Commands, plugins and options are found by asking; only what is done to the demo is listed."""
+"""The commands that are recorded. Commands, plugins and options are read from `slime`; only commands on the demo are listed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_SCHEMA: Final = {
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and the file of the recording that has its answer."""
+    """A command line, and the file of the recording that has its response."""
 
     file: str
     words: Sequence[str]
@@ -38,7 +38,7 @@ def write(forked: Forked, case: Case, out: Path) -> None:
 
 
 def standalone(checkout: Checkout, forked: Forked) -> list[Case]:
-    """What needs no model: the demo may be running meanwhile."""
+    """Commands that need no model: the demo may be running meanwhile."""
     return [
         *helps(checkout, forked),
         *of_plugins(forked),
@@ -117,7 +117,7 @@ LATE: Final = {
     "doctor as JSON": ("doctor", "--json"),
     "models new": ("models", "new", "tiny", "--alphabet", "0123456789+= ", *TINY),
     "run --dry-run": (*RUN, "--dry-run"),
-    "run --dry-run, ahead": (*RUN, "--dry-run", "--ahead", "2", "--partial-rollout", "--algo", "dapo"),
+    "run --dry-run, ahead": (*RUN, "--dry-run", "--max-async-level", "2", "--partial-rollout", "--algo", "dapo"),
     "run --dry-run, megatron": (*RUN, "--dry-run", "--backend", "megatron"),
     "plan": ("plan", DEMO, "--device-memory", "80GiB"),
     "plan as JSON": ("plan", DEMO, "--device-memory", "80GiB", "--json"),
@@ -156,7 +156,7 @@ EARLY_MISTAKES: Final = {
     "convert to what is not there": ("convert", "here", "there", "--to", "fp9"),
     "new plugin of no kind": ("new", "rewrad", "brevity"),
 }
-"""Answered before a model is looked at."""
+"""Commands that fail before a model is read."""
 
 LATE_MISTAKES: Final = {
     "a batch that does not divide": (*RUN, "--global-batch-size", "7"),

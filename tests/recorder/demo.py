@@ -11,21 +11,21 @@ from typing import Any, Final
 
 from checkout import Checkout
 
-# The learning rate falls over the demo's 60 steps of 4 optimiser steps: what is trained are its first ten.
+# The learning rate falls over the demo's 60 steps of 4 optimizer steps: what is trained are its first ten.
 WORDS: Final = (
     "slime", "run", "examples/arithmetic/run.toml", "--num-rollout", "10", "--lr-decay-iters", "240", "--dump-rollouts",
 )  # fmt: skip
 TIMED: Final = "perf/"
-"""How metrics begin that differ from run to run."""
+"""Prefixes of metrics that differ from run to run."""
 NOT_KEPT: Final = frozenset({"seconds", "blocked_seconds", "time"})
 """Keys of JSON files."""
 
 
 def record(checkout: Checkout, out: Path) -> None:
-    """Makes the demo's model and data, trains, and writes what came of it."""
+    """Makes the demo's model and data, trains, and records the results."""
     out.mkdir(parents=True)
     ended = checkout.run(*WORDS)
-    # Which steps are told of depends on how many there are, not on time.
+    # Which steps are printed depends on how many there are, not on time.
     (out / "printed.txt").write_text(ended.text())
     if ended.code != 0:
         return
@@ -48,8 +48,8 @@ def metrics(lines: list[str]) -> Iterator[str]:
     for line in lines:
         logged = json.loads(line)
         for name, value in sorted(logged["metrics"].items()):
-            said = "<timed>" if name.startswith(TIMED) else repr(value)
-            yield f"{logged['axis']} {logged['step']} {name} {said}\n"
+            given = "<timed>" if name.startswith(TIMED) else repr(value)
+            yield f"{logged['axis']} {logged['step']} {name} {given}\n"
 
 
 def files(folder: Path) -> Iterator[str]:
@@ -60,7 +60,7 @@ def files(folder: Path) -> Iterator[str]:
 def weights(folder: Path) -> Iterator[str]:
     """Checksums of every tensor, and of files that users load; a checkpoint's file has its tensors in any order."""
     for path in sorted(folder.rglob("*.safetensors")):
-        # What nobody has seeded differs from process to process.
+        # Random states that are not seeded differ from process to process.
         if path.name.startswith("rng_"):
             continue
         yield f"{folder.name}/{path.relative_to(folder)}\n" if "state" in path.parts else checksum(path, folder)
@@ -68,10 +68,10 @@ def weights(folder: Path) -> Iterator[str]:
         (length,) = struct.unpack("<Q", content[:8])
         header: dict[str, Any] = json.loads(content[8 : 8 + length])
         data = content[8 + length :]
-        for name, told in sorted(header.items()):
+        for name, entry in sorted(header.items()):
             if name != "__metadata__":
-                start, end = told["data_offsets"]
-                yield f"  {name} {told['dtype']} {told['shape']} {hashlib.sha256(data[start:end]).hexdigest()}\n"
+                start, end = entry["data_offsets"]
+                yield f"  {name} {entry['dtype']} {entry['shape']} {hashlib.sha256(data[start:end]).hexdigest()}\n"
 
 
 def checksum(path: Path, folder: Path) -> str:

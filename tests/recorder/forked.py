@@ -1,4 +1,4 @@
-"""Forked: commands of a checkout without the seconds that imports take."""
+"""Forked: commands of a checkout as forks, which saves the seconds of imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Console scripts as forks of one process that has imported what takes seconds. Run by the Python of a checkout: each line of
-JSON on standard input is a command, and is answered by its exit code."""
+JSON on standard input is a command, and is served by its exit code."""
 
 from __future__ import annotations
 

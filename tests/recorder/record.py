@@ -1,4 +1,4 @@
-"""Writes down what a user sees of a checkout, as text files in a folder: `make record OUT=folder`.
+"""Records the outputs of a checkout's commands as text files in a folder: `make record OUT=folder`.
 
 Two recordings of the same checkout on the same machine are equal to the byte, so `diff -r A B` shows what a change did.
 """
@@ -30,13 +30,13 @@ Writes into a folder, as plain text:
   plugins/      `slime plugins --json` and --check, `slime plugins show` of every plugin
   config/       the JSON schema of run files, with the options of every backend, engine, algorithm and reward; explain
   commands/     the other commands on the demo: --dry-run, plan, eval, models, new, convert, view, doctor
-  mistakes/     what typical mistakes are answered
+  mistakes/     error messages of typical mistakes
   demo/         the first ten steps of examples/arithmetic: metrics, files, and checksums of the weights before and after
   made.txt            checksums of the files that models new, new and convert have written
   distributions.txt   names and versions of what is installed of slime
 
 Every file of a command has its words, its exit code, standard output and standard error. Places, ports, free disk, durations
-and the versions of slime's distributions are replaced by names in angle brackets; metrics named perf/ stand without values.
+and the versions of slime's distributions are replaced by names in angle brackets; metrics named perf/ have no values.
 
 To compare two recordings: diff -r A B. Nothing is printed when they are equal. Bits of floating point depend on the CPU, so
 compare recordings made on the same machine."""
@@ -47,10 +47,10 @@ def record(checkout: Checkout, out: Path) -> None:
     with ThreadPoolExecutor(PLACES) as pool, forked(checkout, PLACES) as forks:
         trained = pool.submit(demo.record, checkout, out / "demo")
         found = commands.standalone(checkout, forks)
-        told = [pool.submit(commands.write, forks, case, out) for case in found]
+        written = [pool.submit(commands.write, forks, case, out) for case in found]
         trained.result()
-        told += [pool.submit(commands.write, forks, case, out) for case in commands.after_the_demo()]
-        wait(told)
+        written += [pool.submit(commands.write, forks, case, out) for case in commands.after_the_demo()]
+        wait(written)
     (out / "made.txt").write_text("".join(commands.made(checkout.work)))
     (out / "distributions.txt").write_text(checkout.distributions())
 
@@ -66,7 +66,7 @@ def wait_for_turn(lock: IO[str]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print(f"Another recording is going on in {WORK}: waiting for its end.", flush=True)
+        print(f"Another recording is running in {WORK}: waiting for its end.", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 

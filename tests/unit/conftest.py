@@ -26,7 +26,7 @@ def build_batch(
     versions: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
 ) -> Batch:
-    """Samples of these (prompt, response) lengths, with random tokens and log-probs; all trained unless `masks` says."""
+    """Samples of these (prompt, response) lengths, with random tokens and log-probs; all trained unless `masks` is set."""
     rng = np.random.default_rng(seed)
     count = len(lengths)
     prompt, response = (np.array([pair[side] for pair in lengths], np.int32) for side in (0, 1))
@@ -84,7 +84,7 @@ class FakeBackend(BackendDriver):
         raise AssertionError("nothing is built while binding")
 
     @classmethod
-    def least_ranks(cls, config):
+    def min_world_size(cls, config):
         return config.tensor_model_parallel_size
 
     @classmethod
@@ -166,10 +166,10 @@ def bound(tmp_path: Path) -> Callable[..., Any]:
     (tmp_path / "fakes.py").write_text(FAKE_PLUGINS)
 
     def bind(*flags: str, text: str = RUN, extra: str = "") -> Any:
-        from slime_core.cli.invocation import bind_invocation, take_apart
+        from slime_core.cli.invocation import bind_invocation, parse_words
 
         (tmp_path / "run.toml").write_text(dedent(text) + dedent(extra))
-        words = take_apart([str(tmp_path / "run.toml"), *flags], switches=(), options=(), command="run")
+        words = parse_words([str(tmp_path / "run.toml"), *flags], switches=(), options=(), command="run")
         return bind_invocation(words)
 
     return bind
@@ -182,7 +182,7 @@ def build_group(
     parts: Sequence[dict[str, float]] | None = None,
     length: int = 2,
 ) -> SampleGroup:
-    """One prompt with an answer of `length` tokens for every reward; None: the answer failed."""
+    """One prompt with a response of `length` tokens for every reward; None: the response failed."""
     prompt = Prompt(group_index=group_index, text="q", token_ids=np.array([1, 2], np.int32), origin="train.jsonl:1")
     samples = tuple(
         Sample(

@@ -1,4 +1,4 @@
-"""The collector with groups that end when the test says so, and the runner that makes groups of answers."""
+"""The collector with groups that end when the test ends them, and the runner that generates the responses of a group."""
 
 import asyncio
 from collections import defaultdict
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
@@ -19,7 +19,7 @@ from slime_core.rollout import accepted as room
 from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
-from slime_core.rollout.rewards import Verdict
+from slime_core.rollout.rewards import RewardResult
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward
 from slime_core.types.buffer_item import ItemKind
 from slime_core.types.completion import SamplingParams
@@ -69,7 +69,7 @@ def group_of(of_prompt, rewards=(0.0, 1.0), status=Status.COMPLETED):
 
 
 class ScriptedRunner:
-    """Groups end in the order of `order` (numbers not listed: at once, in order of submission), as `outcomes` says."""
+    """Groups end in the order of `order` (numbers not listed: at once, in order of submission) with `outcomes`."""
 
     def __init__(self, order=(), outcomes=None):
         self.started, self.aborted, self.kept = [], [], {}
@@ -187,7 +187,7 @@ async def test_waves_keep_the_ratio_of_over_sampling():
 
 async def test_eager_refill_starts_anew_at_once_and_drained_waits():
     for refill, started in (("eager", [0, 1, 2, 3]), ("drained", [0, 1, 2])):
-        # 1 and 2 wait for 99, which is nobody.
+        # 1 and 2 wait for 99, which never starts.
         runner = ScriptedRunner([0, 99, 1, 2], {0: SAME})
         setup = Setup(runner, filters=[NotEqual()], refill=refill, rollout_batch_size=3)
         collecting = asyncio.create_task(setup.collect())
@@ -200,7 +200,7 @@ async def test_eager_refill_starts_anew_at_once_and_drained_waits():
         assert seen == started, refill
 
 
-async def test_data_that_end_while_enough_is_under_way_do_not_end_the_step():
+async def test_exhausted_data_does_not_end_a_step_with_enough_groups_in_flight():
     runner = ScriptedRunner((), {0: SAME})
     setup = Setup(runner, filters=[NotEqual()], end=4, refill="eager", rollout_batch_size=2, over_sampling_batch_size=4)
     assert await setup.collect() == [1, 2]
@@ -208,7 +208,7 @@ async def test_data_that_end_while_enough_is_under_way_do_not_end_the_step():
         ScriptedRunner((), dict.fromkeys([0, 1, 2], SAME)), filters=[NotEqual()], end=4, refill="eager",
         rollout_batch_size=2, over_sampling_batch_size=4,
     )  # fmt: skip
-    with pytest.raises(RolloutsExhausted, match="1 of the 2 groups that a step wants are left"):
+    with pytest.raises(RolloutsExhausted, match="1 of the 2 groups that a step requires are left"):
         await short.collect()
 
 
@@ -229,10 +229,10 @@ class Untrained(GroupFilter):
 
     def decide(self, group):
         chosen = [n for n, sample in enumerate(group.samples) if sample.reward == self.reward]
-        return FilterDecision(keep=True, untrained=tuple(chosen))
+        return FilterDecision(keep=True, masked_indices=tuple(chosen))
 
 
-async def test_what_filters_leave_untrained_is_marked_in_accepted_groups_alone():
+async def test_samples_that_filters_mask_are_marked_only_in_accepted_groups():
     runner = ScriptedRunner((), {0: (0.0, 1.0, 2.0), 1: SAME, 2: (0.0, 0.5, 0.5)})
     setup = Setup(runner, filters=[Untrained(1.0), NotEqual(), Untrained(2.0)])
     assert await setup.collect() == [0, 2]
@@ -241,7 +241,7 @@ async def test_what_filters_leave_untrained_is_marked_in_accepted_groups_alone()
         [False, True, True],
         [False] * 3,
     ]
-    # Rewards stay, for the statistics of the group; a rejected group is told of as it was.
+    # Rewards stay, for the statistics of the group; a rejected group is reported unchanged.
     assert groups[0].rewards == [0.0, 1.0, 2.0]
     assert not any(sample.remove_sample for sample in refused[0][0].samples)
     counts = {"rollout/dynamic_filter/drop_all_1": 1, "rollout/dynamic_filter/untrained_samples": 2}
@@ -249,7 +249,7 @@ async def test_what_filters_leave_untrained_is_marked_in_accepted_groups_alone()
 
 
 async def test_a_preference_yields_when_too_few_candidates_remain():
-    # Two of three are wanted: the first may go, the second would leave too few.
+    # Two of three are requested: the first may go, the second would leave too few.
     outcomes = dict.fromkeys([0, 1, 2], SAME)
     setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual(gently=True)], over_sampling_batch_size=3)
     assert await setup.collect() == [1, 2]
@@ -276,9 +276,9 @@ async def test_too_many_rejections_end_the_step_with_the_reasons():
         await setup.collect()
 
 
-async def test_the_most_frequent_failure_is_told_and_the_limit_is_not_to_blame():
+async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
     def failing(errors):
-        class Failing(Answers):
+        class Failing(Responses):
             async def generate(self, episode):
                 raise errors[episode.prompt.group_index % len(errors)]
 
@@ -286,33 +286,34 @@ async def test_the_most_frequent_failure_is_told_and_the_limit_is_not_to_blame()
 
     errors = [
         EngineUnavailable("lost 4 times"),
-        ValueError("row 1: answered 500 oops"),
-        ValueError("row 2: answered 500 oops"),
+        ValueError("row 1: responded 500 oops"),
+        ValueError("row 2: responded 500 oops"),
     ]
-    told = (
-        r"step 0: 3 groups were rejected while 0 of 2 were accepted \(failed 3\)\. Of 9 failed answers 6 failed so: "
-        r"ValueError: row 1: answered 500 oops \(events.jsonl in the run's folder has all of them\)\. Mend what fails\.$"
+    expected = (
+        r"step 0: 3 groups were rejected while 0 of 2 were accepted \(failed 3\)\. Of 9 failed responses 6 failed so: "
+        r"ValueError: row 1: responded 500 oops \(events.jsonl in the run's folder has all of them\)\. "
+        r"Fix the failing generator or reward\.$"
     )
     for on_exhausted in ("error", "finish"):
         setup = Setup(failing(errors), max_filtered_groups=3, on_exhausted=on_exhausted)
-        with pytest.raises(RolloutError, match=told) as raised:
+        with pytest.raises(RolloutError, match=expected) as raised:
             await setup.collect()
-        # It is not that nothing was left to learn.
+        # The data may still have groups to learn from.
         assert not isinstance(raised.value, RolloutsExhausted)
 
-    # Of rewards too; and where filters reject most, they are looked at as well.
-    made, _ = runner(Answers(), rewards=Rewards(RewardError("answered 500 oops")), tolerant=True)
-    with pytest.raises(RolloutError, match="Of 6 failed answers 6 failed so: RewardError: answered 500 oops"):
+    # The same for rewards; where filters reject most groups, the message names filters.
+    made, _ = runner(Responses(), rewards=Rewards(RewardError("responded 500 oops")), tolerant=True)
+    with pytest.raises(RolloutError, match="Of 6 failed responses 6 failed so: RewardError: responded 500 oops"):
         await Setup(made, max_filtered_groups=2).collect()
     outcomes = {0: Status.FAILED, 1: SAME, 2: SAME}
     setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], max_filtered_groups=3, rollout_batch_size=3)
     with pytest.raises(
-        RolloutsExhausted, match=r"\(all_1 2, failed 1\)\. Look at the filters .*: --on-exhausted finish\.$"
+        RolloutsExhausted, match=r"\(all_1 2, failed 1\)\. Check the filters .*: --on-exhausted finish\.$"
     ):
         await setup.collect()
 
 
-async def test_failed_groups_go_back_or_are_dropped():
+async def test_failed_groups_are_requeued_or_dropped():
     for way, waiting in (("requeue", [(0, ItemKind.RETURNED)]), ("drop", [])):
         setup = Setup(ScriptedRunner((), {0: Status.FAILED}), on_failed_group=way)
         assert await setup.collect() == [1, 2]
@@ -321,13 +322,13 @@ async def test_failed_groups_go_back_or_are_dropped():
         assert setup.waiting == waiting
 
 
-async def test_a_group_that_an_engine_ended_is_no_answer():
+async def test_a_group_that_an_engine_aborted_is_rejected_and_requeued():
     setup = Setup(ScriptedRunner((), {1: Status.ABORTED}))
     assert await setup.collect() == [0, 2]
     assert setup.waiting == [(1, ItemKind.RETURNED)]
 
 
-async def test_what_is_still_running_is_aborted_and_counted():
+async def test_running_groups_are_aborted_and_counted():
     setup = Setup(ScriptedRunner((), {2: "never", 3: SAME}), over_sampling_batch_size=4)
     assert await setup.collect() == [0, 1]
     assert 2 in setup.runner.aborted
@@ -370,7 +371,7 @@ async def test_cancelling_the_step_ends_what_runs():
     assert [number for number, _ in setup.waiting] == [0, 1]
 
 
-async def test_the_data_may_end():
+async def test_a_step_reports_exhausted_data():
     setup = Setup(ScriptedRunner(), end=3)
     assert await setup.collect() == [0, 1]
     with pytest.raises(RolloutError, match=r"step 1: the data has ended: 1 of the 2 groups .*: --on-exhausted finish"):
@@ -384,8 +385,8 @@ async def test_the_data_may_end():
 # --- The runner -------------------------------------------------------------------------------------------------------
 
 
-class Answers(Generator):
-    """Fails as often as `failures` says for an index; otherwise one sample, or what `samples` makes of it."""
+class Responses(Generator):
+    """Fails `failures[index]` times; otherwise returns one sample, or the result of `samples` for it."""
 
     def __init__(self, failures=None, samples=None):
         self.failures, self.samples = dict(failures or {}), samples
@@ -407,10 +408,10 @@ class Rewards:
 
     async def judge(self, spec, group, key, *, retries=0):
         assert spec is BY_INDEX
-        return [Verdict(value=float(s.index), failure=self.error) for s in group.samples]
+        return [RewardResult(value=float(s.index), failure=self.error) for s in group.samples]
 
 
-BY_INDEX = PartSpec(group="slime.rewards", name="by_index", options={})
+BY_INDEX = PluginSpec(group="slime.rewards", name="by_index", options={})
 
 
 def runner(generator, *, rewards=None, retries=3, tolerant=False):
@@ -438,19 +439,19 @@ def runner(generator, *, rewards=None, retries=3, tolerant=False):
     return made, failures
 
 
-async def test_answers_are_numbered_through_the_run():
-    made, _ = runner(Answers())
+async def test_responses_are_numbered_through_the_run():
+    made, _ = runner(Responses())
     group = await made.start(prompt(5)).task
     assert [sample.index for sample in group.samples] == [15, 16, 17]
     assert group.rewards == [15, 16, 17]
 
 
-async def test_a_failed_answer_is_tried_again_and_then_given_up():
-    made, failures = runner(Answers({1: 2}))
+async def test_a_failed_response_is_tried_again_and_then_given_up():
+    made, failures = runner(Responses({1: 2}))
     group = await made.start(prompt(0)).task
     assert [sample.status for sample in group.samples] == [Status.COMPLETED] * 3
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(1, 1, True), (1, 2, True)]
-    made, failures = runner(Answers({1: 9}), retries=1)
+    made, failures = runner(Responses({1: 9}), retries=1)
     group = await made.start(prompt(0)).task
     assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert group.samples[1].response_length == 0
@@ -459,9 +460,9 @@ async def test_a_failed_answer_is_tried_again_and_then_given_up():
 
 
 async def test_a_request_that_was_lost_too_often_fails_its_sample():
-    """The client has asked again as often as it may; a generator is not given another try."""
+    """The client has used all its retries; the generator is not retried."""
 
-    class Poisonous(Answers):
+    class Poisonous(Responses):
         async def generate(self, episode):
             if episode.trajectory().index == 2:
                 raise EngineUnavailable("lost 4 times")
@@ -473,10 +474,10 @@ async def test_a_request_that_was_lost_too_often_fails_its_sample():
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(2, 1, False)]
 
 
-async def test_a_generator_that_something_cancels_has_failed():
+async def test_a_generator_cancelled_by_something_else_than_the_run_has_failed():
     """Not the run, which would be none of its failures."""
 
-    class Cancelled(Answers):
+    class Cancelled(Responses):
         async def generate(self, episode):
             if episode.trajectory().index == 1:
                 tool = asyncio.create_task(asyncio.sleep(9))
@@ -492,10 +493,10 @@ async def test_a_generator_that_something_cancels_has_failed():
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "failure"])
-async def test_answers_that_are_given_up_are_cancelled_once_and_end_with_their_group(cause):
-    told = []
+async def test_cancelled_responses_are_cancelled_once_and_end_with_their_group(cause):
+    cleaned = []
 
-    class Cleaning(Answers):
+    class Cleaning(Responses):
         async def generate(self, episode):
             index = episode.trajectory().index
             try:
@@ -507,7 +508,7 @@ async def test_answers_that_are_given_up_are_cancelled_once_and_end_with_their_g
                 # The first has ended when the second is in the middle.
                 for _ in range(1 + 9 * index):
                     await asyncio.sleep(0)
-                told.append(index)
+                cleaned.append(index)
                 raise
 
     made, failures = runner(Cleaning())
@@ -518,18 +519,18 @@ async def test_answers_that_are_given_up_are_cancelled_once_and_end_with_their_g
         task.cancel()
     with pytest.raises(asyncio.CancelledError if cause == "cancelled" else EngineError):
         await task
-    assert told == ([0, 1, 2] if cause == "cancelled" else [0, 1])
+    assert cleaned == ([0, 1, 2] if cause == "cancelled" else [0, 1])
     assert failures == []
 
 
-async def test_a_generator_may_ask_for_rewards():
-    class Sharing(Answers):
+async def test_a_generator_can_request_rewards():
+    class Sharing(Responses):
         async def generate(self, episode):
             (sample,) = await episode.score(await super().generate(episode))
             return [replace(sample, reward=sample.reward + 0.5)]
 
     made, _ = runner(Sharing())
-    # A reward that is there is kept.
+    # Existing rewards are kept.
     assert (await made.start(prompt(5)).task).rewards == [15.5, 16.5, 17.5]
     made, failures = runner(Sharing(), rewards=Rewards(RewardError("no")))
     with pytest.raises(RewardError):
@@ -561,7 +562,7 @@ def wrong_span(sample):
 
 
 @pytest.mark.parametrize(
-    ("samples", "told"),
+    ("samples", "message"),
     [
         (lambda sample: [], "returned no sample"),
         (wrong_mask, r"sample 0 has 1 response tokens, but \{'loss_mask': 3\}"),
@@ -569,25 +570,25 @@ def wrong_span(sample):
         (unsaveable, r"sample 0: metadata\['score'\] is of type float32, which JSON cannot hold"),
     ],
 )
-async def test_samples_that_would_spoil_the_batch_stop_the_run(samples, told):
-    made, _ = runner(Answers(samples=samples))
-    with pytest.raises(PluginError, match=f"generator Answers:? ?.*{told}"):
+async def test_invalid_samples_stop_the_run(samples, message):
+    made, _ = runner(Responses(samples=samples))
+    with pytest.raises(PluginError, match=f"generator Responses:? ?.*{message}"):
         await made.start(prompt(0)).task
 
 
 async def test_a_failing_reward_stops_the_run_or_fails_the_samples():
-    made, _ = runner(Answers(), rewards=Rewards(RewardError("no")))
+    made, _ = runner(Responses(), rewards=Rewards(RewardError("no")))
     with pytest.raises(RewardError):
         await made.start(prompt(0)).task
-    made, failures = runner(Answers(), rewards=Rewards(RewardError("no")), tolerant=True)
+    made, failures = runner(Responses(), rewards=Rewards(RewardError("no")), tolerant=True)
     group = await made.start(prompt(0)).task
     assert {sample.status for sample in group.samples} == {Status.FAILED}
     assert all(sample.remove_sample and sample.reward is None for sample in group.samples)
     assert [failure.index for failure in failures] == [0, 1, 2]
 
 
-async def test_what_was_kept_is_not_generated_again():
-    """Finished answers are taken as they are, all the samples of one; unfinished ones go on."""
+async def test_kept_samples_are_not_generated_again():
+    """Finished responses are taken as they are, all the samples of one; unfinished ones continue."""
     of_prompt = prompt(0)
     first = group_of(of_prompt, (1.0,)).samples[0]
     kept = (
@@ -595,7 +596,7 @@ async def test_what_was_kept_is_not_generated_again():
         replace(first, index=0, rollout_id=0, reward=2.0),
         replace(first, index=1, rollout_id=1, status=Status.ABORTED),
     )
-    generator = Answers()
+    generator = Responses()
     made, _ = runner(generator)
     group = await made.start(of_prompt, kept).task
     assert generator.asked == [(1, 1), (2, 0)]

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on: complete when they are, one at a time, of the instant of their save."""
+"""Checkpoints that are written while the run continues: one at a time, each with the state at the time of its save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime_plugin_kit.timed_engine import TimedEngine
 
 
 class SlowDisk(IdleRanks):
-    """Writes what was staged when it is told to; `fails` says for which save, counted from 1, there is no space."""
+    """Writes staged data when `written` is called; `fails`: the save, counted from 1, for which there is no space."""
 
     def __init__(self, *, fails: int = 0) -> None:
         self.may_write = asyncio.Event()
@@ -56,7 +56,7 @@ def numbers(simulation: Simulation) -> list[list[int]]:
     return [[group.group_index for group in groups] for _, groups in simulation.trained]
 
 
-def test_steps_go_on_until_the_next_save_and_nothing_counts_before_it_is_written(tmp_path):
+def test_steps_continue_until_the_next_save_and_nothing_counts_before_it_is_written(tmp_path):
     async def scene():
         disk = SlowDisk()
         simulation = simulate(tmp_path, disk)
@@ -74,7 +74,7 @@ def test_steps_go_on_until_the_next_save_and_nothing_counts_before_it_is_written
         return simulation
 
     straight = asyncio.run(scene())
-    # What was written later is of the instant of the save: a run that goes on from it trains on the same.
+    # The checkpoint has the state at the time of the save: a run that resumes from it trains on the same groups.
     shutil.rmtree(tmp_path / "checkpoints/step_6")
     resumed = simulate(tmp_path, IdleRanks())
     asyncio.run(run_loop(resumed.session()))
@@ -84,7 +84,7 @@ def test_steps_go_on_until_the_next_save_and_nothing_counts_before_it_is_written
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_engines_are_watched_while_the_disk_is_waited_for(tmp_path, aside):
-    went_on = []
+    continued = []
 
     async def scene():
         ranks = SlowDisk()
@@ -95,7 +95,7 @@ def test_engines_are_watched_while_the_disk_is_waited_for(tmp_path, aside):
         def slowly(unfinished):
             alive = threading.Event()
             loop.call_soon_threadsafe(alive.set)
-            went_on.append(alive.wait(5))
+            continued.append(alive.wait(5))
             return complete(unfinished)
 
         session.store.complete = slowly
@@ -103,7 +103,7 @@ def test_engines_are_watched_while_the_disk_is_waited_for(tmp_path, aside):
         assert session.store.steps() == [4, 6]
 
     asyncio.run(scene())
-    assert went_on == [True] * 3
+    assert continued == [True] * 3
 
 
 def test_a_write_that_fails_ends_the_run_and_loses_nothing_saved(tmp_path):
@@ -141,7 +141,7 @@ class Writing(IdleRanks):
         await self.ends
 
 
-def test_nothing_stays_of_a_checkpoint_whose_buffer_finds_no_space(tmp_path, monkeypatch):
+def test_a_checkpoint_without_space_for_its_buffer_is_removed(tmp_path, monkeypatch):
     session = simulate(tmp_path, Writing()).session()
     save = session.buffer.save
 
@@ -156,7 +156,7 @@ def test_nothing_stays_of_a_checkpoint_whose_buffer_finds_no_space(tmp_path, mon
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
-def test_a_stopped_run_waits_for_what_is_being_written(tmp_path):
+def test_a_stopped_run_waits_for_the_checkpoint_that_is_being_written(tmp_path):
     async def scene():
         disk = SlowDisk()
         simulation = simulate(tmp_path, disk)
@@ -176,7 +176,7 @@ def test_a_stopped_run_waits_for_what_is_being_written(tmp_path):
 
 @pytest.mark.parametrize("fails", [1, 99])
 def test_a_stopped_run_makes_up_for_a_write_that_fails(tmp_path, fails):
-    """Ctrl-C while it is written: what ended the run is not the disk, unless that refuses again."""
+    """Ctrl-C while it is written: the disk's error ends the run only if the retry fails too."""
 
     class Full(SlowDisk):
         async def written(self):
@@ -199,13 +199,13 @@ def test_a_stopped_run_makes_up_for_a_write_that_fails(tmp_path, fails):
     assert done >= 2 if fails == 1 else done == 0
 
 
-def test_a_write_that_fails_within_a_step_is_told(tmp_path):
-    """The trainers hold no state that could be saved: the checkpoint that there was to be is lost."""
+def test_a_write_that_fails_within_a_step_is_reported(tmp_path):
+    """The trainers hold no complete state, so the failed checkpoint cannot be written again."""
 
     class Dies(Simulation):
         async def train(self, rollout_id, groups, version):
             if rollout_id == 2:
-                self.ranks.session.between_steps.clear()
+                self.ranks.session.optimizer_idle.clear()
                 self.ranks.may_write.set()
                 await asyncio.sleep(0)
                 raise EngineError("a rank has died")
@@ -223,7 +223,7 @@ def test_a_write_that_fails_within_a_step_is_told(tmp_path):
     assert "a rank has died" in str(raised.value.__context__)
 
 
-def test_a_run_that_is_ended_hard_gives_up_what_is_being_written(tmp_path):
+def test_a_killed_run_drops_the_checkpoint_that_is_being_written(tmp_path):
     async def scene():
         disk = SlowDisk()
         session = simulate(tmp_path, disk).session()

@@ -1,4 +1,4 @@
-"""The loop in all its modes, with engines and a trainer that only take time: what runs when, what is kept, what is told."""
+"""The loop in all its modes, with engines and a trainer that only take time: order of work, kept samples, reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from slime_core.contracts.filter import BufferFilter, FilterDecision, GroupFilter, Versions
 from slime_core.contracts.hookspecs import GroupsFinished, hookimpl
 from slime_core.contracts.tracker import Tracker
-from slime_core.controller.loop import Schedule, run_loop
+from slime_core.controller.loop import RolloutPrefetcher, run_loop
 from slime_core.controller.schedule import ScheduleFile, read_schedule
 from slime_core.controller.session import Session
 from slime_core.data.pop_first import PopFirstFilter
@@ -30,15 +30,15 @@ from slime_plugin_kit.scripted_engine import EngineInLoop
 from slime_plugin_kit.simulated_run import Numbers, Simulation
 from slime_plugin_kit.timed_engine import TimedEngine
 from slime_sources.pool import GroupPool
-from slime_sources.pool_events import News, NewsKind
+from slime_sources.pool_events import PoolEvent, PoolEventKind
 
 SAMPLES = 2
 LONG = 3
-"""Every third group has a long answer."""
+"""Every third group has a long response."""
 
 
-def answer_length(request: Any) -> int:
-    """Tokens that are left of an answer: 10 for most, 45 for the second sample of every third group."""
+def remaining_length(request: Any) -> int:
+    """Tokens that are left of a response: 10 for most, 45 for the second sample of every third group."""
     number = int(request.request_id.split("/")[1])
     whole = 45 if number // SAMPLES % LONG == 0 and number % SAMPLES else 10
     return whole - (len(request.token_ids) - 1)
@@ -52,7 +52,7 @@ def simulate(folder: Path, *, steps: int = 6, **changes: Any) -> Simulation:
         "rollout_max_response_len": 100,
         **changes.pop("rollout", {}),
     }
-    given = {"train_s": 5.0, "engines": [TimedEngine(slots=8, rate=lambda running: 1.0, length=answer_length)]}
+    given = {"train_s": 5.0, "engines": [TimedEngine(slots=8, rate=lambda running: 1.0, length=remaining_length)]}
     return Simulation(folder=folder, num_rollout=steps, rollout=rollout, **given | changes)
 
 
@@ -75,7 +75,7 @@ def staleness(simulation: Simulation) -> list[int]:
 
 
 def require_whole(simulation: Simulation) -> None:
-    """Every answer is there once, as long as it should be, with tokens that follow each other and spans that cover it."""
+    """Every response is there once, as long as it should be, with tokens that follow each other and spans that cover it."""
     indices = [sample.index for _, sample in samples_of(simulation)]
     assert len(set(indices)) == len(indices)
     for _, sample in samples_of(simulation):
@@ -83,7 +83,7 @@ def require_whole(simulation: Simulation) -> None:
         long = number // SAMPLES % LONG == 0 and number % SAMPLES
         assert sample.response_length == (45 if long else 10)
         steps = np.diff(sample.response_tokens.astype(np.int64))
-        assert set(np.unique(steps % 97)) <= {1}, "an answer that was broken off does not go on where it was"
+        assert set(np.unique(steps % 97)) <= {1}, "a response that was broken off does not continue where it was"
         covered = [place for _, start, end in sample.spans for place in range(start, end)]
         assert covered == list(range(sample.response_length))
 
@@ -97,7 +97,7 @@ def waiting(session: Session) -> list[int]:
 
 def test_in_turn_and_one_step_ahead(tmp_path: Path) -> None:
     """45 seconds of generation and 5 of training: in turn they add up, one step ahead the longer one counts."""
-    in_turn, ahead = simulate(tmp_path / "0"), simulate(tmp_path / "1", rollout={"ahead": 1})
+    in_turn, ahead = simulate(tmp_path / "0"), simulate(tmp_path / "1", rollout={"max_async_level": 1})
     for simulation in (in_turn, ahead):
         run(simulation)
         assert group_numbers(simulation) == list(range(24))
@@ -106,12 +106,12 @@ def test_in_turn_and_one_step_ahead(tmp_path: Path) -> None:
     assert np.diff(ahead.trained_at).tolist() == [45.0] * 5
     assert set(staleness(in_turn)) == {0}
     assert set(staleness(ahead)) == {0, 1}
-    # A publish waits for the rollouts, so every answer has one version.
+    # A weight update waits for the rollouts, so every response has one version.
     assert {len(sample.spans) for _, sample in samples_of(ahead)} == {1}
 
 
-def test_fully_asynchronous_overtakes_what_is_slow(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+def test_fully_asynchronous_mode_does_not_wait_for_slow_groups(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, steps=9, rollout={"max_async_level": 2})
     run(simulation)
     require_whole(simulation)
     # 8 slots write 8 tokens a second; a step of 4 groups has about 127.
@@ -121,9 +121,9 @@ def test_fully_asynchronous_overtakes_what_is_slow(tmp_path: Path) -> None:
     for _, groups in simulation.trained:
         assert [g.group_index for g in groups] == sorted(g.group_index for g in groups)
     assert max(staleness(simulation)) <= 2
-    # Weights came while answers were under way.
+    # Weights came while responses were under way.
     assert max(len(sample.spans) for _, sample in samples_of(simulation)) > 1
-    assert simulation.published == list(range(10))
+    assert simulation.updated_versions == list(range(10))
 
 
 @pytest.mark.parametrize(("ahead", "wave"), [(1, 4), (2, 4), (3, 6)])
@@ -132,8 +132,8 @@ def test_admission_is_bounded(tmp_path: Path, ahead: int, wave: int) -> None:
     simulation = simulate(
         tmp_path,
         train_s=500.0,
-        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=answer_length)],
-        rollout={"ahead": ahead, "update_weights_in_flight": True, "over_sampling_batch_size": wave},
+        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=remaining_length)],
+        rollout={"max_async_level": ahead, "update_weights_in_flight": True, "over_sampling_batch_size": wave},
     )
     session = simulation.session()
     most = 0
@@ -155,7 +155,7 @@ def test_admission_is_bounded(tmp_path: Path, ahead: int, wave: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in turn", "one ahead", "fully asynchronous", "partial", "asynchronous and partial"])
-def test_a_trainer_that_stands_still_bounds_what_waits(tmp_path: Path, mode: str) -> None:
+def test_a_stalled_trainer_bounds_the_waiting_groups(tmp_path: Path, mode: str) -> None:
     """Whatever is drawn from the data is in the buffer, under way, collected or trained: engines that are much faster than
     the trainer draw no more than the steps under way take, and over-sampling, however long they wait."""
     rollout = {"over_sampling_batch_size": 8, **MODES[mode]}
@@ -164,7 +164,7 @@ def test_a_trainer_that_stands_still_bounds_what_waits(tmp_path: Path, mode: str
         steps=12,
         train_s=1000.0,
         save_interval=5,
-        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=answer_length)],
+        engines=[TimedEngine(slots=1000, rate=lambda running: 1.0, length=remaining_length)],
         rollout=rollout,
     )
     session = simulation.session()
@@ -179,13 +179,13 @@ def test_a_trainer_that_stands_still_bounds_what_waits(tmp_path: Path, mode: str
 
     run_fast(scene())
     assert len(held) > 1000
-    assert max(held) <= 4 * (rollout.get("ahead", 0) + 1) + rollout["over_sampling_batch_size"] - 4
+    assert max(held) <= 4 * (rollout.get("max_async_level", 0) + 1) + rollout["over_sampling_batch_size"] - 4
 
 
 def test_weights_every_second_step(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, rollout={"ahead": 2}, update_weights_interval=2)
+    simulation = simulate(tmp_path, rollout={"max_async_level": 2}, update_weights_interval=2)
     run(simulation)
-    assert simulation.published == [0, 2, 4, 6]
+    assert simulation.updated_versions == [0, 2, 4, 6]
     versions = {span.version for _, sample in samples_of(simulation) for span in sample.spans}
     assert versions <= {0, 2, 4}
     assert max(staleness(simulation)) <= 3
@@ -197,31 +197,31 @@ class Odd(GroupFilter):
 
 
 def test_rejected_groups_do_not_count(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, steps=4, filters=[Odd()], rollout={"ahead": 2})
+    simulation = simulate(tmp_path, steps=4, filters=[Odd()], rollout={"max_async_level": 2})
     run(simulation)
     assert len(group_numbers(simulation)) == 16
     assert all(number % 2 for number in group_numbers(simulation))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_whoever_learns_from_rejected_groups_sees_each_once(tmp_path: Path, ahead: int) -> None:
+def test_observers_of_rejected_groups_get_each_group_once(tmp_path: Path, ahead: int) -> None:
     """Checkpoints break steps off in which some have been rejected already."""
-    told: list[int] = []
+    seen: list[int] = []
 
-    class Told:
+    class Observer:
         @hookimpl
         def groups_finished(self, event: GroupsFinished) -> None:
-            told.extend(rejected.group.group_index for rejected in event.rejected)
-            told.extend(group.group_index for group in event.accepted)
+            seen.extend(rejected.group.group_index for rejected in event.rejected)
+            seen.extend(group.group_index for group in event.accepted)
 
-    rollout = {"ahead": ahead, "partial_rollout": True}
+    rollout = {"max_async_level": ahead, "partial_rollout": True}
     simulation = simulate(tmp_path, steps=6, train_s=32.0, filters=[Odd()], save_interval=1, rollout=rollout)
     session = simulation.session()
-    session.hooks = Hooks({"told/module": Told()})
+    session.hooks = Hooks({"observer/module": Observer()})
     run_fast(run_loop(session))
     drawn = session.buffer.source.state()["next"]
-    assert sorted([*told, *waiting(session)]) == list(range(drawn))
-    assert [number for number in told if number % 2] == group_numbers(simulation)
+    assert sorted([*seen, *waiting(session)]) == list(range(drawn))
+    assert [number for number in seen if number % 2] == group_numbers(simulation)
 
 
 class Never(GroupFilter):
@@ -231,7 +231,7 @@ class Never(GroupFilter):
 
 def test_exhausted_rollouts_end_it(tmp_path: Path) -> None:
     with pytest.raises(RolloutsExhausted, match=r"step 0: 40 groups were rejected .*never 40"):
-        run(simulate(tmp_path, filters=[Never()], rollout={"ahead": 3}))
+        run(simulate(tmp_path, filters=[Never()], rollout={"max_async_level": 3}))
 
 
 # ---------------------------------------------------------------- what is stale
@@ -259,8 +259,13 @@ def test_stale_groups_are_generated_again_dropped_or_masked(tmp_path: Path) -> N
             tmp_path / way,
             steps=8,
             train_s=1.0,
-            rollout={"ahead": 1, "update_weights_in_flight": True, "on_stale": way, "over_sampling_batch_size": 12},
-            engines=[TimedEngine(slots=24, rate=lambda running: 1.0, length=answer_length)],
+            rollout={
+                "max_async_level": 1,
+                "update_weights_in_flight": True,
+                "on_stale": way,
+                "over_sampling_batch_size": 12,
+            },
+            engines=[TimedEngine(slots=24, rate=lambda running: 1.0, length=remaining_length)],
         )
         session = simulation.session()
         log = Log()
@@ -296,11 +301,11 @@ def partial(folder: Path, **changes: Any) -> Simulation:
         "max_staleness": 9,
         **changes.pop("rollout", {}),
     }
-    engine = TimedEngine(slots=16, rate=lambda running: 1.0, length=answer_length)
+    engine = TimedEngine(slots=16, rate=lambda running: 1.0, length=remaining_length)
     return simulate(folder, engines=[engine], rollout=rollout, **changes)
 
 
-def test_partial_rollouts_go_on_in_a_later_step(tmp_path: Path) -> None:
+def test_partial_rollouts_continue_in_a_later_step(tmp_path: Path) -> None:
     simulation = partial(tmp_path, steps=7)
     session = run(simulation)
     require_whole(simulation)
@@ -311,7 +316,7 @@ def test_partial_rollouts_go_on_in_a_later_step(tmp_path: Path) -> None:
     assert simulation.engines[0].tokens_written == sum(s.response_length for _, s in samples_of(simulation)) + kept
     drawn = session.buffer.source.state()["next"]
     assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
-    # Nobody waits for the longest answer: steps of 4 groups among 8 take 10 seconds and 5 of training.
+    # No step waits for the longest response: steps of 4 groups among 8 take 10 seconds and 5 of training.
     assert np.diff(simulation.trained_at).mean() < 30
 
 
@@ -329,7 +334,7 @@ def test_old_spans_of_partial_rollouts_may_be_masked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_finished_surplus_waits_for_the_next_step_if_it_may_be_stale(tmp_path: Path, keeps: bool) -> None:
-    """Three of four answers take 10 seconds: more groups than are wanted finish at the same time."""
+    """Three of four responses take 10 seconds: more groups than are requested finish at the same time."""
     simulation = partial(tmp_path, steps=1, rollout={"partial_rollout": keeps, "max_staleness": int(keeps)})
     session = simulation.session()
     if not keeps:
@@ -345,11 +350,11 @@ def test_finished_surplus_waits_for_the_next_step_if_it_may_be_stale(tmp_path: P
 
 
 class Died(Exception):
-    """Stands for SIGKILL: nothing of the process is left."""
+    """Simulates SIGKILL: nothing of the process is left."""
 
 
 def run_and_die(simulation: Simulation, after_s: float) -> Session:
-    """Ends without giving anything back; the next session knows the checkpoints alone."""
+    """Ends without any cleanup; the next session has only the checkpoints."""
     session = simulation.session()
 
     async def scene() -> None:
@@ -369,11 +374,11 @@ def run_and_die(simulation: Simulation, after_s: float) -> Session:
 
 MODES: dict[str, dict[str, Any]] = {
     "in turn": {},
-    "one ahead": {"ahead": 1},
-    "fully asynchronous": {"ahead": 2},
+    "one ahead": {"max_async_level": 1},
+    "fully asynchronous": {"max_async_level": 2},
     "partial": {"partial_rollout": True, "max_staleness": 9, "over_sampling_batch_size": 8},
     "asynchronous and partial": {
-        "ahead": 2,
+        "max_async_level": 2,
         "partial_rollout": True,
         "max_staleness": 9,
         "over_sampling_batch_size": 6,
@@ -387,7 +392,7 @@ def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path: Path, mode
     trained: dict[int, list[Any]] = {}
     steps, deaths = 9, 0
     for attempt in itertools.count():
-        simulation = simulate(tmp_path, steps=steps, save_interval=2, publish_s=1.0, rollout=MODES[mode])
+        simulation = simulate(tmp_path, steps=steps, save_interval=2, update_weights_s=1.0, rollout=MODES[mode])
         session = simulation.session()
         first = session.state.rollout_id
         try:
@@ -406,7 +411,7 @@ def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path: Path, mode
 
 
 def test_a_checkpoint_keeps_tokens_versions_and_log_probs(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, steps=9, save_interval=2, rollout={"ahead": 2, "max_staleness": 9})
+    simulation = simulate(tmp_path, steps=9, save_interval=2, rollout={"max_async_level": 2, "max_staleness": 9})
     with pytest.raises(Died):
         run_and_die(simulation, 75)
     session = simulation.session()
@@ -418,7 +423,7 @@ def test_a_checkpoint_keeps_tokens_versions_and_log_probs(tmp_path: Path) -> Non
             assert (sample.rollout_log_probs == -0.5).all()
             assert item.start_rollout_id is not None
     written = sum(sample.response_length for item in items for sample in item.samples)
-    again = simulate(tmp_path, steps=9, save_interval=2, rollout={"ahead": 2, "max_staleness": 9})
+    again = simulate(tmp_path, steps=9, save_interval=2, rollout={"max_async_level": 2, "max_staleness": 9})
     run(again)
     require_whole(again)
     kept_ahead = sum(s.response_length for groups in session.kept_ahead for g in groups for s in g.samples)
@@ -427,8 +432,8 @@ def test_a_checkpoint_keeps_tokens_versions_and_log_probs(tmp_path: Path) -> Non
 
 
 def test_a_stop_is_heeded_while_a_step_ahead_is_waited_for(tmp_path: Path) -> None:
-    """Weights are published when the step that runs beside the training has ended, in 45 seconds."""
-    simulation = simulate(tmp_path, rollout={"ahead": 1})
+    """Weights are updated when the step that runs beside the training has ended, in 45 seconds."""
+    simulation = simulate(tmp_path, rollout={"max_async_level": 1})
     session = simulation.session()
 
     async def scene() -> float:
@@ -445,11 +450,11 @@ def test_a_stop_is_heeded_while_a_step_ahead_is_waited_for(tmp_path: Path) -> No
         return asyncio.get_running_loop().time() - began
 
     assert run_fast(scene()) < 5
-    assert simulate(tmp_path, rollout={"ahead": 1}).session().state.rollout_id == 2
+    assert simulate(tmp_path, rollout={"max_async_level": 1}).session().state.rollout_id == 2
 
 
 def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+    simulation = simulate(tmp_path, steps=9, rollout={"max_async_level": 2})
     session = simulation.session()
 
     async def scene() -> None:
@@ -462,7 +467,7 @@ def test_an_interrupted_asynchronous_run_keeps_what_it_has(tmp_path: Path) -> No
         run_fast(scene())
     done = len(simulation.trained)
     assert 0 < done < 9
-    again = simulate(tmp_path, steps=9, rollout={"ahead": 2})
+    again = simulate(tmp_path, steps=9, rollout={"max_async_level": 2})
     resumed = again.session()
     assert resumed.state.rollout_id == done
     assert any(item.samples for item in resumed.buffer.items)
@@ -483,13 +488,13 @@ class FirstThree(Numbers):
         return super().take(min(num_prompts, max(0, 12 - int(self.state()["next"]))))
 
 
-def test_what_is_reported_at_an_early_end_is_of_its_weights(tmp_path: Path) -> None:
+def test_the_report_of_an_early_end_is_of_its_weights(tmp_path: Path) -> None:
     """The evaluation that was due after the last step runs on the side when the data turns out to have ended."""
     simulation = simulate(
         tmp_path,
         steps=9,
         eval_prompts=4,
-        eval={"eval_on_the_side": True, "eval_interval": 1},
+        eval={"async_eval": True, "eval_interval": 1},
         rollout={"on_exhausted": "finish"},
     )
     session = simulation.session()
@@ -503,17 +508,17 @@ def test_what_is_reported_at_an_early_end_is_of_its_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("holds_weights", [True, False])
-def test_an_evaluation_on_the_side_that_is_given_up_is_made_when_the_run_goes_on(
+def test_a_cancelled_concurrent_evaluation_is_repeated_when_the_run_resumes(
     tmp_path: Path, holds_weights: bool
 ) -> None:
-    """Ctrl-C comes when the step after it is trained: while its publish waits for the evaluation, or in the next rollouts."""
+    """Ctrl-C comes when the step after it is trained: while its weight update waits for the evaluation, or in a rollout."""
     length = {"eval-held_out": 500, "train": 10}
 
     def simulation() -> Simulation:
         return simulate(
             tmp_path,
             eval_prompts=2,
-            eval={"eval_on_the_side": True, "eval_holds_weights": holds_weights, "eval_interval": 2},
+            eval={"async_eval": True, "eval_blocks_weight_update": holds_weights, "eval_interval": 2},
             engines=[
                 TimedEngine(slots=100, rate=lambda running: 1.0, length=lambda r: length[r.request_id.split("/")[0]])
             ],
@@ -554,7 +559,7 @@ def test_an_evaluation_on_the_side_that_is_given_up_is_made_when_the_run_goes_on
     assert not resumed.state.eval_owed
 
 
-def test_a_run_that_is_made_longer_evaluates_again_what_was_its_last_step(tmp_path: Path) -> None:
+def test_an_extended_run_evaluates_its_former_last_step_again(tmp_path: Path) -> None:
     """Every second step is evaluated, and the third was the last: its record is dropped with what follows a checkpoint."""
     asked = {"eval_prompts": 2, "engines": [TimedEngine(slots=100, rate=lambda running: 1.0, length=lambda r: 10)]}
     run_fast(run_loop(simulate(tmp_path, steps=3, **asked).session()))
@@ -567,9 +572,9 @@ def test_a_run_that_is_made_longer_evaluates_again_what_was_its_last_step(tmp_pa
 
 @pytest.mark.parametrize(
     ("eval_table", "ahead"),
-    [({}, 0), ({"eval_on_the_side": True}, 0), ({"eval_on_the_side": True, "eval_holds_weights": False}, 2)],
+    [({}, 0), ({"async_eval": True}, 0), ({"async_eval": True, "eval_blocks_weight_update": False}, 2)],
 )
-def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
+def test_evaluation_waits_continues_beside_the_run_or_lets_weights_through(
     tmp_path: Path, eval_table: dict[str, Any], ahead: int
 ) -> None:
     simulation = simulate(
@@ -577,8 +582,8 @@ def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
         train_s=20.0,
         eval_prompts=12,
         eval=eval_table,
-        rollout={"ahead": ahead},
-        engines=[TimedEngine(slots=100, rate=lambda running: 1.0, length=answer_length)],
+        rollout={"max_async_level": ahead},
+        engines=[TimedEngine(slots=100, rate=lambda running: 1.0, length=remaining_length)],
     )
     session = simulation.session()
     log = Log()
@@ -586,11 +591,11 @@ def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
     run_fast(run_loop(session))
     require_whole(simulation)
     evaluations = [(step, metrics) for axis, step, metrics in log.lines if axis == "eval/step"]
-    # After every second step, whatever else goes on, with an answer to every prompt.
+    # After every second step, whatever else continues, with a response to every prompt.
     assert [step for step, _ in evaluations] == [2, 4, 6]
     assert all(metrics["eval/held_out/response_len/max"] == 45 for _, metrics in evaluations)
     versions = [(metrics["eval/version_min"], metrics["eval/version_max"]) for _, metrics in evaluations]
-    if eval_table.get("eval_holds_weights", True):
+    if eval_table.get("eval_blocks_weight_update", True):
         assert versions == [(2, 2), (4, 4), (6, 6)]
     else:
         assert versions[0][0] == 2
@@ -603,8 +608,10 @@ def test_evaluation_waits_goes_on_beside_the_run_or_lets_weights_through(
 
 @pytest.mark.parametrize("mode", ["fully asynchronous", "asynchronous and partial"])
 def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: str) -> None:
-    engines = [TimedEngine(slots=4, rate=lambda running: 1.0, length=answer_length) for _ in range(2)]
-    simulation = simulate(tmp_path, steps=9, engines=engines, save_interval=4, publish_s=1.0, rollout=MODES[mode])
+    engines = [TimedEngine(slots=4, rate=lambda running: 1.0, length=remaining_length) for _ in range(2)]
+    simulation = simulate(
+        tmp_path, steps=9, engines=engines, save_interval=4, update_weights_s=1.0, rollout=MODES[mode]
+    )
     session = simulation.session()
     assert session.client is not None
     client, lost = session.client, []
@@ -617,7 +624,7 @@ def test_an_engine_that_is_lost_in_flight_loses_nothing(tmp_path: Path, mode: st
             client.quarantine(1, EngineError("it is gone"))
             await asyncio.sleep(back_s)
             successor = TimedEngine(
-                slots=4, rate=lambda running: 1.0, length=answer_length, version=session.state.version
+                slots=4, rate=lambda running: 1.0, length=remaining_length, version=session.state.version
             )
             client.admit(1, EngineInLoop(successor))
         await loop
@@ -646,12 +653,14 @@ class NewestPrompts(BufferFilter):
 def test_a_buffer_filter_chooses_among_finished_groups_too(tmp_path: Path) -> None:
     """Training takes longer than generation, so that all the steps under way have finished when the next one is taken."""
     chosen = NewestPrompts()
-    simulation = simulate(tmp_path, train_s=300.0, rollout={"ahead": 2, "max_staleness": 9}, buffer_filter=chosen)
+    simulation = simulate(
+        tmp_path, train_s=300.0, rollout={"max_async_level": 2, "max_staleness": 9}, buffer_filter=chosen
+    )
     session = simulation.session()
     run_fast(run_loop(session))
     assert [(versions.trained, versions.max_staleness) for *_, versions in chosen.asked] == [(n, 9) for n in range(6)]
     # The first step is taken as soon as it can be; then there are always two, of which the last has no other behind it.
-    assert [(there, wanted) for there, wanted, _ in chosen.asked] == [(4, 4), *[(8, 4)] * 4, (4, 4)]
+    assert [(there, expected) for there, expected, _ in chosen.asked] == [(4, 4), *[(8, 4)] * 4, (4, 4)]
     assert chosen.asked[2][2].oldest == (0,) * 4 + (1,) * 4
     # The three newest, and of the others the one that finished first: 0, 3, 6 … are long.
     numbers = [[group.group_index for group in groups] for _, groups in simulation.trained]
@@ -661,7 +670,7 @@ def test_a_buffer_filter_chooses_among_finished_groups_too(tmp_path: Path) -> No
     assert sorted([*group_numbers(simulation), *waiting(session)]) == list(range(drawn))
 
 
-def heard_by(session: Session) -> list[News]:
+def heard_by(session: Session) -> list[PoolEvent]:
     """By its pool, since it was last written to the schedule."""
     assert isinstance(session.collector, GroupPool)
     return session.collector.record.heard
@@ -669,10 +678,10 @@ def heard_by(session: Session) -> list[News]:
 
 @pytest.mark.parametrize("buffer_filter", [PopFirstFilter, NewestPrompts])
 @pytest.mark.parametrize("mode", ["fully asynchronous", "partial", "asynchronous and partial"])
-def test_a_recorded_order_is_kept_to_however_long_things_take(
+def test_a_recorded_order_is_followed_whatever_the_durations(
     tmp_path: Path, mode: str, buffer_filter: Callable[[], BufferFilter]
 ) -> None:
-    def batches(name: str, script: Sequence[News], **changes: Any) -> tuple[list[list[int]], list[News]]:
+    def batches(name: str, script: Sequence[PoolEvent], **changes: Any) -> tuple[list[list[int]], list[PoolEvent]]:
         simulation = simulate(
             tmp_path / name,
             steps=9,
@@ -682,11 +691,11 @@ def test_a_recorded_order_is_kept_to_however_long_things_take(
             **changes,
         )
         session = simulation.session()
-        session.collector.follow(script)
+        session.collector.replay_events(script)
         run_fast(run_loop(session))
         return [[g.group_index for g in groups] for _, groups in simulation.trained], heard_by(session)
 
-    slower = {"train_s": 33.0, "publish_s": 2.0}
+    slower = {"train_s": 33.0, "update_weights_s": 2.0}
     trained, heard = batches("recorded", [])
     repeated, again = batches("repeated", heard, **slower)
     assert repeated == trained
@@ -695,16 +704,18 @@ def test_a_recorded_order_is_kept_to_however_long_things_take(
         assert batches("free", [], **slower)[0] != trained
 
 
-def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+def test_a_schedule_is_cut_at_the_checkpoint_that_a_run_resumes_from(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     first, second = EngineEvent(0, EventKind.SUBMIT, ("a", "b")), EngineEvent(7, EventKind.VERSION, version=1)
     this = {"train": {"lr": 1.0, "num_rollout": 6}, "plugins": {"engine": "local"}}
     schedule = ScheduleFile(path, this, resumed_at=None)
-    schedule.checkpoint(2, {0: [first]}, [News(NewsKind.STEP, 0), News(NewsKind.GIVE_BACK, ended=(3,))])
+    schedule.checkpoint(
+        2, {0: [first]}, [PoolEvent(PoolEventKind.STEP, 0), PoolEvent(PoolEventKind.GIVE_BACK, ended=(3,))]
+    )
     schedule.checkpoint(4, {0: [second]}, [])
     # Killed, and the checkpoint of step 4 was not complete.
     schedule = ScheduleFile(path, this, resumed_at=2)
-    schedule.checkpoint(4, {0: [second], 1: [first]}, [News(NewsKind.STEP, 1)])
+    schedule.checkpoint(4, {0: [second], 1: [first]}, [PoolEvent(PoolEventKind.STEP, 1)])
     found = read_schedule(path, this)
     assert found.engines == {0: [first, EngineEvent(0, EventKind.RESTART), second], 1: [first]}
     assert found.requests == [{"a": [0], "b": [0]}, {"a": [1], "b": [1]}]
@@ -729,12 +740,13 @@ def test_a_schedule_that_does_not_reach_the_checkpoint_cannot_be_repeated(tmp_pa
     """It was cut short, or is not there: what comes after is not all."""
     path = tmp_path / "schedule.jsonl"
     schedule = ScheduleFile(path, {}, resumed_at=None)
-    schedule.checkpoint(2, {}, [News(NewsKind.STEP, 0)])
+    schedule.checkpoint(2, {}, [PoolEvent(PoolEventKind.STEP, 0)])
     for _ in range(2):
         schedule = ScheduleFile(path, {}, resumed_at=4)
         schedule.checkpoint(6, {}, [])
         with pytest.raises(
-            ConfigError, match="beyond step 4: there the run was resumed, and nothing says what had led"
+            ConfigError,
+            match="beyond step 4: there the run was resumed, and its schedule up to that checkpoint is missing",
         ):
             read_schedule(path, {})
         path.unlink()
@@ -742,7 +754,7 @@ def test_a_schedule_that_does_not_reach_the_checkpoint_cannot_be_repeated(tmp_pa
 
 def test_a_schedule_that_cannot_be_cut_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "schedule.jsonl"
-    ScheduleFile(path, {}, resumed_at=None).checkpoint(2, {}, [News(NewsKind.STEP, 0)])
+    ScheduleFile(path, {}, resumed_at=None).checkpoint(2, {}, [PoolEvent(PoolEventKind.STEP, 0)])
     before, write = path.read_text(), Path.write_text
 
     def full(file: Path, text: str, **options: Any) -> int:
@@ -755,16 +767,16 @@ def test_a_schedule_that_cannot_be_cut_stays_as_it_is(tmp_path: Path, monkeypatc
     assert path.read_text() == before
 
 
-def test_what_is_repeated_ends_with_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_replay_ends_with_the_last_checkpoint(tmp_path: Path) -> None:
     """A killed run has written down more, the last of it in part."""
     path = tmp_path / "schedule.jsonl"
     events = [EngineEvent(at, EventKind.SUBMIT, (f"r{at}",)) for at in range(4)]
     schedule = ScheduleFile(path, {}, resumed_at=None)
-    schedule.add({0: events[:1]}, [News(NewsKind.STEP, 0)])
+    schedule.add({0: events[:1]}, [PoolEvent(PoolEventKind.STEP, 0)])
     assert read_schedule(path, {}).engines == {}
     schedule.add({0: [], 1: []}, [])
     schedule.checkpoint(2, {0: events[1:2]}, [])
-    schedule.add({0: events[2:3]}, [News(NewsKind.STEP, 1)])
+    schedule.add({0: events[2:3]}, [PoolEvent(PoolEventKind.STEP, 1)])
     with path.open("a") as file:
         file.write('{"engine": 0, "ev')
     found = read_schedule(path, {})
@@ -778,7 +790,7 @@ class Remembering(TimedEngine):
     """Keeps what came to it until it is asked."""
 
     def __init__(self) -> None:
-        super().__init__(slots=8, rate=lambda running: 1.0, length=answer_length)
+        super().__init__(slots=8, rate=lambda running: 1.0, length=remaining_length)
         self.kept: list[EngineEvent] = []
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
@@ -786,13 +798,13 @@ class Remembering(TimedEngine):
         async for completion in super().stream(requests):
             yield completion
 
-    async def recorded(self) -> Sequence[EngineEvent]:
+    async def drain_events(self) -> Sequence[EngineEvent]:
         kept, self.kept = self.kept, []
         return kept
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_what_decided_the_order_leaves_memory_with_its_step(tmp_path: Path, loses: bool) -> None:
+def test_recorded_events_leave_memory_with_their_step(tmp_path: Path, loses: bool) -> None:
     """In a run of 40 steps without a checkpoint before the end. Once an engine was lost, it is thrown away."""
     heard, path = [], tmp_path / "schedule.jsonl"
     engine, free = Remembering(), Remembering()
@@ -818,13 +830,13 @@ def test_what_decided_the_order_leaves_memory_with_its_step(tmp_path: Path, lose
         return
     found = read_schedule(path, {})
     following = GroupPool()
-    following.follow(found.pool)
+    following.replay_events(found.pool)
     assert [*following.record.script, *heard_by(session)] == heard_by(at_once)
     assert found.engines == {0: free.kept}
 
 
 @pytest.mark.parametrize("cause", ["stop", "error"])
-def test_a_replay_in_which_nothing_more_is_heard_ends(tmp_path: Path, cause: str) -> None:
+def test_a_replay_without_further_events_ends(tmp_path: Path, cause: str) -> None:
     """Before its checkpoint group 999 is expected, which never comes."""
 
     def simulation(name: str) -> Simulation:
@@ -833,10 +845,10 @@ def test_a_replay_in_which_nothing_more_is_heard_ends(tmp_path: Path, cause: str
     recorded = simulation("recorded").session()
     run_fast(run_loop(recorded))
     heard = heard_by(recorded)
-    place = next(place for place, news in enumerate(heard) if news.kind is NewsKind.GIVE_BACK)
+    place = next(place for place, news in enumerate(heard) if news.kind is PoolEventKind.GIVE_BACK)
     repeated = simulation("repeated")
     session = repeated.session()
-    session.collector.follow([*heard[:place], News(NewsKind.GROUP, 999), *heard[place:]])
+    session.collector.replay_events([*heard[:place], PoolEvent(PoolEventKind.GROUP, 999), *heard[place:]])
     client = session.client
     assert client is not None
 
@@ -855,9 +867,9 @@ def test_a_replay_in_which_nothing_more_is_heard_ends(tmp_path: Path, cause: str
 
 
 def test_steps_ahead_are_collected_one_after_the_other_without_a_pool(tmp_path: Path) -> None:
-    simulation = simulate(tmp_path, rollout={"ahead": 3, "update_weights_in_flight": False})
+    simulation = simulate(tmp_path, rollout={"max_async_level": 3, "update_weights_in_flight": False})
     session = simulation.session()
-    schedule = Schedule(session)
+    schedule = RolloutPrefetcher(session)
     assert not schedule.pooled
     run_fast(run_loop(session))
     assert group_numbers(simulation) == list(range(24))

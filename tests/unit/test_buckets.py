@@ -1,4 +1,4 @@
-"""Exported tensors in buckets: nothing is lost, nothing is written over, and the last one says so."""
+"""Exported tensors in buckets: nothing is lost, nothing is overwritten, and the last one is marked."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_buckets_hold_every_tensor_once(size):
         assert [tuple(tensors[name].shape) for name in bucket.names] == list(bucket.shapes)
 
 
-def test_a_bucket_does_not_change_with_what_it_was_made_of():
+def test_a_bucket_is_a_copy_of_its_tensors():
     weight = torch.randn(5)
     (bucket,) = buckets_of([{"weight": weight}], version=0, bucket_bytes=1 << 20)
     before = bucket.data.copy()

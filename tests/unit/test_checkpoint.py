@@ -1,4 +1,4 @@
-"""Checkpoints: there whole or not at all, whatever goes wrong while they are written."""
+"""Checkpoints: complete or absent, whatever fails while they are written."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ def names(tmp_path):
     return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
 
 
-def test_what_was_saved_is_loaded(store, tmp_path):
+def test_a_saved_checkpoint_is_loaded(store, tmp_path):
     assert store.load() is None
     folder = save(store, 3)
     state, found = store.load()
@@ -41,7 +41,7 @@ def test_what_was_saved_is_loaded(store, tmp_path):
     assert (found / "trainer" / "model.bin").read_text() == "weights"
 
 
-def test_the_newest_complete_one_wins_and_any_other_can_be_asked_for(store):
+def test_the_newest_complete_checkpoint_is_loaded_and_any_other_by_its_step(store):
     for step in (2, 10, 9):
         save(CheckpointStore(store._folder, keep=9), step)
     assert store.steps() == [2, 9, 10]
@@ -83,7 +83,7 @@ def test_a_failure_while_the_same_step_is_written_again_leaves_the_old_one(store
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_and_the_old_ones_stay(store, tmp_path, number):
+def test_a_full_disk_is_reported_and_earlier_checkpoints_stay(store, tmp_path, number):
     save(store, 1)
     save(store, 2)
     with pytest.raises(StorageError, match=r"step_3: no space left .* MiB free.*untouched"):
@@ -112,7 +112,7 @@ def test_other_trouble_with_the_disk_is_a_storage_error_too(store):
         save(store, 3, fail=OSError(errno.EROFS, "read-only"))
 
 
-def test_everything_is_on_the_disk_before_the_rename(store, monkeypatch):
+def test_all_files_are_synced_before_the_rename(store, monkeypatch):
     seen = []
     monkeypatch.setattr(room, "sync", lambda path: seen.append(path.name))
     save(store, 1)
@@ -169,8 +169,8 @@ def test_another_format_is_refused(store):
         store.load()
 
 
-def test_an_older_checkpoint_is_gone_on_from(store, tmp_path):
-    """What came after it is out of the way: the newest on the disk is this run's."""
+def test_an_older_checkpoint_is_continued_from(store, tmp_path):
+    """Later checkpoints are set aside: the newest one on the disk belongs to this run."""
     many = CheckpointStore(store._folder, keep=9)
     for step in (1, 2, 3):
         save(many, step)
@@ -180,8 +180,8 @@ def test_an_older_checkpoint_is_gone_on_from(store, tmp_path):
     assert (many.load()[1] / "trainer" / "model.bin").read_text() == "again"
 
 
-def test_what_a_removal_left_goes_with_the_next_checkpoint(store, tmp_path):
-    """Killed in the middle, it had taken the marker first: nobody would ever look at the rest again."""
+def test_remains_of_a_removal_are_removed_with_the_next_checkpoint(store, tmp_path):
+    """A removal that was killed had deleted the marker first: without this, the rest would stay for ever."""
     save(store, 1)
     (tmp_path / "checkpoints" / "step_1" / "COMPLETE").unlink()
     save(store, 2)

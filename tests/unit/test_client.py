@@ -1,4 +1,4 @@
-"""The entrance to the engines, with engines that answer when the test says so."""
+"""EngineClient, with engines that respond when the test lets them."""
 
 import asyncio
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.request_script import RequestScript
+from slime_core.rollout.request_replay import RequestReplay
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 
 
@@ -19,7 +19,7 @@ def request(name):
     )
 
 
-def answer(one, text="stop"):
+def completion(one, text="stop"):
     return Completion(
         request_id=one.request_id,
         token_ids=np.array([7], np.int32),
@@ -54,7 +54,7 @@ class Scripted:
     def finish(self, *names):
         for name in names:
             one, queue = self.open.pop(name)
-            queue.put_nowait(answer(one))
+            queue.put_nowait(completion(one))
 
     def fail(self, name, error):
         self.open[name][1].put_nowait(error)
@@ -65,7 +65,7 @@ class Scripted:
             for name in args[0]:
                 if name in self.open:
                     one, queue = self.open.pop(name)
-                    queue.put_nowait(answer(one, "abort"))
+                    queue.put_nowait(completion(one, "abort"))
         return len(self.called)
 
 
@@ -83,7 +83,7 @@ def client_of(num_engines=1, **how):
     return EngineClient(engines, **{"concurrency": 99, **how}), engines
 
 
-async def test_requests_of_one_turn_travel_together():
+async def test_requests_of_one_loop_iteration_are_sent_together():
     client, (engine,) = client_of()
     first = start(client, "a", "b", "c")
     await settle()
@@ -100,7 +100,7 @@ async def test_engines_take_turns_and_get_one_message_each():
     tasks = start(client, *"abcdefg")
     await settle()
     assert [engine.messages for engine in engines] == [[["a", "d", "g"]], [["b", "e"]], [["c", "f"]]]
-    # The turn goes on where it was, whoever has been answered meanwhile.
+    # Round robin continues where it was, whichever requests were served meanwhile.
     engines[0].finish("a")
     more = start(client, "h")
     await settle()
@@ -125,7 +125,7 @@ async def test_no_engine_has_more_than_the_bound_and_the_rest_wait_in_order():
     assert [(await task).request_id for task in tasks.values()] == list("abcde")
 
 
-async def test_a_full_engine_is_passed_over():
+async def test_a_full_engine_is_skipped():
     client, engines = client_of(2, concurrency=1)
     tasks = start(client, *"abc")
     await settle()
@@ -136,7 +136,7 @@ async def test_a_full_engine_is_passed_over():
         task.cancel()
 
 
-async def test_aborting_what_waits_and_what_runs():
+async def test_aborting_waiting_and_running_requests():
     client, (engine,) = client_of(concurrency=1)
     tasks = start(client, *"abc")
     await settle()
@@ -144,7 +144,7 @@ async def test_aborting_what_waits_and_what_runs():
     aborted = await tasks["b"]
     assert aborted.finish_reason is FinishReason.ABORT
     assert aborted.token_ids.shape == aborted.log_probs.shape == (0,)
-    # The engine ends the other with what it has; only those that it has are told to it.
+    # The engine aborts the running request; it gets only ids of its own requests.
     assert (await tasks["a"]).finish_reason is FinishReason.ABORT
     assert engine.called == [("abort", ["a"])]
     await settle()
@@ -153,7 +153,7 @@ async def test_aborting_what_waits_and_what_runs():
     assert (await tasks["c"]).finish_reason is FinishReason.STOP
 
 
-async def test_every_engine_is_told_to_abort():
+async def test_every_engine_gets_the_abort():
     client, engines = client_of(2)
     tasks = start(client, *"ab")
     await settle()
@@ -163,7 +163,7 @@ async def test_every_engine_is_told_to_abort():
     await asyncio.gather(*tasks.values())
 
 
-async def test_who_stopped_waiting_is_forgotten():
+async def test_cancelled_requests_are_never_sent():
     """Cancelled before an engine had it: it is never sent, and aborting it finds nothing."""
     client, (engine,) = client_of(concurrency=1)
     tasks = start(client, *"abc")
@@ -179,7 +179,7 @@ async def test_who_stopped_waiting_is_forgotten():
     await asyncio.gather(tasks["a"], tasks["c"])
 
 
-async def test_an_answer_that_nobody_waits_for_frees_its_place():
+async def test_the_response_to_a_cancelled_request_frees_its_slot():
     client, (engine,) = client_of(concurrency=1)
     tasks = start(client, *"ab")
     await settle()
@@ -203,7 +203,7 @@ async def test_a_failing_engine_reaches_every_waiter(failure):
     await settle()
     expected = EngineError if failure is None else RuntimeError
     for name in "ac":
-        with pytest.raises(expected, match="ended its answer" if failure is None else "boom"):
+        with pytest.raises(expected, match="ended its response" if failure is None else "boom"):
             await tasks[name]
     assert (await tasks["b"]).request_id == "b"
     # The one that waited for a place was not forgotten.
@@ -224,12 +224,12 @@ async def test_waiters_do_not_hang_when_the_last_request_fails():
     assert (await asyncio.wait_for(tasks["b"], 5)).request_id == "b"
 
 
-async def test_an_answer_to_something_else_is_an_error():
+async def test_a_response_to_another_request_is_an_error():
     client, (engine,) = client_of(concurrency=1)
     tasks = start(client, "a")
     await settle()
-    engine.open["a"][1].put_nowait(answer(request("b")))
-    with pytest.raises(EngineError, match="answered b, which it was not asked for"):
+    engine.open["a"][1].put_nowait(completion(request("b")))
+    with pytest.raises(EngineError, match="responded to b, which it did not get"):
         await tasks["a"]
 
 
@@ -274,12 +274,12 @@ async def test_middlewares_are_passed_outermost_first():
 async def test_each_calls_every_engine():
     client, engines = client_of(3)
     assert client.num_engines == 3
-    assert await client.each("pause", 1) == [1, 1, 1]
+    assert await client.call_all("pause", 1) == [1, 1, 1]
     assert [engine.called for engine in engines] == [[("pause", 1)]] * 3
 
 
 class Steers(RouterMiddleware):
-    """Sends each request to the engines that its name's last character says."""
+    """Sends each request to the engine in the last character of its name."""
 
     def __init__(self):
         self.offered = []
@@ -290,7 +290,7 @@ class Steers(RouterMiddleware):
         return await call_next(replace(request, engines=tuple(digits)) if digits else request)
 
 
-async def test_without_hope_engines_still_give_back_what_they_hold():
+async def test_after_a_failure_engines_still_offload():
     """What was trained is saved before the run ends, on the devices that trainer and engines share."""
     client, (first, second) = client_of(2)
 
@@ -300,12 +300,12 @@ async def test_without_hope_engines_still_give_back_what_they_hold():
     second.call = broken
     client.fail(EngineError("lost again"))
     for method in ("pause", "sleep"):
-        assert await client.ask(method) == {}
+        assert await client.call_by_index(method) == {}
     assert first.called == [("pause",), ("sleep",)]
-    assert client.at_rest
-    for method in ("wake", "resume", "health"):
+    assert client.quiesce
+    for method in ("wake_up", "resume", "health"):
         with pytest.raises(EngineError, match="lost again"):
-            await client.ask(method)
+            await client.call_by_index(method)
     assert len(first.called) == 2
 
 
@@ -315,7 +315,7 @@ async def test_a_middleware_chooses_the_engine():
     tasks = start(client, "a@2", "b@2", "c@21", "d", "e")
     await settle()
     assert steers.offered == [(0, 1, 2)] * 5
-    # b wants an engine that is full and waits, c takes its second choice, and d, which may go anywhere, is not held up.
+    # b requires an engine that is full and waits, c takes its second choice, and d, which may go anywhere, is not held up.
     assert [engine.messages for engine in engines] == [[["d"]], [["c@21"]], [["a@2"]]]
     engines[0].finish("d")
     await settle()
@@ -340,7 +340,7 @@ class Keeps(RouterMiddleware):
         return await call_next(request)
 
 
-async def test_what_waits_in_a_middleware_can_be_aborted():
+async def test_requests_in_a_middleware_can_be_aborted():
     keeps = Keeps()
     client, (engine,) = client_of(middlewares=[keeps])
     tasks = start(client, "a", "b")
@@ -370,13 +370,13 @@ async def test_a_request_does_not_wait_for_an_engine_that_was_lost():
     await tasks["a@1"]
 
 
-async def test_an_engine_that_is_not_there_is_named():
+async def test_a_request_for_a_missing_engine_is_an_error():
     client, _ = client_of(2, middlewares=[Steers()])
     with pytest.raises(EngineError, match=r"asks for engines \(5,\); there are 2"):
         await client.generate(request("a@5"))
 
 
-async def test_a_text_that_nobody_turned_into_tokens_is_an_error():
+async def test_a_text_without_tokens_is_an_error():
     client, (engine,) = client_of()
     with pytest.raises(EngineError, match="has a text but no tokens"):
         await client.generate(replace(request("a"), token_ids=np.empty(0, np.int32), text="1+1="))
@@ -387,7 +387,7 @@ async def test_a_replayed_request_reaches_an_engine_if_it_did_then():
     """Before the first checkpoint a was asked twice, and b never; b comes after it."""
     engines = [Scripted(), Scripted()]
     client = EngineClient(engines, concurrency=4)
-    client.script = RequestScript([{"a": [1, 0]}, {"b": [1]}])
+    client.script = RequestReplay([{"a": [1, 0]}, {"b": [1]}])
     asked_b, asked_a = (asyncio.create_task(client.generate(request(name))) for name in ("b", "a"))
     await settle()
     assert [engine.messages for engine in engines] == [[], [["a"]]]

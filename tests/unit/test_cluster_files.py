@@ -1,4 +1,4 @@
-"""examples/cluster: what can be said of it without a cluster."""
+"""examples/cluster: what can be tested without a cluster."""
 
 import os
 import re
@@ -28,16 +28,16 @@ case "$*" in
     *) exec sleep 60 ;;
 esac
 """,
-    "scontrol": 'case "$1" in show) echo node1 ;; *) echo "$*" >> told ;; esac\n',
-    # Stops as slime does: once, with the signal's exit code.
-    "slime": 'trap "echo saved >> told; exit 143" TERM\ntouch up\nwhile :; do sleep 0.05; done\n',
+    "scontrol": 'case "$1" in show) echo node1 ;; *) echo "$*" >> calls ;; esac\n',
+    # Stops like slime: once, with the signal's exit code.
+    "slime": 'trap "echo saved >> calls; exit 143" TERM\ntouch up\nwhile :; do sleep 0.05; done\n',
 }
 
 
 @pytest.mark.parametrize(
-    ("number", "told"), [(signal.SIGUSR1, ["saved", "requeue 7"]), (signal.SIGUSR2, ["saved"])], ids=["limit", "stop"]
+    ("number", "calls"), [(signal.SIGUSR1, ["saved", "requeue 7"]), (signal.SIGUSR2, ["saved"])], ids=["limit", "stop"]
 )
-def test_a_job_saves_and_is_requeued_at_its_time_limit(tmp_path, number, told):
+def test_a_job_saves_and_is_requeued_at_its_time_limit(tmp_path, number, calls):
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}")
         (tmp_path / name).chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_job_saves_and_is_requeued_at_its_time_limit(tmp_path, number, told):
         job.wait(30)
     finally:
         job.kill()
-    assert (tmp_path / "told").read_text().splitlines() == told
+    assert (tmp_path / "calls").read_text().splitlines() == calls
     assert not (tmp_path / ".ray-token-7").exists()
 
 
@@ -65,9 +65,9 @@ def test_the_flags_of_the_run_exist():
     )
     known = {flag.name for flag in kernel_flags()} | {"backend", "engine", "launcher", "tensor-model-parallel-size"}
     known |= {flag.name for flag in option_flags(RayConfig, ("launcher",), "slime-ray")}
-    said = re.findall(r"--([a-z-]+)", command + typed)
-    assert len(said) > 6
-    assert set(said) <= known
+    given = re.findall(r"--([a-z-]+)", command + typed)
+    assert len(given) > 6
+    assert set(given) <= known
 
 
 def test_the_image_holds_every_plugin():

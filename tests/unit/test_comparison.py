@@ -8,14 +8,14 @@ import statistics
 import numpy as np
 import pytest
 
-from slime_estimators.comparison import Comparison
+from slime_estimators.comparison import RewardGroups
 
 NAN = math.nan
 
 
 def compare(make_batch, rewards, group, rollout_id=None):
     batch = make_batch([(1, 1)] * len(rewards), group=group, rollout_id=rollout_id, reward=rewards)
-    return Comparison.of(batch, batch.reward)
+    return RewardGroups.of(batch, batch.reward)
 
 
 def test_worked_by_hand(make_batch):
@@ -63,7 +63,7 @@ def test_equal_rewards_are_exact(make_batch, value):
 
 
 @pytest.mark.parametrize("rewards", [[], [NAN, NAN]])
-def test_nobody_to_compare(make_batch, rewards):
+def test_nothing_to_compare(make_batch, rewards):
     compared = compare(make_batch, rewards, [1] * len(rewards))
     assert compared.num_singletons == 0
     assert compared.credit(compared.deviation).tolist() == [0.0] * len(rewards)

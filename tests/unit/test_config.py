@@ -1,4 +1,4 @@
-"""Run files and flags to a bound run: precedence, paths, parts of an algorithm, and every complaint."""
+"""Run files and flags to a bound run: precedence, paths, parts of an algorithm, and every problem."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from slime_core.registry.install_hints import install_hint
 
 @pytest.fixture
 def complaints(bound):
-    def told(*flags, **how):
+    def problems_of(*flags, **how):
         with pytest.raises(ConfigError) as caught:
             bound(*flags, **how)
         return caught.value.problems
 
-    return told
+    return problems_of
 
 
 def only(problems, pattern):
@@ -47,7 +47,7 @@ def test_flags_win_over_the_file_and_the_last_one_wins(bound):
     assert bound("--set", "train.num_rollout=6", "--num-rollout", "5").config.train.num_rollout == 5
 
 
-def test_paths_in_the_file_are_beside_it_and_in_flags_where_the_user_stands(bound, tmp_path, monkeypatch):
+def test_paths_in_the_file_are_relative_to_it_and_in_flags_to_the_working_directory(bound, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -79,7 +79,7 @@ def dotted():
     return "\n".join(line.strip() for line in from_file.splitlines()) + "\n"
 
 
-def test_runs_dir_is_where_the_user_stands_by_default(bound, tmp_path, monkeypatch):
+def test_runs_dir_is_in_the_working_directory_by_default(bound, tmp_path, monkeypatch):
     monkeypatch.chdir(os.path.abspath("/"))
     assert bound().config.runs_dir == "runs"
 
@@ -116,21 +116,21 @@ def test_a_run_file_that_cannot_be_read(tmp_path):
 
 def test_unknown_keys_name_the_nearest(complaints):
     only(complaints(extra="[rollouts]\nx = 1\n"), r"^rollouts: unknown option; close match: rollout\b")
-    told = complaints("--set", "train.lrr=1", "--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true")
+    problems = complaints("--set", "train.lrr=1", "--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true")
     # The kernel's tables come first; the rest is bound once they are right.
-    only(told, r"^train\.lrr: unknown option; close match: lr")
-    told = complaints("--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true", "--engine", "fakee")
-    assert len(told) == 3
+    only(problems, r"^train\.lrr: unknown option; close match: lr")
+    problems = complaints("--set", "algo.eps_clip_hihg=0.3", "--set", "backend.recomptue=true", "--engine", "fakee")
+    assert len(problems) == 3
     of_algo = r'^algo\.eps_clip_hihg: no part of "grpo" \(.*clip.*\) has this option; close match: eps_clip_high'
-    assert re.search(of_algo, told[0])
-    assert re.search(r"^backend\.recomptue: unknown option; close match: recompute", told[1])
-    assert re.search(r'^engine\.name = "fakee": unknown.*close match: fake', told[2])
+    assert re.search(of_algo, problems[0])
+    assert re.search(r"^backend\.recomptue: unknown option; close match: recompute", problems[1])
+    assert re.search(r'^engine\.name = "fakee": unknown.*close match: fake', problems[2])
 
 
-def test_unknown_flags_and_wrong_values_are_told_together(complaints):
-    told = complaints("--rolout-batch-size", "3", "--lr", "-1", "--refill", "sometimes", "--num-rollout", "many")
-    text = "\n".join(told)
-    assert len(told) == 4
+def test_unknown_flags_and_wrong_values_are_reported_together(complaints):
+    problems = complaints("--rolout-batch-size", "3", "--lr", "-1", "--refill", "sometimes", "--num-rollout", "many")
+    text = "\n".join(problems)
+    assert len(problems) == 4
     assert "--rolout-batch-size: unknown flag; close match: --rollout-batch-size" in text
     assert re.search(r'train\.lr = "-1": input should be greater than 0', text)
     assert re.search(r"rollout\.refill = \"sometimes\": input should be 'drained' or 'eager'", text)
@@ -138,10 +138,10 @@ def test_unknown_flags_and_wrong_values_are_told_together(complaints):
 
 
 def test_missing_tables_and_keys(complaints, bound):
-    told = complaints(text='name = "a"\n[rollout]\nrollout_batch_size = 1\n')
+    problems = complaints(text='name = "a"\n[rollout]\nrollout_batch_size = 1\n')
     missing = {"model", "backend", "engine", "algo", "train", "rollout.rollout_max_response_len"}
-    assert {line.split(":")[0] for line in told} == missing
-    assert all("is missing" in line for line in told)
+    assert {line.split(":")[0] for line in problems} == missing
+    assert all("is missing" in line for line in problems)
 
 
 def test_a_name_that_cannot_be_a_folder(complaints):
@@ -225,12 +225,12 @@ def test_batch_arithmetic(bound, complaints):
         complaints("--num-steps-per-rollout", "4"),
         r"but global_batch_size 32 x num_steps_per_rollout 4 = 128\. Give only one of the two",
     )
-    only(complaints("--over-sampling-batch-size", "3"), "say 4 or more, or leave it out")
+    only(complaints("--over-sampling-batch-size", "3"), "set 4 or more, or leave it out")
 
 
 def test_the_kl_goes_into_the_reward_or_into_the_loss(complaints):
-    told = complaints("--kl-coef", "0.1", "--kl-loss-coef", "0.2", "--kl-reward-type", "k1")
-    assert "not both" in told[0]
+    problems = complaints("--kl-coef", "0.1", "--kl-loss-coef", "0.2", "--kl-reward-type", "k1")
+    assert "not both" in problems[0]
     only(complaints("--kl-coef", "0.1", "--kl-reward-type", "k1"), 'advantage "group_norm" takes no KL in the reward')
 
 
@@ -241,10 +241,12 @@ def test_a_kl_loss_needs_no_switch(bound):
 
 
 def test_sampling_from_a_cut_distribution_needs_the_kept_ids(complaints):
-    told = complaints("--rollout-top-p", "0.9", "--rollout-top-k", "20")
-    assert len(told) == 2
-    assert told[0].startswith("rollout.rollout_top_p = 0.9: log-probs of a cut distribution need the kept token ids")
-    assert "Use rollout_top_k = -1." in told[1]
+    problems = complaints("--rollout-top-p", "0.9", "--rollout-top-k", "20")
+    assert len(problems) == 2
+    assert problems[0].startswith(
+        "rollout.rollout_top_p = 0.9: log-probs of a cut distribution need the kept token ids"
+    )
+    assert "Use rollout_top_k = -1." in problems[1]
 
 
 def test_one_sample_per_prompt_gives_a_group_baseline_nothing_to_compare(bound, complaints):
@@ -255,7 +257,7 @@ def test_one_sample_per_prompt_gives_a_group_baseline_nothing_to_compare(bound, 
 
 def test_the_local_launcher_has_one_rank(bound, complaints):
     two = ("--tensor-model-parallel-size", "2")
-    only(complaints(*two), "2 were asked for: say --launcher ray")
+    only(complaints(*two), "2 are requested. Pass --launcher ray")
     assert bound(*two, "--launcher", "ray").num_ranks == 2
     assert bound("--launcher", "ray", "--actor-num-gpus-per-node", "4", "--actor-num-nodes", "2").num_ranks == 8
 
@@ -263,34 +265,40 @@ def test_the_local_launcher_has_one_rank(bound, complaints):
 def test_an_engine_over_several_machines(complaints):
     asked = ("--num-gpus-per-node", "4", "--rollout-num-gpus-per-engine")
     only(complaints("--launcher", "ray", *asked, "8"), 'num_gpus_per_node = 4: engine "fake" stays on one machine')
-    said = complaints(*asked, "6")
-    assert all("rollout_num_gpus_per_engine = 6, but a machine has" in text for text in said)
-    assert [text.rpartition(": ")[2].split()[-1] for text in said] == ["ray.", "machine.", "multiple."]
+    given = complaints(*asked, "6")
+    assert all("rollout_num_gpus_per_engine = 6, but a machine has" in text for text in given)
+    assert [text.rpartition(": ")[2].split()[-1] for text in given] == ["ray.", "machine.", "multiple."]
 
 
 def test_other_combinations(complaints):
     only(complaints("--num-epoch", "1"), "exactly one of them")
     only(complaints("--set", "train={ global_batch_size = 32 }"), "exactly one of them")
-    only(complaints("--ahead", "1", "--max-staleness", "0"), r"--max-staleness 1 or more")
+    only(complaints("--max-async-level", "1", "--max-staleness", "0"), r"--max-staleness 1 or more")
     only(complaints("--update-weights-interval", "3", "--max-staleness", "1"), r"--max-staleness 2 or more")
     only(complaints("--transport", "direct"), r'sync\.transport = "direct": engine "fake" understands carrier')
 
 
 def test_asynchrony(bound, complaints):
-    only(complaints("--ahead", "2"), r'engine "fake" does not say which policy wrote .*--no-update-weights-in-flight')
-    only(complaints("--partial-rollout"), r"max_staleness is 0\. Say --max-staleness with")
+    only(
+        complaints("--max-async-level", "2"),
+        r'engine "fake" does not report which policy version .*--no-update-weights-in-flight',
+    )
+    only(complaints("--partial-rollout"), r"max_staleness is 0\. Pass --max-staleness with")
     only(complaints("--mask-offpolicy-in-partial-rollout"), r"--on-stale mask_old_spans")
     partial = ("--partial-rollout", "--max-staleness", "2")
-    only(complaints(*partial, "--rollout.collector", "accepted"), r'collector "accepted" begins every step anew')
-    assert any("with ahead = 0 nothing runs" in text for text in complaints("--update-weights-in-flight"))
+    only(
+        complaints(*partial, "--rollout.collector", "accepted"),
+        r'collector "accepted" does not resume groups of earlier steps',
+    )
+    assert any("with max_async_level = 0 no rollout runs" in text for text in complaints("--update-weights-in-flight"))
     assert bound(*partial).collector.name == "pool"
-    run = bound("--ahead", "3", "--no-update-weights-in-flight", "--update-weights-interval", "2")
+    run = bound("--max-async-level", "3", "--no-update-weights-in-flight", "--update-weights-interval", "2")
     assert (run.collector.name, run.max_staleness) == ("accepted", 4)
 
 
 def test_a_run_without_a_reward(complaints):
-    told = complaints(text=dotted().replace('reward = "one"\n', ""))
-    only(told, r'^reward: algorithm "grpo" needs one')
+    problems = complaints(text=dotted().replace('reward = "one"\n', ""))
+    only(problems, r'^reward: algorithm "grpo" needs one')
 
 
 CORRECTION = """
@@ -307,7 +315,7 @@ class Weigh(CorrectionDriver):
 
 def test_rollout_log_probs_as_old_ones_leave_no_gap_to_correct(bound, complaints, tmp_path):
     (tmp_path / "weigh.py").write_text(CORRECTION)
-    # The run file's own plugin stays, and is one with the flag's.
+    # The run file's own plugin stays; the flag names the same file.
     plugins = ("--plugin", str(tmp_path / "weigh.py"), "--plugin", str(tmp_path / "fakes.py"))
     flags = (*plugins, "--corrections", "weigh")
     assert [file.path.name for file in bound(*flags).registry.plugin_files] == ["fakes.py", "weigh.py"]
@@ -326,7 +334,7 @@ def test_corrections_of_the_engines_gap_and_their_options(bound, complaints, nam
 
 
 def test_a_mask_by_how_far_the_policy_has_moved_needs_a_policy_that_has_moved(bound, complaints):
-    """With one optimiser step per rollout batch it would do nothing, and say so in no metric."""
+    """With one optimizer step per rollout batch it would do nothing, and no metric would show that."""
     only(
         complaints("--corrections", "opsm"),
         r'^algo\.corrections: "opsm" weighs how far .* --num-steps-per-rollout 2 or more',
@@ -346,11 +354,11 @@ def test_a_kl_estimator_that_is_named_is_looked_up_although_its_term_is_off(boun
     assert bound("--kl-loss-type", "k2", "--kl-loss-coef", "0.1").algo.kl_loss.name == "k2"
 
 
-def test_what_a_backend_says_of_the_models_config(complaints, tmp_path, bound):
+def test_problems_that_a_backend_finds_in_the_model_config(complaints, tmp_path, bound):
     config = tmp_path / "base" / "config.json"
     config.write_text(json.dumps({"vocab_size": 33}))
     only(complaints(), "only for a vocabulary of 32")
-    # A folder that is not there is not compared with anything; loading it tells.
+    # A folder that is not there is not compared with anything; loading it reports that.
     config.unlink()
     bound()
 
@@ -401,9 +409,9 @@ def test_a_penalty_needs_an_engine_that_has_it(bound, complaints, monkeypatch):
     asked = {
         "extra": SETS.replace('stop = ["d"]', 'stop = ["d"]\nrepetition_penalty = 1.2') + "repetition_penalty = 1.0\n"
     }
-    only(complaints(**asked), r'^eval\.datasets\.own: repetition_penalty = 1\.2: engine "fake" does not penalise')
+    only(complaints(**asked), r'^eval\.datasets\.own: repetition_penalty = 1\.2: engine "fake" does not penalize')
     driver = bound().engine.driver
-    monkeypatch.setattr(driver, "may_offer", frozenset({Capability.REPETITION_PENALTY}), raising=False)
+    monkeypatch.setattr(driver, "optional_capabilities", frozenset({Capability.REPETITION_PENALTY}), raising=False)
     own, plain = bound(**asked).evals
     assert (own.repetition_penalty, plain.repetition_penalty) == (1.2, 1.0)
 
@@ -429,12 +437,12 @@ def test_sets_may_be_pairs_a_list_or_a_mapping(bound, complaints):
 
 
 def test_problems_of_sets_name_where_they_were_typed_and_come_once(complaints):
-    told = complaints(extra=SETS.replace('"two"', '"twoo"') + "[eval.datasets.other]\npath = 'o'\n")
-    only(told, r'^eval\.defaults\.reward\.name = "twoo": unknown')
-    told = complaints(extra=SETS.replace('reward = "one"', 'reward = "onee"'))
-    only(told, r'^eval\.datasets\.own\.reward\.name = "onee": unknown')
-    told = complaints(extra=SETS + "temprature = 1\n")
-    only(told, r"^eval\.datasets\.plain\.temprature: unknown option; close match: temperature")
+    problems = complaints(extra=SETS.replace('"two"', '"twoo"') + "[eval.datasets.other]\npath = 'o'\n")
+    only(problems, r'^eval\.defaults\.reward\.name = "twoo": unknown')
+    problems = complaints(extra=SETS.replace('reward = "one"', 'reward = "onee"'))
+    only(problems, r'^eval\.datasets\.own\.reward\.name = "onee": unknown')
+    problems = complaints(extra=SETS + "temprature = 1\n")
+    only(problems, r"^eval\.datasets\.plain\.temprature: unknown option; close match: temperature")
 
 
 # --- Round trip ---------------------------------------------------------------------------------------------------------
@@ -473,7 +481,7 @@ def test_another_launcher_drops_the_options_of_the_old_one_and_keeps_the_kernels
     assert "address" not in build_manifest(run, data_fingerprint="d").config["launcher"]
 
 
-def test_a_run_goes_on_under_another_launcher_where_one_insists(bound):
+def test_a_run_resumes_under_another_launcher_with_resume(bound):
     here, there = (build_manifest(bound(*words), data_fingerprint="d") for words in ((), ("--launcher", "ray")))
     assert here.training == there.training
     assert here.fingerprint != there.fingerprint
@@ -486,11 +494,11 @@ def test_a_launcher_that_is_not_there(complaints):
     only(complaints("--launcher", "rays"), r'^launcher\.name = "rays": unknown launcher; close match: ray\.')
 
 
-def test_what_is_not_installed_is_named_with_its_distribution(monkeypatch, complaints):
+def test_a_missing_plugin_is_reported_with_its_distribution(monkeypatch, complaints):
     monkeypatch.setenv("SLIME_PLUGINS_DENY", "slime-ray,slime-training")
-    told = complaints("--launcher", "ray")
-    assert any('launcher.name = "ray"' in text and "slime-ray" in text for text in told)
-    assert any('train.optimizer.name = "adam"' in text and "slime-training" in text for text in told)
+    problems = complaints("--launcher", "ray")
+    assert any('launcher.name = "ray"' in text and "slime-ray" in text for text in problems)
+    assert any('train.optimizer.name = "adam"' in text and "slime-training" in text for text in problems)
     assert install_hint("slime.launchers", "ray") == "ray comes with slime-ray: pip install slime-ray"
     assert install_hint("slime.optimizers", "adam") == "adam comes with slime-training: pip install slime-training"
 

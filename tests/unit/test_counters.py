@@ -1,4 +1,4 @@
-"""What middlewares count stands in a step's record under their names."""
+"""Counters of middlewares are in a step's record under their names."""
 
 from slime_core.rollout.counters import middleware_metrics
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit, require_finite, whiten
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns, require_finite, whiten
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, RewardShaper
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
@@ -35,7 +35,7 @@ class RewardToTokens(AdvantageEstimator):
 
 def rules(advantage, **changes):
     given = {"rollouts_per_step": 8, "max_response_len": 10, "aggregation": Aggregation.SEQ_MEAN, **changes}
-    return CreditRules(advantage=advantage, **given)
+    return AdvantageConfig(advantage=advantage, **given)
 
 
 LENGTHS = [(1, 2), (2, 3), (1, 0), (1, 1)]
@@ -67,7 +67,9 @@ def test_whitening_of_none_or_one_token_is_zero(mask, expected):
 
 
 def test_advantages_are_whitened_and_returns_are_not(batch):
-    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(garbage=77.0), normalize_advantages=True))
+    made = compute_advantages_and_returns(
+        batch, TokenColumns(), rules(RewardToTokens(garbage=77.0), normalize_advantages=True)
+    )
     unit = 1.5 / math.sqrt(3)
     assert made.columns.advantages.tolist() == pytest.approx([-unit, -unit, unit, 0, unit, 0], rel=1e-5)
     assert made.columns.returns.tolist() == [1, 1, 4, 0, 4, 0]
@@ -78,20 +80,22 @@ def test_advantages_are_whitened_and_returns_are_not(batch):
 
 def test_an_estimators_own_returns_are_kept(batch):
     own = np.arange(6, dtype=np.float32)
-    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(returns=own)))
+    made = compute_advantages_and_returns(batch, TokenColumns(), rules(RewardToTokens(returns=own)))
     assert made.columns.returns.tolist() == [0, 1, 2, 0, 4, 0]
     assert made.columns.advantages.dtype == made.columns.returns.dtype == np.float32
 
 
 def test_masked_tokens_may_hold_anything(batch):
     for garbage in (math.nan, math.inf, -math.inf):
-        made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(garbage), normalize_advantages=True))
+        made = compute_advantages_and_returns(
+            batch, TokenColumns(), rules(RewardToTokens(garbage), normalize_advantages=True)
+        )
         assert np.isfinite(made.columns.advantages).all()
 
 
 def test_samples_without_a_reward_are_left_out_of_the_mean(make_batch):
     batch = make_batch(LENGTHS, reward=[1.0, math.nan, 4.0, math.nan])
-    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens()))
+    made = compute_advantages_and_returns(batch, TokenColumns(), rules(RewardToTokens()))
     assert made.metrics["rollout/rewards"] == 2.5
 
 
@@ -106,7 +110,7 @@ class Plus(RewardShaper):
 
 def test_shapers_run_in_order_before_the_advantage(batch):
     part = RewardToTokens()
-    assign_credit(batch, TokenColumns(), rules(part, shaping=[Plus(1.0), Plus(0.0, 10.0)]))
+    compute_advantages_and_returns(batch, TokenColumns(), rules(part, shaping=[Plus(1.0), Plus(0.0, 10.0)]))
     assert part.seen.rewards.tolist() == [20, 50, 100, 60]
     assert batch.reward.tolist() == [1, 4, 9, 5]
 
@@ -122,7 +126,7 @@ def test_the_reward_side_kl_by_hand(batch):
     old = np.array([-1, -2, -3, np.nan, -4, np.inf], np.float32)
     ref = np.array([-1, -1, -1, -np.inf, -2, np.nan], np.float32)
     part = RewardToTokens()
-    made = assign_credit(
+    made = compute_advantages_and_returns(
         batch, TokenColumns(old_log_probs=old, ref_log_probs=ref), rules(part, kl_reward=SquaredGap(), kl_coef=0.5)
     )
     assert part.seen.kl_penalty.tolist() == [0, 0.5, 2, 0, 2, 0]
@@ -133,13 +137,15 @@ def test_the_reward_side_kl_by_hand(batch):
 
 def test_the_reward_side_kl_asks_for_its_columns(batch):
     with pytest.raises(ValueError, match="ref_log_probs"):
-        assign_credit(batch, TokenColumns(), rules(RewardToTokens(), kl_reward=SquaredGap(), kl_coef=0.5))
+        compute_advantages_and_returns(
+            batch, TokenColumns(), rules(RewardToTokens(), kl_reward=SquaredGap(), kl_coef=0.5)
+        )
 
 
 def test_declared_needs_are_given(batch):
     part = RewardToTokens()
     columns = TokenColumns(values=np.ones(6, np.float32), ref_log_probs=np.ones(6, np.float32))
-    assign_credit(batch, columns, rules(part, advantage_needs=frozenset({Need.VALUES})))
+    compute_advantages_and_returns(batch, columns, rules(part, advantage_needs=frozenset({Need.VALUES})))
     assert part.seen.columns.values is not None
     assert part.seen.columns.ref_log_probs is None
     assert part.seen.kl_penalty is None
@@ -147,7 +153,7 @@ def test_declared_needs_are_given(batch):
 
 def test_a_loss_without_advantages_needs_no_reward(make_batch):
     batch = make_batch(LENGTHS, reward=[math.nan] * 4)
-    made = assign_credit(batch, TokenColumns(), rules(None))
+    made = compute_advantages_and_returns(batch, TokenColumns(), rules(None))
     assert made.columns.advantages is None
     assert made.columns.loss_weight.shape == (6,)
 
@@ -169,7 +175,7 @@ def test_an_estimator_that_returns_nan_is_caught(batch, name):
             return Credit(**values)
 
     with pytest.raises(TrainingError, match=f"{name} of sample 1"):
-        assign_credit(batch, TokenColumns(), rules(Broken()))
+        compute_advantages_and_returns(batch, TokenColumns(), rules(Broken()))
 
 
 class Weighs(OffPolicyCorrection):
@@ -190,9 +196,11 @@ NONE = frozenset()
 def test_corrections_multiply_and_keep_the_denominators(batch):
     first = Weighs([2, 0.5, 3, np.nan, 1, np.inf], keep=[1, 1, 1, 1, 0, 1])
     second = Weighs([10, 10, 0.1, 0, 10, 0], metric="icepop")
-    plain = assign_credit(batch, TokenColumns(), rules(RewardToTokens()))
-    made = assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[(first, NONE), (second, NONE)]))
-    # NaN and inf stand at masked tokens.
+    plain = compute_advantages_and_returns(batch, TokenColumns(), rules(RewardToTokens()))
+    made = compute_advantages_and_returns(
+        batch, TokenColumns(), rules(RewardToTokens(), corrections=[(first, NONE), (second, NONE)])
+    )
+    # NaN and inf are at masked tokens.
     assert made.columns.correction.tolist() == pytest.approx([20, 5, 0.3, 0, 0, 0])
     assert made.columns.loss_weight.tolist() == plain.columns.loss_weight.tolist()
     # Averaged over the original masks, the rejected token with them.
@@ -203,11 +211,11 @@ def test_corrections_multiply_and_keep_the_denominators(batch):
 def test_a_correction_that_is_not_finite_where_it_counts_is_caught(batch):
     broken = Weighs([1, 1, np.nan, 1, 1, 1])
     with pytest.raises(TrainingError, match="correction weights of sample 1"):
-        assign_credit(batch, TokenColumns(), rules(RewardToTokens(), corrections=[(broken, NONE)]))
+        compute_advantages_and_returns(batch, TokenColumns(), rules(RewardToTokens(), corrections=[(broken, NONE)]))
 
 
 class Looks(OffPolicyCorrection):
-    """Says what it was given."""
+    """Records the columns that it gets."""
 
     def __init__(self):
         self.columns, self.rollout = set(), None
@@ -224,7 +232,9 @@ def test_a_correction_gets_what_it_declared_and_the_credit(batch, needs):
     every = {need.value: np.zeros(6, np.float32) for need in Need if need is not Need.ROLLOUT_LOGPROBS}
     before, looks = batch.rollout_log_probs.copy(), Looks()
     # The second time there is a correction already, which is not its business either.
-    assign_credit(batch, TokenColumns(**every), rules(RewardToTokens(), corrections=[(Looks(), needs), (looks, needs)]))
+    compute_advantages_and_returns(
+        batch, TokenColumns(**every), rules(RewardToTokens(), corrections=[(Looks(), needs), (looks, needs)])
+    )
     given = {need.value for need in needs - {Need.ROLLOUT_LOGPROBS}}
     assert looks.columns == given | {"advantages", "returns"}
     assert np.isnan(looks.rollout).all() == (Need.ROLLOUT_LOGPROBS not in needs)
@@ -239,13 +249,17 @@ def test_a_correction_that_reads_what_it_did_not_declare_fails(batch):
 
     columns = TokenColumns(old_log_probs=np.zeros(6, np.float32))
     with pytest.raises(TypeError):
-        assign_credit(batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.ROLLOUT_LOGPROBS}))]))
+        compute_advantages_and_returns(
+            batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.ROLLOUT_LOGPROBS}))])
+        )
     with pytest.raises(TrainingError, match="correction weights of sample 0"):
-        assign_credit(batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.OLD_LOGPROBS}))]))
+        compute_advantages_and_returns(
+            batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.OLD_LOGPROBS}))])
+        )
 
 
 class OverItsMean(OffPolicyCorrection):
-    """Weights divided by their mean: of the optimiser step, that is, not of the batch."""
+    """Weights divided by their mean: of the optimizer step, that is, not of the batch."""
 
     def correct_batch(self, batch, columns):
         weights = -batch.rollout_log_probs
@@ -254,12 +268,14 @@ class OverItsMean(OffPolicyCorrection):
         )
 
 
-def test_a_correction_sees_one_optimiser_step_at_a_time(make_batch):
+def test_a_correction_sees_one_optimizer_step_at_a_time(make_batch):
     batch = make_batch([(1, 2), (1, 2), (1, 2)])
     batch.rollout_log_probs[:] = [-1, -3, -10, -30, -5, -5]
     # Rollout 0 is step 0, rollouts 1 and 2 are step 1 with two of them, and the last one is short.
     corrections = [(OverItsMean(), frozenset({Need.ROLLOUT_LOGPROBS}))]
-    made = assign_credit(batch, TokenColumns(), rules(None, corrections=corrections, rollouts_per_step=2))
+    made = compute_advantages_and_returns(
+        batch, TokenColumns(), rules(None, corrections=corrections, rollouts_per_step=2)
+    )
     assert made.step_of_sample.tolist() == [0, 0, 1]
     mean = (1 + 3 + 10 + 30) / 4
     assert made.columns.correction.tolist() == pytest.approx([1 / mean, 3 / mean, 10 / mean, 30 / mean, 1, 1])

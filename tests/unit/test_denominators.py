@@ -1,4 +1,4 @@
-"""Loss weights by hand: mask x weight of the rollout / D, with D of the whole optimiser step."""
+"""Loss weights by hand: mask x weight of the rollout / D, with D of the whole optimizer step."""
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def test_steps_take_rollouts_in_order_of_appearance(batch):
     assert split_steps(batch, 1).tolist() == [0, 0, 1, 2, 3, 4]
 
 
-def test_the_samples_of_a_rollout_share_a_step_wherever_they_stand(make_batch):
+def test_the_samples_of_a_rollout_share_a_step_wherever_they_are(make_batch):
     batch = make_batch([(1, 1)] * 6, rollout_id=[30, 20, 10, 30, 20, 10])
     assert split_steps(batch, 2).tolist() == [0, 0, 1, 0, 0, 1]
 

@@ -81,7 +81,7 @@ def test_names_of_today_stay_as_they_are(bound):
         ("slime.filters:slime-core/first 0.1.4", "slime.filters:numpy/first {numpy}"),
         # The same name in another group is another plugin.
         ("slime.rewards:slime-core/files 0.1.0", "slime.rewards:numpy/files {numpy}"),
-        # Of a version with which a run does not go on.
+        # Of a version with which a run does not continue.
         ("slime.filters:slime-core/first 0.0.9", "slime.filters:numpy/first 0.0.9"),
         ("slime.filters:slime-core/first 0.10.0", "slime.filters:numpy/first 0.10.0"),
         # A stranger's, a single file's, and one that is gone.
@@ -109,11 +109,12 @@ def test_a_plugin_of_another_version_is_named_with_what_to_do(bound, tmp_path):
     (tmp_path / "there/manifest.json").write_text(json.dumps(content | {"fingerprint": "x", "training": "x"}))
     with pytest.raises(ConfigError) as caught:
         choose_folder(tmp_path, made, "run", fresh=False, resume=tmp_path / "there")
-    told = str(caught.value)
+    message = str(caught.value)
     assert (
-        f"plugins.{where}: 'slime.losses:slime-grpo/clip 0.0.1' -> 'slime.losses:slime-grpo/clip {__version__}'" in told
+        f"plugins.{where}: 'slime.losses:slime-grpo/clip 0.0.1' -> 'slime.losses:slime-grpo/clip {__version__}'"
+        in message
     )
-    assert "A run goes on with the plugins that it began with: install those" in told
+    assert "A run continues with the plugins that it began with: install those" in message
 
 
 @pytest.mark.parametrize(("launcher", "kept"), [("local", set()), ("ray", {"address", "num_cpus_per_worker"})])

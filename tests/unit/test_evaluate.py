@@ -71,7 +71,7 @@ async def test_all_sets_are_run_and_groups_keep_the_order_of_the_data(make_group
     assert two.prompts[1].metadata == {"row": 1, "kind": "data"}
 
 
-async def test_a_failure_ends_the_set_and_what_it_had_under_way(make_group):
+async def test_a_failure_ends_the_set_and_cancels_its_requests(make_group):
     runner = Runner(make_group, fail_at=1, hang_after=1)
     evaluator = Evaluator([EvalTask(settings=Settings("a"), prompts=prompts(4), runner=runner)])
     with pytest.raises(RewardError):

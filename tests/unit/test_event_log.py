@@ -1,4 +1,4 @@
-"""events.jsonl: what observers are told of faults, a line each."""
+"""events.jsonl: one line for each event of a fault."""
 
 import json
 from pathlib import Path
@@ -9,21 +9,21 @@ from slime_core.contracts.hookspecs import (
     EngineLost,
     EngineRecovered,
     EngineRestarted,
-    LoopHeld,
-    PublishEnd,
+    EventLoopBlocked,
     Run,
     RunEnd,
     RunStart,
     SampleFailed,
+    UpdateWeightsEnd,
 )
 from slime_core.controller.event_log import EventLog
 from slime_core.errors import EngineError, StorageError
 from slime_core.registry.hooks import Hooks
-from slime_core.types.report import PublishReport
+from slime_core.types.report import WeightUpdateReport
 from slime_plugin_kit.scripted_rollout import prompt_of
 
 
-def test_lines_say_what_happened_and_are_appended(tmp_path):
+def test_lines_have_the_fields_of_the_event_and_are_appended(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "of an attempt before"}\n')
     hooks = Hooks({"slime/events": EventLog(path)})
@@ -35,12 +35,12 @@ def test_lines_say_what_happened_and_are_appended(tmp_path):
     hooks.emit(EngineRestarted(run=run, rollout_id=3, engine_index=1, restarts=1, pid=4711, seconds=2.0))
     hooks.emit(EngineRecovered(run=run, rollout_id=4, engine_index=1, version=4, seconds=3.5))
     for compared_with in ("engines", None):
-        report = PublishReport(version=4, seconds=0.5, bytes_sent=1, buckets=1, compared_with=compared_with)
-        hooks.emit(PublishEnd(run=run, report=report))
+        report = WeightUpdateReport(version=4, seconds=0.5, bytes_sent=1, buckets=1, compared_with=compared_with)
+        hooks.emit(UpdateWeightsEnd(run=run, report=report))
     hooks.emit(
         SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
     )
-    hooks.emit(LoopHeld(run=run, seconds=31.25, where="paced.py:9 paced"))
+    hooks.emit(EventLoopBlocked(run=run, seconds=31.25, where="paced.py:9 paced"))
     hooks.emit(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines.pop(0) == {"event": "of an attempt before"}

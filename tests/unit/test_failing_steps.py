@@ -1,5 +1,5 @@
-"""Whatever fails beside the optimiser steps ends the run with its own error, after everything that was trained is saved; and
-whoever goes on from there misses no prompt."""
+"""Whatever fails beside the optimizer steps ends the run with its own error, after everything that was trained is saved; and
+a run that resumes from there misses no prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slime_core.registry.hooks import Hooks
 from slime_core.types.buffer_item import ItemKind
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
-from slime_core.workers.colocation import Residency
+from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.fast_clock import run_fast
 from slime_plugin_kit.simulated_run import Numbers, Simulation
@@ -39,14 +39,14 @@ STEPS = 6
 BATCH = 4
 WAYS: dict[str, dict[str, Any]] = {
     "in turn": {},
-    "one ahead": {"ahead": 1},
-    "three ahead": {"ahead": 3, "update_weights_in_flight": False},
-    "pooled": {"ahead": 2},
+    "one ahead": {"max_async_level": 1},
+    "three ahead": {"max_async_level": 3, "update_weights_in_flight": False},
+    "pooled": {"max_async_level": 2},
 }
 
 
 def simulate(folder: Path, way: str = "in turn", *, kind: type[Simulation] = Simulation, **changes: Any) -> Simulation:
-    """Four groups of two a step; every third group has a long answer."""
+    """Four groups of two a step; every third group has a long response."""
 
     def length(request: Any) -> int:
         number = int(request.request_id.split("/")[1])
@@ -75,15 +75,15 @@ def steps(simulation: Simulation) -> list[list[int]]:
 
 
 def require_all(session: Session, *trained: Simulation) -> None:
-    """Every prompt that was drawn was trained once, or waits."""
+    """Checks that every prompt that was drawn was trained once or is in the buffer."""
     numbers = [number for simulation in trained for step in steps(simulation) for number in step]
     left = [item.prompt.group_index for item in session.buffer.items]
     assert sorted([*numbers, *left]) == list(range(session.buffer.source.state()["next"]))
     assert len(numbers) == STEPS * BATCH
 
 
-def goes_on(folder: Path, way: str, before: Simulation, *, at: int) -> Simulation:
-    """The run that nothing fails in any more."""
+def resume_and_check(folder: Path, way: str, before: Simulation, *, at: int) -> Simulation:
+    """Resumes the run without the failure and checks that no prompt is missing. `at`: the step that it resumes from."""
     again = simulate(folder, way)
     session = again.session()
     assert session.state.rollout_id == at
@@ -103,7 +103,7 @@ class AtRolloutEnd:
 
 
 class AtGroupsFinished:
-    """From its third step on, also when it is told of what was refused in steps that were broken off."""
+    """Raises from its third step on, also for groups that were refused in steps that were aborted."""
 
     @hookimpl
     def groups_finished(self, event: GroupsFinished) -> None:
@@ -116,23 +116,23 @@ class AtGroupsFinished:
 def test_an_observer_that_raises_takes_no_groups_with_it(tmp_path: Path, way: str, observer: type) -> None:
     simulation = simulate(tmp_path, way)
     session = simulation.session()
-    session.hooks = Hooks({"told/module": observer()})
+    session.hooks = Hooks({"observer/module": observer()})
     ended_by(session, PluginError, "no more")
-    goes_on(tmp_path, way, simulation, at=3)
+    resume_and_check(tmp_path, way, simulation, at=3)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 9])
 def test_groups_of_a_pool_are_kept_if_they_may_be_stale(tmp_path: Path, max_staleness: int) -> None:
     simulation = simulate(tmp_path, "pooled", rollout={"max_staleness": max_staleness})
     session = simulation.session()
-    session.hooks = Hooks({"told/module": AtRolloutEnd()})
+    session.hooks = Hooks({"observer/module": AtRolloutEnd()})
     ended_by(session, PluginError, "no more")
     kinds = {item.kind for item in session.buffer.items}
     assert (ItemKind.SURPLUS in kinds) == (max_staleness > 0)
 
 
 class Raises(GroupFilter):
-    """On the fourteenth group that it sees."""
+    """Raises on the fourteenth group."""
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.seen = error, 0
@@ -147,20 +147,19 @@ class Raises(GroupFilter):
 @pytest.mark.parametrize("save_interval", [None, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_filter_that_raises_takes_no_group_with_it(tmp_path: Path, way: str, save_interval: int | None) -> None:
-    """Nor the ones that observers cannot be told of because they raise, too. Once is enough, also in a step ahead that a
-    checkpoint breaks off."""
+    """Nor the ones whose observers raise, too. Once is enough, also in a step ahead that a checkpoint aborts."""
     simulation = simulate(tmp_path, way, save_interval=save_interval, filters=[Raises(ValueError("what is this"))])
     session = simulation.session()
     refused: list[int] = []
 
-    class Told:
+    class Observer:
         @hookimpl
         def groups_finished(self, event: GroupsFinished) -> None:
             refused.extend(rejected.group.group_index for rejected in event.rejected)
             if not event.accepted:
                 raise ValueError("nothing at all")
 
-    session.hooks = Hooks({"told/module": Told()})
+    session.hooks = Hooks({"observer/module": Observer()})
     ended_by(session, ValueError, "what is this")
     again = simulate(tmp_path, way)
     resumed = again.session()
@@ -175,10 +174,10 @@ def test_a_filter_that_raises_takes_no_group_with_it(tmp_path: Path, way: str, s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_cancellation_that_nobody_asked_for_is_told_and_saved(
+def test_an_unrequested_cancellation_is_reported_and_the_run_saved(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the task of a group, as by a reward that cancels what it waits for."""
+    """Cancels inside the task of a group, like a reward that cancels what it awaits."""
     simulation = simulate(tmp_path, way)
     session = simulation.session()
     score = session.runner._score  # type: ignore[union-attr]
@@ -190,12 +189,14 @@ def test_a_cancellation_that_nobody_asked_for_is_told_and_saved(
 
     monkeypatch.setattr(session.runner, "_score", cancelled)
     ended_by(session, RolloutError, r"step \d: its collection was cancelled from within")
-    goes_on(tmp_path, way, simulation, at=len(simulation.trained))
+    resume_and_check(tmp_path, way, simulation, at=len(simulation.trained))
 
 
 @pytest.mark.parametrize("on_the_side", [False, True])
-def test_an_evaluation_that_is_cancelled_from_within_is_told_and_saved(tmp_path: Path, on_the_side: bool) -> None:
-    simulation = simulate(tmp_path, eval_prompts=2, eval={"eval_on_the_side": on_the_side})
+def test_an_evaluation_that_is_cancelled_from_within_is_reported_and_the_run_saved(
+    tmp_path: Path, on_the_side: bool
+) -> None:
+    simulation = simulate(tmp_path, eval_prompts=2, eval={"async_eval": on_the_side})
     session = simulation.session()
 
     async def evaluate(step: int, version: int) -> Any:
@@ -206,7 +207,7 @@ def test_an_evaluation_that_is_cancelled_from_within_is_told_and_saved(tmp_path:
     assert simulate(tmp_path).session().state.rollout_id == len(simulation.trained) > 0
 
 
-# ---------------------------------------------------------------- beside the optimiser steps
+# ---------------------------------------------------------------- beside the optimizer steps
 
 
 class Refuses(Simulation):
@@ -222,11 +223,11 @@ class Refuses(Simulation):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_groups_that_could_not_be_trained_are_trained_when_the_run_goes_on(tmp_path: Path, way: str) -> None:
+def test_groups_that_could_not_be_trained_are_trained_when_the_run_resumes(tmp_path: Path, way: str) -> None:
     simulation = simulate(tmp_path, way, kind=Refuses)
     simulation.error = error = EngineError("the teacher is gone")  # type: ignore[attr-defined]
     ended_by(simulation.session(), EngineError, "the teacher is gone")
-    again = goes_on(tmp_path, way, simulation, at=3)
+    again = resume_and_check(tmp_path, way, simulation, at=3)
     assert steps(again)[0] == error.refused  # type: ignore[attr-defined]
     if way != "pooled":
         assert [*steps(simulation), *steps(again)] == [
@@ -236,7 +237,7 @@ def test_groups_that_could_not_be_trained_are_trained_when_the_run_goes_on(tmp_p
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", [RolloutError("one rollout too many"), TrainingError("not finite")])
-def test_groups_that_the_learner_refuses_are_generated_anew(tmp_path: Path, way: str, error: Exception) -> None:
+def test_groups_that_the_learner_refuses_are_regenerated(tmp_path: Path, way: str, error: Exception) -> None:
     simulation = simulate(tmp_path, way, kind=Refuses)
     simulation.error = error  # type: ignore[attr-defined]
     session = simulation.session()
@@ -246,11 +247,11 @@ def test_groups_that_the_learner_refuses_are_generated_anew(tmp_path: Path, way:
     refused = set(error.refused)  # type: ignore[attr-defined]
     kinds = {item.kind for item in saved.buffer.items if item.prompt.group_index in refused}
     assert kinds == {ItemKind.RETURNED}
-    goes_on(tmp_path, way, simulation, at=3)
+    resume_and_check(tmp_path, way, simulation, at=3)
 
 
 class Gone(TimedEngine):
-    """It ends of requests, and then can neither answer nor give its device back."""
+    """It dies during a request, and then can neither respond nor be offloaded."""
 
     goes = gone = False
 
@@ -273,7 +274,7 @@ class Gone(TimedEngine):
 
 
 class Loses(Simulation):
-    """Its engine, when it generates for the fourth step."""
+    """The engine fails when it generates for the fourth step."""
 
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         report = await super().train(rollout_id, groups, version)
@@ -281,11 +282,11 @@ class Loses(Simulation):
         return report
 
 
-def test_what_was_trained_is_saved_though_an_engine_on_the_same_devices_is_gone(tmp_path: Path) -> None:
-    """Nobody watches it (--no-use-fault-tolerance)."""
+def test_trained_steps_are_saved_though_an_engine_on_the_same_devices_is_lost(tmp_path: Path) -> None:
+    """No health monitor runs (--no-use-fault-tolerance)."""
     engine = Gone(slots=8, rate=lambda running: 1.0, length=lambda request: 5)
     session = simulate(tmp_path, kind=Loses, engines=[engine]).session()
-    session.residency = Residency(Devices(), session.client, shared=True, offload_rollout=True)
+    session.colocation = ColocationManager(Devices(), session.client, shared=True, offload_rollout=True)
     ended_by(session, EngineError, "engine 0 is gone")
     assert session.saved_rollout_id == session.state.rollout_id == 3
 
@@ -311,11 +312,11 @@ def test_a_step_that_a_tracker_fails_to_log_is_logged_by_others_and_not_trained_
     session.trackers = [Log(fails_at=2), log, Log(fails_at=2)]
     ended_by(session, StorageError, "no connection")
     assert log.steps == [0, 1, 2]
-    goes_on(tmp_path, "in turn", simulation, at=3)
+    resume_and_check(tmp_path, "in turn", simulation, at=3)
 
 
 def test_a_step_that_an_observer_fails_at_is_logged_and_not_trained_again(tmp_path: Path) -> None:
-    class Told:
+    class Observer:
         @hookimpl
         def step_trained(self, event: StepTrained) -> None:
             if event.rollout_id == 2:
@@ -323,13 +324,13 @@ def test_a_step_that_an_observer_fails_at_is_logged_and_not_trained_again(tmp_pa
 
     simulation = simulate(tmp_path)
     session, log = simulation.session(), Log()
-    session.trackers, session.hooks = [log], Hooks({"told/module": Told()})
+    session.trackers, session.hooks = [log], Hooks({"observer/module": Observer()})
     ended_by(session, PluginError, "no more")
     assert log.steps == [0, 1, 2]
-    goes_on(tmp_path, "in turn", simulation, at=3)
+    resume_and_check(tmp_path, "in turn", simulation, at=3)
 
 
-def test_a_tracker_that_cannot_be_finished_does_not_hide_what_ended_the_run() -> None:
+def test_a_tracker_that_fails_to_finish_does_not_hide_the_error_of_the_run() -> None:
     class Gone(Log):
         def finish(self) -> None:
             raise StorageError("no connection")
@@ -353,21 +354,21 @@ class FirstThree(Numbers):
 
 @pytest.mark.parametrize("save_interval", [None, 1])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_end_of_the_data_is_told_after_the_steps_before_it(
+def test_the_end_of_the_data_is_reported_after_the_steps_before_it(
     tmp_path: Path, way: str, save_interval: int | None
 ) -> None:
-    """Two steps ahead of that which is trained, when its weights are published or a checkpoint is due."""
+    """Two steps ahead of the one that is trained, when its weights are sent to the engines or a checkpoint is due."""
     simulation = simulate(tmp_path, way, save_interval=save_interval)
     session = simulation.session()
     session.buffer.source = FirstThree()
     begun: list[int] = []
 
-    class Told:
+    class Observer:
         @hookimpl
         def rollout_start(self, event: RolloutStart) -> None:
             begun.append(event.rollout_id)
 
-    session.hooks = Hooks({"told/module": Told()})
+    session.hooks = Hooks({"observer/module": Observer()})
     ended_by(session, RolloutsExhausted, "step 3: the data has ended")
     if way != "pooled":
         assert begun == [0, 1, 2, 3]
@@ -388,7 +389,7 @@ def stopped_when(session: Session, condition: Callable[[], object]) -> None:
 
 
 def test_complete_steps_that_a_checkpoint_kept_outlast_another_stop(tmp_path: Path) -> None:
-    """Twice stopped with steps ahead that are complete: those of the first time are not of the data any more."""
+    """Stopped twice with complete steps ahead: the prompts of the first time are not drawn again."""
     trained = []
     for stop_after in (1, 1):
         simulation = simulate(tmp_path, "three ahead", train_s=500.0)

@@ -1,4 +1,4 @@
-"""Flags: which key a word sets, and what is said about a word that sets none."""
+"""Flags: which key a flag sets, and the errors of those that set none."""
 
 import re
 from pathlib import Path
@@ -28,8 +28,8 @@ def problems(*words, table=KERNEL):
     return caught.value.problems
 
 
-def test_the_kernels_flags_are_those_that_were_agreed_on():
-    """A new knob is a visible decision: write it into kernel_flags.txt."""
+def test_the_kernels_flags_match_the_recorded_list():
+    """A new flag is a visible decision: add it to kernel_flags.txt."""
     known = (Path(__file__).parent / "kernel_flags.txt").read_text().split()
     found = sorted(f"--{flag.name}" for flag in kernel_flags())
     assert found == known
@@ -58,7 +58,7 @@ def test_every_kernel_flag_is_documented_and_unambiguous():
         (["--advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
         (["--algo.advantage", "group_norm"], ("algo", "advantage"), "group_norm"),
         (["--transport", "direct"], ("sync", "transport"), "direct"),
-        (["--async-buffer-size", "2"], ("rollout", "ahead"), "2"),
+        (["--async-buffer-size", "2"], ("rollout", "max_async_level"), "2"),
         (["--balance-data"], ("train", "balance_data"), True),
         (["--no-balance-data"], ("train", "balance_data"), False),
         (["--no-train.balance-data"], ("train", "balance_data"), False),
@@ -108,11 +108,11 @@ def test_flags_follow_each_other():
         (["--filters", "a", "--set", "rollout.filters=['b']"], ["b"]),
     ],
 )
-def test_a_list_that_is_said_twice_goes_on(words, value):
+def test_a_list_flag_that_is_passed_twice_appends(words, value):
     assert merge({"rollout": {"filters": ["of", "the", "file"]}}, parse(*words))["rollout"]["filters"] == value
 
 
-def test_a_plugins_list_goes_on_too():
+def test_a_plugins_list_continues_too():
     class Lists(BaseModel):
         kept: tuple[int, ...] = ()
 
@@ -127,30 +127,32 @@ def test_plugins_add_to_those_of_the_run_file():
     assert merge({"plugin": ["own.py"]}, parse("--set", "plugin=['a.py']")) == {"plugin": ["a.py"]}
 
 
-def test_every_word_that_is_not_understood_is_told_at_once():
-    told = problems("--rolout-batch-size", "3", "stray", "--lr", "--seed", "1", "--set", "lr", "--no-lr")
-    assert [re.match(r'"?(--)?[\w-]+', line).group() for line in told] == [
+def test_all_unknown_words_are_reported_at_once():
+    found = problems("--rolout-batch-size", "3", "stray", "--lr", "--seed", "1", "--set", "lr", "--no-lr")
+    assert [re.match(r'"?(--)?[\w-]+', line).group() for line in found] == [
         "--rolout-batch-size",
         "--lr",
         "--set",
         "--no-lr",
     ]
-    assert "close match: --rollout-batch-size" in told[0]
-    assert "wants a value" in told[1]
-    assert "KEY=VALUE" in told[2]
+    assert "close match: --rollout-batch-size" in found[0]
+    assert "requires a value" in found[1]
+    assert "KEY=VALUE" in found[2]
 
 
-def test_a_stray_word_is_told():
+def test_a_stray_word_is_reported():
     assert problems("stray") == ['"stray": unexpected word; flags start with --.']
     assert problems("--seed", "1", "2") == ['"2": unexpected word; flags start with --.']
 
 
 def test_a_negated_switch_takes_no_value():
-    assert problems("--no-balance-data", "true") == ["--no-balance-data takes no value; say --train.balance_data true."]
+    assert problems("--no-balance-data", "true") == [
+        "--no-balance-data takes no value; pass --train.balance_data true."
+    ]
     assert problems("--no-balance-data=false")
 
 
-def test_lenient_parsing_keeps_what_it_knows():
+def test_lenient_parsing_keeps_known_flags():
     words = ["--unknown", "3", "4", "--lr", "1", "--also-unknown"]
     assert parse(*words, lenient=True) == [(("train", "lr"), "1")]
 
@@ -172,7 +174,7 @@ def test_plugin_options_a_kernel_key_wins_and_two_plugins_are_ambiguous():
     )
     assert parse("--lr", "1", "--backend.lr", "2", table=table) == [(("train", "lr"), "1"), (("backend", "lr"), "2")]
     assert problems("--depth", "1", table=table) == [
-        "--depth: several keys have this name; say --backend.depth or --engine.depth."
+        "--depth: several keys have this name; pass --backend.depth or --engine.depth."
     ]
     assert parse("--fast-depth", "1", "--no-fast-deep-switch", table=table) == [
         (("engine", "depth"), "1"),
@@ -231,7 +233,7 @@ def test_keys_inside_a_plugins_table_have_flags():
 
 
 def test_a_plugins_option_by_another_name():
-    """No listing has it, and the kernel's own flags win over it."""
+    """It is not listed, and the kernel's own flags take precedence."""
     aliases = {"their-addresses": "addresses", "seed": "addresses"}
     flags = list(option_flags(Served, ("engine",), "acme", prefix="acme-", aliases=aliases))
     table = FlagTable.of([*kernel_flags(), *flags])
@@ -246,8 +248,8 @@ def test_help_cuts_no_flag_short(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "run.toml").write_text('name = "x"\nengine = "sglang"\nbackend = "megatron"\n')
     print_run_help([str(tmp_path / "run.toml")])
-    said = capsys.readouterr().out
+    given = capsys.readouterr().out
     chosen = chosen_flags({"engine": "sglang", "backend": "megatron"}, Registry.from_environment())
     names = [f"--{flag.name}" for flag in [*kernel_flags(), *chosen]]
     assert len(max(names, key=len)) > 40
-    assert [name for name in names if name not in said] == []
+    assert [name for name in names if name not in given] == []

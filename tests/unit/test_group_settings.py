@@ -1,12 +1,12 @@
-"""What training and evaluation sets ask engines for, from one run file."""
+"""Sampling settings of training and evaluation sets from one run file."""
 
 from slime_core.controller.group_settings import eval_settings, training_settings
 
 SETS = "[eval.datasets]\nt = 't.jsonl'\n"
 
 
-def test_an_evaluation_that_says_nothing_samples_as_training_does(bound):
-    """Every field, so that one that is added is thought of here too."""
+def test_an_evaluation_without_settings_samples_as_training_does(bound):
+    """Compares every field, so that the test fails for a new one."""
     flags = "--rollout-temperature 0.7 --rollout-max-response-len 9 --rollout-stop-token-ids 5 --rollout-skip-special-tokens"
     run = bound(*flags.split(), "--rollout-stop", "end", extra=SETS)
     (only_set,) = run.evals
@@ -19,7 +19,7 @@ def test_an_evaluation_that_says_nothing_samples_as_training_does(bound):
     assert (trained.num_samples, evaluated.num_samples) == (run.config.rollout.n_samples_per_prompt, 1)
 
 
-def test_a_set_samples_as_it_says(bound):
+def test_a_set_samples_by_its_own_settings(bound):
     run = bound(
         extra=SETS.replace("'t.jsonl'", "{ path = 't.jsonl', temperature = 0, min_new_tokens = 2, stop = ['x'] }")
     )

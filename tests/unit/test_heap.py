@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from slime_core.controller.gc_control import modules_stay
+from slime_core.controller.gc_control import gc_paused
 
 
 def test_modules_are_not_looked_at_while_they_are_imported_nor_afterwards() -> None:
     assert gc.isenabled()
     try:
-        with modules_stay():
+        with gc_paused():
             assert not gc.isenabled()
             made: list[object] = [[]]
             assert any(found is made for found in gc.get_objects())
@@ -27,7 +27,7 @@ def test_modules_are_not_looked_at_while_they_are_imported_nor_afterwards() -> N
 
 def test_an_import_that_fails_leaves_the_collector_on() -> None:
     try:
-        with pytest.raises(ModuleNotFoundError), modules_stay():
+        with pytest.raises(ModuleNotFoundError), gc_paused():
             importlib.import_module("not_there")
         assert gc.isenabled()
     finally:
@@ -37,7 +37,7 @@ def test_an_import_that_fails_leaves_the_collector_on() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with modules_stay():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -45,13 +45,13 @@ def test_a_collector_that_is_off_stays_off() -> None:
         gc.unfreeze()
 
 
-def test_what_stayed_goes_at_the_end() -> None:
+def test_frozen_objects_are_released_at_the_end() -> None:
     """Libraries with a compiled part would call it leaked."""
     ends = """
 import atexit, gc
-from slime_core.controller.gc_control import modules_stay
+from slime_core.controller.gc_control import gc_paused
 atexit.register(lambda: print(gc.get_freeze_count()))
-with modules_stay():
+with gc_paused():
     pass
 print(gc.get_freeze_count() > 1000)
 """

@@ -1,4 +1,4 @@
-"""A run with images needs a backend and an engine that take them, and what serves a teacher has none."""
+"""A run with images needs a backend and an engine that take them; a teacher's engine cannot score images."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_parts_that_take_no_images_are_refused(bound):
         bound(*IMAGES)
     asked = "data.multimodal_keys = {'image': 'images'}: "
     assert sorted(caught.value.problems) == [
-        asked + 'backend "fake" does not train models with images. Say --backend with one that does.',
-        asked + 'engine "fake" takes no images. Say --engine with one that does.',
+        asked + 'backend "fake" does not train models with images. Pass --backend with one that does.',
+        asked + 'engine "fake" takes no images. Pass --engine with one that does.',
     ]
 
 
-def test_a_modality_that_nobody_offers_is_told_with_those_that_are_there(bound):
+def test_an_unknown_modality_is_reported_with_the_known_ones(bound):
     with pytest.raises(ConfigError) as caught:
         bound("--multimodal-keys", '{"sound": "clips"}')
     (problem,) = caught.value.problems
@@ -36,7 +36,7 @@ def test_a_modality_that_nobody_offers_is_told_with_those_that_are_there(bound):
 
 
 @pytest.mark.parametrize(("modality", "extra"), [("image", "images"), ("video", "video")])
-def test_a_modality_that_is_not_installed_says_what_to_install(monkeypatch, modality, extra):
+def test_the_error_of_a_modality_that_is_not_installed_names_the_package(monkeypatch, modality, extra):
     monkeypatch.setattr("slime_core.registry.registry.installed_entries", dict)
     with pytest.raises(PluginError, match=rf'pip install "slime-rl\[{extra}\]"'):
         Registry().find(groups.MEDIA, modality, where="data.multimodal_keys")
@@ -44,12 +44,12 @@ def test_a_modality_that_is_not_installed_says_what_to_install(monkeypatch, moda
 
 @pytest.fixture
 def able(bound, monkeypatch):
-    """Backend and engine take images from now on, the engine of these modalities alone."""
+    """Lets backend and engine take images; the engine only these modalities."""
 
     def make(*offered):
         run = bound()
-        monkeypatch.setattr(run.backend.driver, "takes_images", True, raising=False)
-        monkeypatch.setattr(run.engine.driver, "may_offer", frozenset(offered), raising=False)
+        monkeypatch.setattr(run.backend.driver, "supports_images", True, raising=False)
+        monkeypatch.setattr(run.engine.driver, "optional_capabilities", frozenset(offered), raising=False)
         load = plugin_file.PluginFile.load
         loaded = {file.path: load(file) for file in run.registry.plugin_files}
         # A run file's plugins are loaded anew for each run.
@@ -64,7 +64,7 @@ def test_an_engine_that_takes_images_alone_is_refused_with_videos(able):
     with pytest.raises(ConfigError) as caught:
         bound("--multimodal-keys", '{"video": "clips", "image": "images"}')
     asked = "data.multimodal_keys = {'video': 'clips', 'image': 'images'}: "
-    assert caught.value.problems == [asked + 'engine "fake" takes no videos. Say --engine with one that does.']
+    assert caught.value.problems == [asked + 'engine "fake" takes no videos. Pass --engine with one that does.']
     assert [part.entry.name for part in bound(*IMAGES).media] == ["image"]
 
 
@@ -95,7 +95,7 @@ def test_modalities_of_two_distributions_do_not_share_prompts(able, tmp_path):
         bound("--multimodal-keys", '{"sound": "clips", "image": "images"}', *flags)
 
 
-def test_an_engine_that_takes_none_with_this_model_is_told(able):
+def test_an_engine_that_takes_no_images_with_this_model_is_reported(able):
     class Spec:
         class setup:
             index, model_path = 3, "models/text"

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels: the same bits wherever a row or a sequence stands; and which runs may ask for them."""
+"""Batch-invariant kernels: the same bits at every position of a row or a sequence; and which runs may use them."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_products_that_depend_on_the_place_of_a_row_are_noticed(monkeypatch):
         out[BLOCK // 2] += 1e-6
 
     monkeypatch.setattr(torch, "mm", uneven)
-    with pytest.raises(ModelError, match="48 x 32 in float32 depend on where a row stands"):
+    with pytest.raises(ModelError, match="48 x 32 in float32 depend on the position of a row"):
         require_equal_rows([(48, 32)], torch.float32)
 
 
@@ -86,8 +86,8 @@ def test_attention(window):
     weight = random(3, 4, 70, 6, seed=3)
     (out * weight).sum().backward()
     (expected * weight).sum().backward()
-    for got, want in zip(inputs, wide, strict=True):
-        assert torch.allclose(got.grad.double(), want.grad, rtol=1e-4, atol=1e-5)
+    for got, exact in zip(inputs, wide, strict=True):
+        assert torch.allclose(got.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
     for n, length in enumerate(lengths):
         alone = attend(q[n : n + 1, :, :length], k[n : n + 1, :, :length], v[n : n + 1, :, :length],
@@ -100,7 +100,7 @@ def test_attention(window):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["silu", "gelu", "sigmoid"])
-def test_activations_do_not_depend_on_where_an_element_stands(name):
+def test_activations_do_not_depend_on_the_position_of_an_element(name):
     function = getattr(torch.nn.functional, name)
     x = random(1003, scale=3)
     with InvariantKernels():
@@ -123,8 +123,8 @@ def test_layer_norm():
     expected = torch.nn.functional.layer_norm(wide[0], (33,), *wide[1:])
     expected.square().sum().backward()
     assert torch.allclose(whole.double(), expected, atol=1e-5)
-    for got, want in zip((x, weight, bias), wide, strict=True):
-        assert torch.allclose(got.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+    for got, exact in zip((x, weight, bias), wide, strict=True):
+        assert torch.allclose(got.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_an_operation_without_a_kernel_is_refused_by_name():
@@ -167,7 +167,7 @@ class Able(BackendDriver):
 class AbleEngine(EngineDriver):
     Config = Nothing
     transports = ("carrier",)
-    may_offer = frozenset({Capability.TRUE_ON_POLICY})
+    optional_capabilities = frozenset({Capability.TRUE_ON_POLICY})
 
     @classmethod
     def build(cls, config):
@@ -190,14 +190,16 @@ def test_engine_and_backend_must_be_able_to(bound):
     assert 'backend "fake"' in str(refused.value)
 
 
-@pytest.mark.parametrize("flags", [("--ahead", "1"), ("--update-weights-interval", "2"), ("--corrections", "tis")])
-def test_what_would_be_off_policy_or_without_effect_is_refused(able, flags):
+@pytest.mark.parametrize(
+    "flags", [("--max-async-level", "1"), ("--update-weights-interval", "2"), ("--corrections", "tis")]
+)
+def test_settings_that_are_off_policy_or_without_effect_are_refused(able, flags):
     with pytest.raises(ConfigError, match=r"algo\.true_on_policy_mode = true"):
         able(*flags)
 
 
 def test_no_forward_is_spent_on_old_log_probs(able):
-    """One optimiser step: they are the current ones. More: they are the engine's."""
+    """One optimizer step: they are the current ones. More: they are the engine's."""
     one, two = able(), able("--num-steps-per-rollout", "2", "--set", "train.global_batch_size=16")
     assert [LearnerPlan.of(run).old_from_rollout for run in (one, two)] == [False, True]
     assert [run.roles[0].plan.scoring for run in (one, two)] == [(), ()]

@@ -29,10 +29,10 @@ def record(folder, *, steps, evals=()):
     return tracker
 
 
-def test_a_line_says_what_when_and_in_which_attempt(tmp_path):
+def test_a_line_has_the_metrics_the_time_and_the_attempt(tmp_path):
     tracker = started(tmp_path)
     tracker.log("train/step", 7, {"train/loss": 0.5, "train/é": 1.0}, rollout_id=3)
-    # Before the end: a killed run keeps what it has said.
+    # Before the end: a killed run keeps what it has logged.
     assert lines(tmp_path) == [
         {
             "axis": "train/step",
@@ -46,7 +46,7 @@ def test_a_line_says_what_when_and_in_which_attempt(tmp_path):
     tracker.finish()
 
 
-def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_truncates_the_lines_after_its_checkpoint(tmp_path):
     record(tmp_path, steps=range(4)).finish()
     again = started(tmp_path, attempt=2, resumed_at=2)
     again.log("rollout/step", 2, {"rollout/raw_reward": 2.0}, rollout_id=2)
@@ -92,7 +92,7 @@ def test_a_last_line_that_was_being_written_is_dropped(tmp_path, half):
     assert [line["rollout_id"] for line in lines(tmp_path)] == [0, 0, 0, 1]
 
 
-def test_a_first_start_begins_anew(tmp_path):
+def test_a_first_start_truncates_the_file(tmp_path):
     record(tmp_path, steps=[0]).finish()
     started(tmp_path).finish()
     assert lines(tmp_path) == []

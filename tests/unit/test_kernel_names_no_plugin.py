@@ -1,4 +1,4 @@
-"""The kernel knows no plugin, algorithm or backend by name: whoever needs one of them names it in the config."""
+"""The kernel knows no plugin, algorithm or backend by name: the config names them."""
 
 import re
 from pathlib import Path

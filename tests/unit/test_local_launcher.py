@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.setup import EngineSetup
 from slime_core.registry import Registry
 from slime_core.registry.plugin_file import PluginFile
@@ -54,7 +54,7 @@ class CountedDriver(EngineDriver):
 @pytest.fixture
 def specs(tmp_path):
     file = PluginFile(path=Path("counted.py"), text=PLUGIN, sha256="c" * 64)
-    engine = PartSpec(group="slime.engines", name="counted", options={})
+    engine = PluginSpec(group="slime.engines", name="counted", options={})
     agreement = Agreement.of([engine.resolve(Registry([file]))], [file])
     return [
         EngineWorkerSpec(
@@ -69,14 +69,14 @@ def specs(tmp_path):
     ]  # fmt: skip
 
 
-async def test_a_failed_engine_gets_a_successor(specs, tmp_path, monkeypatch):
+async def test_a_failed_engine_is_replaced(specs, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "STOP_S", 0.05)
     launcher = LocalLauncher()
     engines, infos = await launcher.start_engines(specs)
     assert [await engine.call("version") for engine in engines] == [1, 2]
-    # Of this process, unless the engine says that it started one of its own.
+    # This process's id, unless the engine reports one that it started.
     assert [info.pid for info in infos] == [os.getpid(), 77]
-    # The first one's end fails, its successor's does not come: neither keeps the next one from starting.
+    # Stopping the first one fails, and its replacement does not start: neither prevents the next start.
     for number in (3, 4):
         async with asyncio.timeout(5):
             successor, info = await launcher.restart_engine(0)
@@ -86,7 +86,7 @@ async def test_a_failed_engine_gets_a_successor(specs, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stop_1", "stop_2", "stop_3", "stop_4"]
 
 
-async def test_one_that_cannot_be_stopped_leaves_no_other_running(specs, tmp_path, monkeypatch):
+async def test_an_engine_that_fails_to_stop_leaves_no_other_running(specs, tmp_path, monkeypatch):
     launcher = LocalLauncher()
     (stuck, other), _ = await launcher.start_engines(specs)
     number = await other.call("version")

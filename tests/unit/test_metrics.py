@@ -29,9 +29,9 @@ from slime_core.controller.evaluate import set_metrics
 
 
 def enumerated(n, correct, k):
-    """The share of subsets of size k that hold a correct answer."""
+    """The share of subsets of size k with a correct response."""
     subsets = list(itertools.combinations(range(n), k))
-    return sum(any(answer < correct for answer in subset) for subset in subsets) / len(subsets)
+    return sum(any(response < correct for response in subset) for subset in subsets) / len(subsets)
 
 
 @given(
@@ -49,7 +49,7 @@ def test_pass_at_k_is_the_share_of_subsets(prompts):
 
 
 def test_pass_at_k_by_hand_and_without_prompts():
-    # C(3, 2) / C(4, 2) = 1 / 2 of the pairs miss the one correct answer.
+    # C(3, 2) / C(4, 2) = 1 / 2 of the pairs miss the one correct response.
     assert pass_at_k(np.array([4]), np.array([1])) == {1: 0.25, 2: 0.5, 4: 1.0}
     assert pass_at_k(np.array([], int), np.array([], int)) == {}
     # Large numbers neither overflow nor lose precision.
@@ -97,7 +97,7 @@ def test_rollout_metrics_of_a_batch_with_nothing_to_train(make_batch):
 
 
 def of_rewards(make_batch, groups, **given):
-    """A batch of one-token answers; `groups` are lists of rewards."""
+    """A batch of one-token responses; `groups` are lists of rewards."""
     number = [n for n, rewards in enumerate(groups) for _ in rewards]
     return make_batch([(1, 1)] * len(number), group=number, reward=[r for group in groups for r in group], **given)
 
@@ -150,7 +150,7 @@ def test_no_pass_rate_without_pass_and_fail(make_batch, groups):
     assert pass_rate_metrics(of_rewards(make_batch, groups)) == {}
 
 
-def test_rollouts_of_each_optimiser_step(make_batch):
+def test_rollouts_of_each_optimizer_step(make_batch):
     # Samples 0 and 1 are one rollout; the last step is short.
     batch = make_batch([(1, 1)] * 6, rollout_id=[0, 0, 1, 2, 3, 4])
     assert step_metrics(batch, np.array([0, 0, 0, 1, 1, 2])) == [
@@ -160,12 +160,12 @@ def test_rollouts_of_each_optimiser_step(make_batch):
     ]
 
 
-def test_answers_that_repeat_themselves(make_group):
+def test_responses_that_repeat_themselves(make_group):
     rng = np.random.default_rng(0)
     varied = "".join(chr(c) for c in rng.integers(33, 0x2000, 12_000))
     texts = ["the cat sat. " * 1000, varied, "the cat sat. " * 700, varied + "na" * 5000, "na" * 5000 + varied, ""]
     samples = [replace(make_group([1.0]).samples[0], response=text) for text in texts]
-    # Too short to tell is not a repetition, and only the end counts.
+    # A short text is no repetition, and only the end counts.
     assert len(texts[2]) < 10_000
     assert repetition_metrics(samples) == {"rollout/repetition_frac": 2 / 6}
     assert repetition_metrics([]) == {}
@@ -205,7 +205,7 @@ def test_a_sets_metrics_by_hand(make_group):
     assert metrics["eval/held_out/response_len/mean"] == 2
 
 
-def test_pass_at_k_needs_more_than_one_answer(make_group):
+def test_pass_at_k_needs_more_than_one_response(make_group):
     metrics = set_metrics(Settings, [make_group([1.0]), make_group([0.0])])
     assert metrics["eval/held_out"] == 0.5
     assert not [name for name in metrics if "pass@" in name]

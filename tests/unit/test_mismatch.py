@@ -65,11 +65,11 @@ def test_every_metric_follows_its_definition(batch, gap):
     metrics, expected = mismatch_metrics(batch, trainer), oracle(batch, trainer)
     assert set(metrics) == set(expected)
     for name, value in expected.items():
-        # k3 of a tiny gap cancels in the definition as it stands; the code's expm1 does not.
+        # k3 of a tiny gap cancels in the plain definition; the code's expm1 does not.
         assert metrics[name] == pytest.approx(value, rel=1e-6 if name == "mis_k3_kl" else 1e-12), name
 
 
-def test_order_and_what_stands_at_masked_tokens_do_not_matter(batch):
+def test_order_and_what_is_at_masked_tokens_do_not_matter(batch):
     trainer = scored(batch, 0.5)
     expected = mismatch_metrics(batch, trainer)
     masked = batch.mask == 0
@@ -112,7 +112,7 @@ def test_equal_log_probs_have_no_mismatch(batch):
     assert metrics["mis_ratio_max"] == metrics["mis_ratio_min"] == metrics["mis_ppl_ratio"] == 1
 
 
-def test_huge_gaps_stay_finite_and_nothing_to_train_says_nothing(batch, make_batch):
+def test_huge_gaps_stay_finite_and_no_trained_token_gives_no_metrics(batch, make_batch):
     metrics = mismatch_metrics(batch, batch.rollout_log_probs + np.float32(900))
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["mis_ratio_max"] == pytest.approx(math.exp(20))

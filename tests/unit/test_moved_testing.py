@@ -1,4 +1,4 @@
-"""slime_core.testing, the contract kit's old name, for one more release. In processes of their own: imports stay."""
+"""slime_core.testing, the contract kit's old name. Tests run in processes of their own, because imports persist."""
 
 import subprocess
 import sys
@@ -7,12 +7,12 @@ import pytest
 
 MODULES = """
 import warnings
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import slime_core.testing
     import slime_core.testing as again
-assert [(w.category, w.filename) for w in told] == [(DeprecationWarning, "<string>")], told
-assert "slime_plugin_kit" in str(told[0].message)
+assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, "<string>")], caught
+assert "slime_plugin_kit" in str(caught[0].message)
 
 from slime_core.testing.groups import group_of as old
 from slime_core.testing import differences
@@ -46,12 +46,12 @@ def test_nothing_else_of_the_kernel_warns():
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         (WITHOUT, "ModuleNotFoundError: slime_core.testing is slime_plugin_kit now: pip install slime-plugin-kit"),
         ("import slime_core.testing.nothing", "ModuleNotFoundError: No module named 'slime_plugin_kit.nothing'"),
         ("import slime_core.training", "ModuleNotFoundError: No module named 'slime_core.training'"),
     ],
 )
-def test_what_is_not_there(code, said):
-    assert said in python(code).stderr
+def test_missing_modules_and_names_are_reported(code, expected):
+    assert expected in python(code).stderr

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.algorithm.advantages import assign_credit
+from slime_core.algorithm.advantages import compute_advantages_and_returns
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.algorithm.loss_weights import split_steps
 from slime_core.algorithm.packing import pack_micro_batch
@@ -15,7 +15,7 @@ from slime_core.contracts.correction import LossCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossOutput, PolicyLoss
 from slime_core.contracts.needs import Need
-from slime_core.controller.learner import credit_rules
+from slime_core.controller.learner import advantage_config
 from slime_core.types.batch import TokenColumns
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
@@ -155,7 +155,7 @@ def run_micros(objective, batch, columns, data, micros, dtype=torch.float64):
             micro,
             segments=LocalSegments(micro.segments, micro.num_samples),
             log_probs=log_probs[rows],
-            entropy=entropy[rows] if objective.wants_entropy else None,
+            entropy=entropy[rows] if objective.needs_entropy else None,
         )
         output.loss.backward()
         for name, value in output.sums.items():
@@ -166,7 +166,7 @@ def run_micros(objective, batch, columns, data, micros, dtype=torch.float64):
 
 
 def credited(run, batch, data):
-    return assign_credit(batch, columns_of(data), credit_rules(run, run.algo)).columns
+    return compute_advantages_and_returns(batch, columns_of(data), advantage_config(run, run.algo)).columns
 
 
 def same(one, other, tolerance=1e-6):
@@ -272,7 +272,7 @@ def test_entropy_without_a_coefficient_is_reported_and_has_no_gradient(bound, ba
     data = make_data(0.3)
     run = bound("--algo", "grpo", *FLAGS)
     objective = build(run)
-    assert objective.wants_entropy
+    assert objective.needs_entropy
     assert not objective.entropy_has_gradient
     sums, _, entropy_grad = run_micros(objective, batch, credited(run, batch, data), data, WHOLE)
     assert sums["entropy_loss"] == pytest.approx(oracle(RECIPES["grpo"], data)[0]["entropy_loss"], rel=1e-6)
@@ -324,7 +324,7 @@ def test_old_log_probs_are_scored_where_the_current_ones_might_differ(bound, fla
 
 
 def test_grpo_by_hand(bound, make_batch):
-    """Rewards 0 and 1, answers of two tokens and of one. Credit -+0.5 / (sqrt(1/2) + 1e-6)."""
+    """Rewards 0 and 1, responses of two tokens and of one. Credit -+0.5 / (sqrt(1/2) + 1e-6)."""
     credit = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert credit == pytest.approx(0.7071058)
     batch = make_batch([(1, 2), (1, 1)], group=[0, 0], reward=[0.0, 1.0])
@@ -354,7 +354,7 @@ def test_train_rollout_gap_by_hand(bound, make_batch):
 
 
 class Reads(PolicyLoss):
-    """Says what it was given."""
+    """Records the inputs that it gets."""
 
     def __init__(self):
         self.seen = {}
@@ -366,7 +366,7 @@ class Reads(PolicyLoss):
 
 
 class WrongWeights(OffPolicyCorrection):
-    """0.5 where it may say something, NaN elsewhere."""
+    """0.5 at trained tokens, NaN elsewhere."""
 
     def correct_loss(self, inputs, segments):
         assert inputs.rollout_log_probs is None
@@ -410,7 +410,7 @@ def test_a_loss_that_reads_what_it_did_not_declare_fails(make_batch):
 def test_a_critics_loss_reads_values_and_reports_value_loss(make_batch):
     loss = Reads()
     objective = TokenObjective(loss=loss, needs=frozenset({Need.VALUES}), reads_values=True)
-    assert not objective.wants_entropy
+    assert not objective.needs_entropy
     values = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
     output = call(objective, one_micro(make_batch, loss_weight=WEIGHT), values=values)
     assert loss.seen["values"]
@@ -473,7 +473,7 @@ def test_an_empty_micro_batch_gives_a_zero_with_a_graph(make_batch):
     assert hidden.grad.tolist() == [0, 0, 0, 0]
 
 
-def test_two_optimiser_steps_have_their_own_denominators(bound, batch):
+def test_two_optimizer_steps_have_their_own_denominators(bound, batch):
     """Every step's loss is what a batch of its own would give, apart from credit, which is of the whole batch."""
     data = make_data(0.3)
     run = bound("--algo", "grpo", *FLAGS[:-1], "4")

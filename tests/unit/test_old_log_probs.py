@@ -1,5 +1,5 @@
-"""Old log-probs scored, skipped because they are provably the current ones, or taken from the rollout: what the learner
-asks of the trainer in each case, and what corrections and mismatch metrics make of it, through to the gradient."""
+"""Old log-probs scored, skipped because they equal the current ones, or taken from the rollout: the calls of the trainer in
+each case, and the results of corrections and mismatch metrics, down to the gradient."""
 
 import contextlib
 import math
@@ -18,7 +18,7 @@ from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
 from slime_training.segments import LocalSegments
 
-# Two prompts with two answers each; the third answer is empty, the fourth fully masked. Credit is -+ 1/sqrt 2.
+# Two prompts with two responses each; the third response is empty, the fourth fully masked. Credit is -+ 1/sqrt 2.
 MASKS = [[1, 1, 1], [1, 0, 1, 1], [], [0, 0]]
 REWARDS = [1.0, 0.0, 1.0, 0.0]
 ADVANTAGES = [0.5 / (math.sqrt(0.5) + 1e-6) * sign for sign in (1, -1, 1, -1)]
@@ -37,7 +37,7 @@ ENGINE = exact(
     [row + gap for row, gap in zip(TRAINER, ([0.9, -0.3, 0.1], [-1.2, 9, 0.4, 0.2], [], [5, 5]), strict=True)]
 )
 MOVED = exact([row - 0.02 * (n + 1) for n, row in enumerate(TRAINER)])
-"""After the first of two optimiser steps; not far enough to be clipped."""
+"""After the first of two optimizer steps; not far enough to be clipped."""
 
 
 def make_groups():
@@ -135,7 +135,7 @@ def truncated(n, t):
 
 
 @pytest.mark.parametrize("name", ["tis", "mis"])
-async def test_scored_for_the_second_optimiser_step(bound, name):
+async def test_scored_for_the_second_optimizer_step(bound, name):
     key = {"tis": "--tis-clip", "mis": "--tis-upper-bound"}[name]
     run = bound(*TWO_STEPS, "--corrections", name, key, "1.3")
     trainer, report = await train(run)
@@ -146,7 +146,7 @@ async def test_scored_for_the_second_optimiser_step(bound, name):
 
 
 async def test_skipped_where_they_are_the_current_ones(bound):
-    """tis then takes the current ones, detached; no forward is spent."""
+    """tis then uses the current log-probs, detached; no forward computes them."""
     run = bound(*ONE_STEP, "--corrections", "tis", "--tis-clip", "1.3")
     trainer, report = await train(run)
     assert trainer.scored == 0
@@ -161,7 +161,7 @@ async def test_skipped_where_they_are_the_current_ones(bound):
 @pytest.mark.parametrize(
     "flags", [("--corrections", "mis", "--tis-upper-bound", "1.3"), ("--corrections", "tis", "--tis-clip", "1.3")]
 )
-async def test_a_correction_of_the_whole_step_and_mismatch_metrics_want_them_scored(bound, flags):
+async def test_a_correction_of_the_whole_step_and_mismatch_metrics_require_them_scored(bound, flags):
     run = bound(*ONE_STEP, *flags, *(["--get-mismatch-metrics"] if "tis" in flags else []))
     trainer, report = await train(run)
     assert trainer.scored == 1
@@ -178,7 +178,7 @@ def assert_mismatch(step):
 
 
 async def test_taken_from_the_rollout(bound):
-    """The ratio is then exp(l - rollout), clipped as such; no forward, and no gap to report."""
+    """The ratio is then exp(l - rollout), and is clipped; there is no forward, and no mismatch to report."""
     run = bound(*ONE_STEP, "--use-rollout-logprobs")
     trainer, report = await train(run)
     assert trainer.scored == 0
@@ -206,7 +206,7 @@ async def test_taken_from_the_rollout_and_yet_compared(bound):
 
 
 async def test_opsm_with_the_engines_log_probs_masks_in_the_first_step(bound):
-    """Sample 1 has A < 0, and its trained tokens are 0.2 nats likelier than the engine said, in the mean; then 0.1 less."""
+    """Sample 1 has A < 0, and its trained tokens are 0.2 nats likelier than the engine reported, in the mean; then 0.1 less."""
     flags = (*ONE_STEP, "--use-rollout-logprobs", "--corrections", "opsm")
     trainer, report = await train(bound(*flags))
     assert trainer.scored == 0
@@ -225,10 +225,10 @@ async def test_engine_log_probs_that_are_missing_where_they_are_read_name_the_sa
     groups = make_groups()
     groups[0].samples[1].rollout_log_probs[2] = np.nan
     with pytest.raises(
-        TrainingError, match=r"not finite: sample 1 \(group 0\): rollout_log_probs. Say --on-nonfinite skip"
+        TrainingError, match=r"not finite: sample 1 \(group 0\): rollout_log_probs. Pass --on-nonfinite skip"
     ):
         await train(bound(*ONE_STEP, *flags), groups)
-    # At a tool's token nobody looks.
+    # Log-probs of a tool's tokens are not checked.
     groups = make_groups()
     groups[0].samples[1].rollout_log_probs[1] = np.nan
     await train(bound(*ONE_STEP, *flags), groups)
@@ -251,11 +251,11 @@ async def test_a_sample_that_is_not_finite_is_left_out(bound, scored):
     values = TRAINER if scored else ENGINE
     name = "old_log_probs" if scored else "rollout_log_probs"
     with replaced(values, 1, np.where([False, False, True, False], np.nan, values[1])):
-        with pytest.raises(TrainingError, match=rf"not finite: sample 1 \(group 0\): {name}. Say --on-nonfinite skip"):
+        with pytest.raises(TrainingError, match=rf"not finite: sample 1 \(group 0\): {name}. Pass --on-nonfinite skip"):
             await train(bound(*words))
         trainer, report = await train(bound(*words, "--on-nonfinite", "skip"))
     assert report.rollout["rollout/nonfinite_samples"] == 1
-    # No rank computes it; the others are trained as if it were there: its reward counts, and so does its rollout.
+    # No rank computes this sample; its reward and its rollout still count in the statistics of the others.
     assert trainer.step_of_sample.tolist() == [0, -1, 1, 1]
     masked = make_groups()
     first, second = masked[0].samples
@@ -272,6 +272,6 @@ async def test_a_step_without_a_finite_sample(bound):
     with (
         replaced(TRAINER, 0, nan[:3]),
         replaced(TRAINER, 1, nan),
-        pytest.raises(TrainingError, match="all samples of optimiser step 0 have log"),
+        pytest.raises(TrainingError, match="all samples of optimizer step 0 have log"),
     ):
         await train(bound(*TWO_STEPS, "--on-nonfinite", "skip"))

@@ -62,7 +62,7 @@ def test_packing_against_a_loop(batch, samples):
     assert micro.temperature == 0.7
 
 
-def test_the_logits_of_a_target_stand_right_before_it(batch):
+def test_the_logits_of_a_target_are_right_before_it(batch):
     micro = pack_micro_batch(batch, np.arange(len(LENGTHS)))
     assert micro.tokens[micro.logit_index + 1].tolist() == micro.targets.tolist()
 

@@ -166,8 +166,11 @@ def test_linear_attention_does_not_grow_with_the_square():
         "vocab_size": 7,
     }
     plain = ModelShape.from_config(config)
-    for told in ({"full_attention_interval": 4}, {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}):
-        linear = ModelShape.from_config(config | told)
+    for layers in (
+        {"full_attention_interval": 4},
+        {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+    ):
+        linear = ModelShape.from_config(config | layers)
         less = plain.forward_flops(np.array([10])) - linear.forward_flops(np.array([10]))
         assert less.tolist() == [6 * 2 * 4 * 10**2]
 

@@ -1,4 +1,4 @@
-"""What stands around a trainer rank's calls."""
+"""Profilers around a trainer rank's calls."""
 
 import json
 
@@ -12,7 +12,7 @@ def work():
     return (torch.ones(8, 8) @ torch.ones(8, 8)).sum().item()
 
 
-def test_the_calls_that_were_asked_for_are_profiled(tmp_path):
+def test_the_requested_calls_are_profiled(tmp_path):
     plan = ProfilePlan(folder=tmp_path / "profile", targets=("train_log_probs",), first=1, end=3)
     profile = Profile(plan, role="critic", rank=2)
     for _ in range(4):
@@ -41,7 +41,7 @@ def test_memory_is_written_down_when_a_call_fails_and_after_so_many_steps(tmp_pa
     assert asked[1:] == [str(tmp_path / "actor-rank0-memory-3-failed.pickle")]
 
 
-def test_nothing_is_written_unless_asked(tmp_path):
+def test_nothing_is_written_unless_requested(tmp_path):
     profile = Profile(ProfilePlan(folder=tmp_path / "profile"), role="actor", rank=0)
     with pytest.raises(RuntimeError), profile.around("train_actor"):
         raise RuntimeError

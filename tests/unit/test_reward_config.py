@@ -1,4 +1,4 @@
-"""Several rewards, policies for their failures, halves of a run: what a run file may say."""
+"""Several rewards, policies for their failures, halves of a run: what a run file may set."""
 
 import re
 
@@ -42,7 +42,7 @@ from slime_core.plugin import driver
 @driver("slime.rewards", "asks")
 class Asks(RewardDriver):
     @classmethod
-    def asks_engines(cls, config):
+    def needs_reward_model(cls, config):
         return True
 
     @classmethod
@@ -50,9 +50,9 @@ class Asks(RewardDriver):
         raise AssertionError("it asks engines")
 
 
-@driver("slime.engines", "answers")
-class Answers(EngineDriver):
-    may_offer = frozenset({Capability.HTTP})
+@driver("slime.engines", "responses")
+class Responses(EngineDriver):
+    optional_capabilities = frozenset({Capability.HTTP})
 
     @classmethod
     def build(cls, config):
@@ -60,7 +60,7 @@ class Answers(EngineDriver):
 """
 
 
-def told(bound, *flags, **how):
+def problems_of(bound, *flags, **how):
     with pytest.raises(ConfigError) as caught:
         bound(*flags, **how)
     return "\n".join(caught.value.problems)
@@ -86,9 +86,9 @@ def test_several_rewards_with_their_weights(bound):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
-        (TWO + 'reward = "one"\n', "reward and rewards: say `reward` for one"),
+        (TWO + 'reward = "one"\n', "reward and rewards: both are set. Set `reward` for one"),
         (TWO.replace('"second"', '"one"'), 'rewards: two are called "one"'),
         (TWO.replace('"two"', '"twoo"'), r'rewards\[1\]\.name = "twoo": unknown reward; close match: two'),
         (TWO.replace("weight", "wieght"), r"rewards\[1\]\.wieght: unknown option"),
@@ -96,8 +96,8 @@ def test_several_rewards_with_their_weights(bound):
         (TWO.replace("n_samples", "reward_key = 'x', n_samples"), "put reward_key into its table"),
     ],
 )
-def test_rewards_that_do_not_fit_are_told(bound, text, says):
-    assert re.search(says, told(bound, text=text))
+def test_rewards_that_do_not_fit_are_reported(bound, text, expected):
+    assert re.search(expected, problems_of(bound, text=text))
 
 
 def test_each_kind_of_failure_has_its_policy(bound):
@@ -108,15 +108,15 @@ def test_each_kind_of_failure_has_its_policy(bound):
     assert set(ScoringPlan.of(plain.rewards, plain.config.rollout).policies.values()) == {"error"}
 
 
-def test_rewards_of_spans_want_an_advantage_that_takes_them(bound, tmp_path):
+def test_rewards_of_spans_require_an_advantage_that_takes_them(bound, tmp_path):
     (tmp_path / "spans.py").write_text(SPANS)
     text = BASE.replace('["fakes.py"]', '["fakes.py", "spans.py"]') + 'reward = "steps"\n'
-    assert '"steps" rewards spans of a response, and advantage "group_norm"' in told(bound, text=text)
+    assert '"steps" rewards spans of a response, and advantage "group_norm"' in problems_of(bound, text=text)
     assert bound("--algo", "reinforce_plus_plus", text=text).rewards[0].label == "steps"
 
 
 def test_halves_of_a_run(bound, tmp_path):
-    says = told(
+    expected = problems_of(
         bound, "--debug-train-only", "--debug-rollout-only", "--use-pytorch-profiler", "--profile-step-start", "2"
     )
     for text in (
@@ -124,7 +124,7 @@ def test_halves_of_a_run(bound, tmp_path):
         "--load-debug-train-data FOLDER",
         "debug.profile_step_end = 2 must be more than profile_step_start = 2",
     ):
-        assert text in says
+        assert text in expected
     sets = '[eval.datasets]\nt = { path = "t" }\n'
     replayed = bound("--debug-train-only", "--load-debug-rollout-data", str(tmp_path / "d"), extra=sets)
     assert (replayed.collector.name, replayed.collector.config.folder) == ("replay", str(tmp_path / "d"))
@@ -132,11 +132,11 @@ def test_halves_of_a_run(bound, tmp_path):
     recorded = bound("--load-debug-train-data", str(tmp_path / "d"), extra=sets)
     assert not recorded.generates
     assert recorded.evals
-    both = told(bound, "--load-debug-rollout-data", "d", "--rollout.collector", "accepted")
-    assert "both say where groups come from" in both
+    both = problems_of(bound, "--load-debug-rollout-data", "d", "--rollout.collector", "accepted")
+    assert "both set where groups come from" in both
 
 
-MODEL = ("--engines.reward.load", "judge", "--engines.reward.engine", "answers")
+MODEL = ("--engines.reward.load", "judge", "--engines.reward.engine", "responses")
 
 
 def test_a_reward_that_asks_a_model_of_the_run(bound, tmp_path):
@@ -144,11 +144,11 @@ def test_a_reward_that_asks_a_model_of_the_run(bound, tmp_path):
     text = BASE.replace('"fakes.py"', '"fakes.py", "asks.py"')
     run = bound("--reward", "asks", *MODEL, "--engines.reward.num_gpus", "2", text=text)
     (row,) = run.served
-    assert (row.name, row.engine.name, row.num_engines, row.num_devices) == ("reward", "answers", 2, 1)
-    assert "answers" in {part.name for part in run.parts}
-    assert "there is none. Say --engines.reward.load FOLDER" in told(bound, "--reward", "asks", text=text)
-    assert "no reward of this run asks it" in told(bound, "--reward", "one", *MODEL, text=text)
+    assert (row.name, row.engine.name, row.num_engines, row.num_devices) == ("reward", "responses", 2, 1)
+    assert "responses" in {part.name for part in run.parts}
+    assert "there is none. Pass --engines.reward.load FOLDER" in problems_of(bound, "--reward", "asks", text=text)
+    assert "no reward of this run asks it" in problems_of(bound, "--reward", "one", *MODEL, text=text)
     deaf = ("--reward", "asks", *MODEL[:2])
-    assert 'engine "fake" serves no requests over HTTP' in told(bound, *deaf, text=text)
+    assert 'engine "fake" serves no requests over HTTP' in problems_of(bound, *deaf, text=text)
     asked_in_eval = '[eval.datasets]\nt = { path = "t", reward = "asks" }\n'
-    assert "engines of this run serve" in told(bound, "--reward", "one", text=text, extra=asked_in_eval)
+    assert "engines of this run serve" in problems_of(bound, "--reward", "one", text=text, extra=asked_in_eval)

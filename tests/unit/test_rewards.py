@@ -1,4 +1,4 @@
-"""Rewards in their worker processes: whatever one does, the run is told what and on which prompt."""
+"""Rewards in their worker processes: whatever one does, the run reports it with the prompt."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
 from slime_core.registry.plugin_file import PluginFile
@@ -34,7 +34,7 @@ def by_index(sample):
 
 @reward("raising")
 def raising(sample):
-    raise KeyError("answer")
+    raise KeyError("missing")
 
 
 @reward("hanging")
@@ -107,7 +107,7 @@ def no_list(group):
 def moody(sample):
     mood = sample.metadata.get("mood")
     if mood == "raising":
-        raise KeyError("answer")
+        raise KeyError("missing")
     if mood == "hanging":
         time.sleep(60)
     if mood == "dying":
@@ -158,7 +158,7 @@ driver("slime.rewards", "dies_building")(DiesBuilding)
 
 
 class ByPort(Reward):
-    # Those of an odd port are gone.
+    # Servers with an odd port fail.
 
     def __init__(self, servers):
         self.ports = [int(server.url.rpartition(":")[2]) for server in servers]
@@ -167,13 +167,13 @@ class ByPort(Reward):
         if self.ports[0] == 1:
             raise RewardUnavailable("port 1 is gone")
         if self.ports[0] == 3:
-            return [RewardFailure(Outcome.TIMEOUT, "port 3 says nothing") for _ in group.samples]
+            return [RewardFailure(Outcome.TIMEOUT, "port 3 does not respond") for _ in group.samples]
         return [float(self.ports[0]) for _ in group.samples]
 
 
 class AsksEngines(RewardDriver):
     @classmethod
-    def asks_engines(cls, config):
+    def needs_reward_model(cls, config):
         return True
 
     @classmethod
@@ -181,7 +181,7 @@ class AsksEngines(RewardDriver):
         raise AssertionError("it asks engines")
 
     @classmethod
-    def build_asking(cls, config, servers):
+    def build_with_servers(cls, config, servers):
         return ByPort(servers)
 
 
@@ -205,14 +205,14 @@ def pool(files):
 
 @pytest.fixture(scope="module")
 def unlimited(files):
-    """Of a run that says no time: rewards say theirs."""
+    """A pool of a run without a time limit: those of the rewards apply."""
     made = RewardPool(files, workers=1)
     yield made
     made.close()
 
 
 def spec(name):
-    return PartSpec(group="slime.rewards", name=f"mine.py/{name}", options={})
+    return PluginSpec(group="slime.rewards", name=f"mine.py/{name}", options={})
 
 
 async def score(pool, spec, group, key):
@@ -221,13 +221,13 @@ async def score(pool, spec, group, key):
     return (await score_group(pool, plan, group))[0]
 
 
-async def told(pool, name, group, key=None):
+async def error_text(pool, name, group, key=None):
     with pytest.raises(RewardError) as caught:
         await score(pool, spec(name), group, key)
     return str(caught.value)
 
 
-async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited, make_group, monkeypatch):
+async def test_every_failure_of_a_reward_is_reported_and_the_next_call_works(unlimited, make_group, monkeypatch):
     """One test, since every process that has to start takes seconds."""
     pool = unlimited
     await pool.warm(spec("by_index"))
@@ -237,16 +237,16 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited,
     assert unscored.samples[0].reward is None
 
     where = " on train.jsonl:1: "
-    raised = await told(pool, "raising", unscored)
-    assert raised.startswith(f"reward \"mine.py/raising\"{where}raised KeyError: 'answer'")
+    raised = await error_text(pool, "raising", unscored)
+    assert raised.startswith(f"reward \"mine.py/raising\"{where}raised KeyError: 'missing'")
     assert "--on-reward-failure fail_sample" in raised
-    assert (await told(pool, "nan", unscored)).endswith(f"{where}returned nan; rewards must be finite.")
-    assert (await told(pool, "text", unscored)).endswith(f"{where}returned '1.0', which is not a number.")
-    assert (await told(pool, "nothing", unscored)).endswith(f"{where}returned None, which is not a number.")
-    assert (await told(pool, "too_few", unscored)).endswith(f"{where}returned 1 values for 2 samples.")
-    assert "raised TypeError" in await told(pool, "no_list", unscored)
-    assert "returned ['acc', 'score']; say which one counts with --reward-key." in await told(pool, "several", unscored)
-    assert """returned no "f1" (--reward-key); there is ['acc', 'score'].""" in await told(
+    assert (await error_text(pool, "nan", unscored)).endswith(f"{where}returned nan; rewards must be finite.")
+    assert (await error_text(pool, "text", unscored)).endswith(f"{where}returned '1.0', which is not a number.")
+    assert (await error_text(pool, "nothing", unscored)).endswith(f"{where}returned None, which is not a number.")
+    assert (await error_text(pool, "too_few", unscored)).endswith(f"{where}returned 1 values for 2 samples.")
+    assert "raised TypeError" in await error_text(pool, "no_list", unscored)
+    assert "returned ['acc', 'score']; pass one of them as --reward-key." in await error_text(pool, "several", unscored)
+    assert """returned no "f1" (--reward-key); there is ['acc', 'score'].""" in await error_text(
         pool, "several", unscored, "f1"
     )
     chosen = await score(pool, spec("several"), unscored, "score")
@@ -258,22 +258,22 @@ async def test_whatever_a_reward_does_is_told_and_the_next_call_works(unlimited,
         await pool.warm(spec("peculiar"))
     with pytest.raises(RewardError, match=r"dies_building.*its worker process died while it was built \(exit code 5\)"):
         await pool.warm(spec("dies_building"))
-    assert "pickle" in await told(pool, "no_plain_value", unscored)
+    assert "pickle" in await error_text(pool, "no_plain_value", unscored)
 
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_timeout_s", 1.0)
-        assert (await told(pool, "hanging", unscored)).endswith(
-            "no answer within 1 s. Raise --reward-timeout, or --on-reward-failure fail_sample to go on without it."
+        assert (await error_text(pool, "hanging", unscored)).endswith(
+            "no response within 1 s. Raise --reward-timeout, or --on-reward-failure fail_sample to continue without it."
         )
     again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
-    assert "its worker process died (exit code 3)." in await told(pool, "dying", unscored)
-    assert "its worker process died (exit code 4)." in await told(pool, "ending", unscored)
+    assert "its worker process died (exit code 3)." in await error_text(pool, "dying", unscored)
+    assert "its worker process died (exit code 4)." in await error_text(pool, "ending", unscored)
     again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
 
 
-async def test_a_worker_that_dies_while_nobody_asks_is_replaced_and_nobody_is_told(unlimited, make_group):
+async def test_an_idle_worker_that_dies_is_replaced_without_an_error(unlimited, make_group):
     """As the kernel does when memory is short."""
     pool = unlimited
     await pool.warm(spec("pid"))
@@ -286,7 +286,7 @@ async def test_a_worker_that_dies_while_nobody_asks_is_replaced_and_nobody_is_to
     assert workers[0] != workers[1]
 
 
-async def test_one_that_nobody_waits_for_is_killed_alone(files, make_group):
+async def test_a_cancelled_call_kills_only_its_worker(files, make_group):
     pool = RewardPool(files, workers=2, timeout_s=600.0)
     try:
         for name in ("pid", "asleep"):
@@ -304,7 +304,7 @@ async def test_one_that_nobody_waits_for_is_killed_alone(files, make_group):
         pool.close()
 
 
-async def test_what_one_group_does_concerns_no_other(files, make_group):
+async def test_a_failing_group_does_not_affect_others(files, make_group):
     """Groups that are scored together: in one parcel once the reward is known to be fast."""
     pool = RewardPool(files, workers=1, timeout_s=2.0)
     try:
@@ -317,9 +317,9 @@ async def test_what_one_group_does_concerns_no_other(files, make_group):
         results = await asyncio.gather(*scoring, return_exceptions=True)
         kinds = [RewardError, RewardTimeout, RewardUnavailable]
         assert [type(result) for result in results if isinstance(result, Exception)] == kinds
-        assert "raised KeyError: 'answer'" in str(results[1])
+        assert "raised KeyError: 'missing'" in str(results[1])
         assert "in moody" in str(results[1].__cause__)
-        assert "no answer within 2 s" in str(results[3])
+        assert "no response within 2 s" in str(results[3])
         assert "its worker process died (exit code 3)" in str(results[4])
         for number in (0, 2, 5):
             assert [sample.reward for sample in results[number].samples] == [0, None, 99.0, None, 4]
@@ -327,7 +327,7 @@ async def test_what_one_group_does_concerns_no_other(files, make_group):
         pool.close()
 
 
-async def test_a_parcel_that_nobody_waits_for_is_given_up(unlimited, make_group):
+async def test_a_parcel_of_cancelled_calls_is_cancelled(unlimited, make_group):
     pool = unlimited
     await pool.warm(spec("asleep"), own=OwnLimit(seconds=lambda num_samples: 500.0))
     one_spec = spec("asleep")
@@ -342,19 +342,19 @@ async def test_a_parcel_that_nobody_waits_for_is_given_up(unlimited, make_group)
     assert time.monotonic() - began < 120
 
 
-async def test_a_reward_says_how_long_a_group_may_take_and_the_run_says_otherwise(pool, unlimited, make_group):
+async def test_the_time_limit_of_the_run_overrides_that_of_the_reward(pool, unlimited, make_group):
     own = OwnLimit(seconds=lambda num_samples: 0.2 * num_samples, follows=("tries", "concurrency"))
     for each in (pool, unlimited):
         await each.warm(spec("hanging"), own=own)
     group = unscored_group(make_group)
     # Two of its samples are scored.
-    assert (await told(unlimited, "hanging", group)).endswith(
-        "no answer within 0.4 s, the time that the reward's tries, concurrency give 2 samples. Change these, or say "
-        "--reward-timeout, or --on-reward-failure fail_sample to go on without it."
+    assert (await error_text(unlimited, "hanging", group)).endswith(
+        "no response within 0.4 s, the time that the reward's tries, concurrency give 2 samples. Change these, or pass "
+        "--reward-timeout, or --on-reward-failure fail_sample to continue without it."
     )
     one = replace(group, samples=tuple(sample for sample in group.samples if sample.index != 4))
-    assert "no answer within 0.2 s" in await told(unlimited, "hanging", one)
-    assert "no answer within 1 s. Raise --reward-timeout" in await told(pool, "hanging", group)
+    assert "no response within 0.2 s" in await error_text(unlimited, "hanging", one)
+    assert "no response within 1 s. Raise --reward-timeout" in await error_text(pool, "hanging", group)
 
 
 async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(unlimited, make_group):
@@ -362,7 +362,7 @@ async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(unlim
     a_second = OwnLimit(seconds=lambda num_samples: 1.0)
     await unlimited.warm(spec("slow_to_build"), own=a_second)
     await unlimited.warm(spec("hanging"), own=a_second)
-    assert "no answer" in await told(unlimited, "hanging", unscored_group(make_group))
+    assert "no response" in await error_text(unlimited, "hanging", unscored_group(make_group))
     scored = await score(unlimited, spec("slow_to_build"), unscored_group(make_group), None)
     assert scored.samples[0].reward == 1
 
@@ -383,27 +383,27 @@ class Engines:
         return await self.servers() != asked
 
 
-async def test_a_group_is_scored_again_by_the_servers_that_came(files, make_group):
+async def test_a_group_is_scored_again_by_new_servers(files, make_group):
     pool = RewardPool(files, workers=1, timeout_s=20.0)
     pool.engines = Engines(1, 3, 8)
     try:
-        await pool.warm(spec("asks"), asks_engines=True)
+        await pool.warm(spec("asks"), needs_reward_model=True)
         scored = await score(pool, spec("asks"), unscored_group(make_group), None)
         assert [sample.reward for sample in scored.samples] == [8, None, 99.0, None, 8]
         # Where nothing was lost with its servers, a failure is one.
         pool.engines = Engines(3)
-        with pytest.raises(RewardTimeout, match="port 3 says nothing"):
+        with pytest.raises(RewardTimeout, match="port 3 does not respond"):
             await score(pool, spec("asks"), unscored_group(make_group), None)
     finally:
         pool.close()
 
 
-async def test_an_unknown_reward_is_told(pool, make_group):
+async def test_an_unknown_reward_is_an_error(pool, make_group):
     with pytest.raises((RewardError, PluginError), match="nowhere"):
         await score(pool, spec("nowhere"), unscored_group(make_group), None)
 
 
-async def test_nothing_to_score_asks_nobody(make_group):
+async def test_nothing_to_score_starts_no_worker(make_group):
     pool = RewardPool((), workers=1, timeout_s=1)
     try:
         group = make_group([1.0, None])

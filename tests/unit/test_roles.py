@@ -1,4 +1,4 @@
-"""The table of trained roles: what a run file makes of it, and every complaint about it."""
+"""The table of trained roles from a run file, and every problem that is reported about it."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class Valued(BackendDriver):
         raise AssertionError("nothing is built while binding")
 
     @classmethod
-    def least_ranks(cls, config):
+    def min_world_size(cls, config):
         return config.parts
 
     @classmethod
@@ -84,7 +84,7 @@ PPO = ("--algo", "ppo", "--backend", "valued")
 
 @pytest.fixture
 def ppo(bound, tmp_path):
-    """Binds with a backend that provides values, and an algorithm that wants them."""
+    """Binds with a backend that provides values, and an algorithm that requires them."""
     (tmp_path / "valued.py").write_text(VALUED)
     plugins = ("--plugin", str(tmp_path / "fakes.py"), str(tmp_path / "valued.py"))
     return lambda *flags, **how: bound(*plugins, *PPO, *flags, **how)
@@ -92,12 +92,12 @@ def ppo(bound, tmp_path):
 
 @pytest.fixture
 def complaints(ppo):
-    def told(*flags, **how):
+    def problems_of(*flags, **how):
         with pytest.raises(ConfigError) as caught:
             ppo(*flags, **how)
         return caught.value.problems
 
-    return told
+    return problems_of
 
 
 def only(problems, pattern):
@@ -114,7 +114,7 @@ def test_without_a_critic_the_policy_is_alone(bound):
     assert [(s.column, s.output, s.weights) for s in actor.plan.scoring] == [
         ("ref_log_probs", "log_probs", "reference")
     ]
-    assert set(actor.copies) == set(actor.plan.refreshed_copies) == {"reference"}
+    assert set(actor.frozen_models) == set(actor.plan.updated_frozen_models) == {"reference"}
     assert actor.optimizer.lr == 1e-4
     assert actor.plan.metric_prefix == ""
 
@@ -164,7 +164,7 @@ def test_the_kl_in_the_reward_is_scored_for_everyone(ppo):
     assert run.algo.kl_reward.name == "k1"
 
 
-def test_what_a_critics_loss_reads_is_scored_for_it(ppo):
+def test_columns_that_a_critics_loss_reads_are_scored_for_it(ppo):
     actor, critic = ppo("--critic-loss", "mine").roles
     assert critic.loss.name == "mine"
     assert {s.column: s.by_others for s in actor.plan.scoring} == {"old_log_probs": True}
@@ -206,7 +206,7 @@ rollout = { rollout_batch_size = 4, n_samples_per_prompt = 8, rollout_max_respon
 """
 
 
-def test_every_optimiser_key_can_be_a_roles_own():
+def test_every_optimizer_key_can_be_a_roles_own():
     assert set(OptimizerOverrides.model_fields) == set(OptimizerConfig.model_fields)
     train = OptimizerConfig(lr=1e-3, weight_decay=0.5)
     assert RoleConfig().optimizer_config(train) == train
@@ -286,7 +286,7 @@ def test_a_recipe_with_a_missing_part(ppo, bound):
     without = replace(run, algo=replace(run.algo, critic_loss=None))
     assert re.search(
         r'^algo\.critic_loss: algorithm "ppo" trains a critic, but names no loss for it: a recipe with a missing part\. '
-        r"Say --critic-loss NAME\.",
+        r"Pass --critic-loss NAME\.",
         cross_checks(without)[0],
     )
     judged = replace(run, algo=replace(run.algo, recipe=replace(run.algo.recipe, roles=("critic", "critique"))))
@@ -294,49 +294,49 @@ def test_a_recipe_with_a_missing_part(ppo, bound):
 
 
 def test_a_critics_loss_without_a_critic(complaints):
-    told = complaints("--algo", "grpo", "--critic-loss", "value")
-    assert re.search(r'^algo\.critic_loss = "value": algorithm "grpo" has no role critic', told[0])
+    problems = complaints("--algo", "grpo", "--critic-loss", "value")
+    assert re.search(r'^algo\.critic_loss = "value": algorithm "grpo" has no role critic', problems[0])
 
 
 def test_settings_of_a_critic_that_is_not_there(complaints):
-    told = complaints(
+    problems = complaints(
         "--algo", "grpo", "--critic-lr", "0.1", "--num-critic-only-steps", "2", "--launcher", "ray",
         "--critic-num-gpus-per-node", "2",
     )  # fmt: skip
-    assert len(told) == 3
-    assert told[0] == 'roles.critic: algorithm "grpo" trains no critic. Leave the table out.'
-    assert told[1].startswith('launcher.critic_num_gpus_per_node = 2: algorithm "grpo" trains no critic')
-    assert told[2].startswith('algo.num_critic_only_steps = 2: algorithm "grpo" trains no critic')
+    assert len(problems) == 3
+    assert problems[0] == 'roles.critic: algorithm "grpo" trains no critic. Leave the table out.'
+    assert problems[1].startswith('launcher.critic_num_gpus_per_node = 2: algorithm "grpo" trains no critic')
+    assert problems[2].startswith('algo.num_critic_only_steps = 2: algorithm "grpo" trains no critic')
 
 
-def test_losses_in_each_others_place(complaints):
-    only(complaints("--critic-loss", "clip"), r'loss "clip" trains log-probs: it is none for the critic')
-    only(complaints("--loss", "value"), r'loss "value" trains values: it is none for the actor')
+def test_swapped_losses_are_refused(complaints):
+    only(complaints("--critic-loss", "clip"), r'loss "clip" trains log-probs and does not fit the critic')
+    only(complaints("--loss", "value"), r'loss "value" trains values and does not fit the actor')
 
 
-def test_an_advantage_that_needs_values_nobody_learns(complaints):
+def test_an_advantage_that_needs_values_without_a_critic(complaints):
     only(
         complaints("--algo", "grpo", "--advantage", "gae"), "its parts need values, but it has no role that learns them"
     )
 
 
 def test_one_process_has_no_devices_to_give_away(complaints):
-    only(complaints("--critic-num-nodes", "1"), r"^launcher\.critic_num_nodes = 1: .* Say --launcher ray")
+    only(complaints("--critic-num-nodes", "1"), r"^launcher\.critic_num_nodes = 1: .* Pass --launcher ray")
 
 
-def test_each_role_is_asked_about_its_own_model(complaints, tmp_path):
+def test_each_backend_checks_the_model_of_its_role(complaints, tmp_path):
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "config.json").write_text(json.dumps({"vocab_size": 48}))
     only(complaints("--critic-load", str(tmp_path / "critic")), "1 ranks: vocabulary 48")
     (tmp_path / "base" / "config.json").write_text(json.dumps({"vocab_size": 40}))
-    # Both have this one, and it is told once.
+    # Both roles have this problem, and it is reported once.
     only(complaints(), "1 ranks: vocabulary 40")
 
 
 def test_unknown_names_and_options_of_a_role(complaints):
-    told = complaints("--set", "roles.critc.lr=1", "--set", "roles.critic.lrr=1")
-    assert re.search(r"^roles\.critic\.lrr: unknown option; close match: lr", told[0])
-    assert re.search(r"^roles\.critc: unknown option; close match: critic", told[1])
+    problems = complaints("--set", "roles.critc.lr=1", "--set", "roles.critic.lrr=1")
+    assert re.search(r"^roles\.critic\.lrr: unknown option; close match: lr", problems[0])
+    assert re.search(r"^roles\.critc: unknown option; close match: critic", problems[1])
     only(complaints("--critic-backend", "valuedd"), r'^roles\.critic\.backend\.name = "valuedd": unknown')
 
 

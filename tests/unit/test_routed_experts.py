@@ -1,4 +1,4 @@
-"""Expert ids on their way: from the engine's answers through trajectories, files and batches to micro-batches."""
+"""Expert ids on their way: from the engine's responses through trajectories, files and batches to micro-batches."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.controller.learner import Learner, LearnerPlan
@@ -37,7 +37,7 @@ def chosen(tokens, version=0, experts=256):
 
 
 class Engine:
-    """Answers with these tokens, one turn after the other, and tells the ids that it was asked for."""
+    """Responds with these tokens, one turn after the other, and returns the requested ids."""
 
     def __init__(self, *turns, experts=256):
         self.turns, self.experts = list(turns), experts
@@ -75,7 +75,7 @@ def episode_on(engine, kept=None, **more):
 
 
 async def turns(episode, *environment):
-    """An answer, and one more after everything that the environment writes."""
+    """A response, and one more after everything that the environment writes."""
     grown = episode.trajectory()
     grown.append_completion(await episode.complete(grown.tokens))
     for tokens in environment:
@@ -84,25 +84,25 @@ async def turns(episode, *environment):
     return grown
 
 
-async def test_each_turn_is_asked_for_what_is_new_and_the_sample_has_all():
+async def test_each_turn_requests_new_ids_and_the_sample_has_all():
     engine = Engine([1, 2], [3], [4, 1, 1])
     grown = await turns(episode_on(engine), [8, 9], [9])
     grown.append_environment([8])
     sample = grown.finish()
-    # The last token of an answer is read with the next turn.
+    # The last token of a response is read with the next turn.
     assert engine.asked == [0, 4, 7]
     assert sample.tokens.tolist() == [5, 6, 7, 1, 2, 8, 9, 3, 9, 4, 1, 1, 8]
     assert np.array_equal(sample.routed_experts, chosen(sample.tokens[:-1]))
 
 
-async def test_without_being_asked_nobody_tells():
+async def test_ids_are_not_requested_by_default():
     engine = Engine([1, 2])
     episode = episode_on(engine, routed_experts=False)
-    assert (await turns(episode)).finish().routed_experts is not None  # An engine may tell more than it is asked.
+    assert (await turns(episode)).finish().routed_experts is not None  # An engine may return more than requested.
     assert engine.asked == [None]
 
 
-async def test_what_was_kept_stays_and_a_newer_policy_adds_to_it():
+async def test_kept_ids_stay_and_a_newer_policy_adds_to_them():
     engine = Engine([1, 2], [3, 4])
     first = (await turns(episode_on(engine))).finish(status=Status.ABORTED)
     engine.version = 1
@@ -113,42 +113,42 @@ async def test_what_was_kept_stays_and_a_newer_policy_adds_to_it():
     assert np.array_equal(sample.routed_experts[4:], chosen(sample.tokens, 1)[4:])
 
 
-async def test_a_branch_shares_its_beginning_alone():
+async def test_a_branch_shares_only_the_common_prefix():
     engine = Engine([1, 2, 3], [4], [1])
     episode = episode_on(engine)
     await episode.complete(PROMPT.token_ids)
     other = np.array([5, 6, 7, 1, 9, 9], np.int32)
-    answer = await episode.complete(other)
+    completion = await episode.complete(other)
     assert engine.asked == [0, 4]
-    assert np.array_equal(answer.routed_experts, chosen([*other, 4]))
-    # A generator may leave out the end of an answer.
+    assert np.array_equal(completion.routed_experts, chosen([*other, 4]))
+    # A generator may leave out the end of a response.
     grown = Trajectory(replace(PROMPT, token_ids=other), index=0, rollout_id=0, tokenizer=Letters())
-    answer = await episode.complete(other)
-    grown.append_completion(replace(answer, token_ids=answer.token_ids[:0], log_probs=answer.log_probs[:0]))
+    completion = await episode.complete(other)
+    grown.append_completion(replace(completion, token_ids=completion.token_ids[:0], log_probs=completion.log_probs[:0]))
     assert len(grown.finish().routed_experts) == 5
 
 
-async def test_an_answer_of_nothing_changes_nothing():
+async def test_an_empty_response_changes_nothing():
     engine = Engine([1, 2], [])
     grown = await turns(episode_on(engine), [8])
     assert grown.status is Status.ABORTED
     assert np.array_equal(grown.finish().routed_experts, chosen([5, 6, 7, 1, 2]))
 
 
-async def test_an_engine_that_leaves_ids_out_and_an_answer_to_something_else():
+async def test_missing_ids_and_a_response_to_another_request_are_errors():
     class Short(Engine):
         async def generate(self, request):
-            answer = await super().generate(request)
-            return replace(answer, routed_experts=answer.routed_experts[1:])
+            completion = await super().generate(request)
+            return replace(completion, routed_experts=completion.routed_experts[1:])
 
     with pytest.raises(EngineError, match="asked for the expert ids of 4 tokens and gave 3"):
         await episode_on(Short([1, 2])).complete(PROMPT.token_ids)
-    answer = await episode_on(Engine([1, 2])).complete(PROMPT.token_ids)
+    completion = await episode_on(Engine([1, 2])).complete(PROMPT.token_ids)
     longer = Trajectory(
         replace(PROMPT, token_ids=np.arange(9, dtype=np.int32)), index=0, rollout_id=0, tokenizer=Letters()
     )
-    with pytest.raises(EngineError, match="has 10 before its last: it was not asked to continue this one"):
-        longer.append_completion(answer)
+    with pytest.raises(EngineError, match="has 10 before its last: the request did not continue this trajectory"):
+        longer.append_completion(completion)
 
 
 def sample_of(index, response, mask, held, experts=256, **more):
@@ -193,28 +193,28 @@ def test_files_and_batches(tmp_path, experts, dtype):
         if written.routed_experts is not None:
             assert read.routed_experts.dtype == written.routed_experts.dtype
             assert np.array_equal(read.routed_experts, written.routed_experts)
-    batch = assemble([group])
+    batch = build_batch([group])
     assert batch.routed_experts.dtype == dtype
     assert np.array_equal(batch.routed_experts, expected(experts))
     write_train_data(tmp_path / "data.parquet", batch, TokenColumns())
     read, _ = read_train_data(tmp_path / "data.parquet")
     assert read.routed_experts.dtype == dtype
     assert np.array_equal(read.routed_experts, batch.routed_experts)
-    assert assemble([replace(group, samples=group.samples[1:2])]).routed_experts is None
+    assert build_batch([replace(group, samples=group.samples[1:2])]).routed_experts is None
 
 
-def test_a_trained_token_needs_all_that_is_before_it():
+def test_a_trained_token_needs_the_ids_of_all_tokens_before_it():
     short = sample_of(0, [1, 2, 3], [0, 1, 1], 4)
-    with pytest.raises(RolloutError, match="expert ids of 4 tokens, and its last trained token depends on 5"):
-        assemble([SampleGroup(prompt=PROMPT, samples=(short, *groups()[0].samples))])
-    assemble([SampleGroup(prompt=PROMPT, samples=(replace(short, remove_sample=True), *groups()[0].samples))])
+    with pytest.raises(RolloutError, match="expert ids of 4 tokens, but its last trained token depends on 5"):
+        build_batch([SampleGroup(prompt=PROMPT, samples=(short, *groups()[0].samples))])
+    build_batch([SampleGroup(prompt=PROMPT, samples=(replace(short, remove_sample=True), *groups()[0].samples))])
     other = replace(short, routed_experts=np.zeros((5, LAYERS + 1, TOP_K), np.uint8))
     with pytest.raises(RolloutError, match=r"\(3, 2\), \(4, 2\)"):
-        assemble([SampleGroup(prompt=PROMPT, samples=(other, *groups()[0].samples))])
+        build_batch([SampleGroup(prompt=PROMPT, samples=(other, *groups()[0].samples))])
 
 
 def test_micro_batches_and_their_parts():
-    batch = assemble(groups())
+    batch = build_batch(groups())
     shard = batch.take(np.array([2, 0, 1]))
     micro = pack_micro_batch(shard, np.array([1, 0]))
     starts = batch.token_offsets
@@ -239,36 +239,36 @@ ABLE = """
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.contracts.engine import Capability
 
-FakeBackend.replays = frozenset(RoutingReplay)
-FakeEngine.may_offer = frozenset({Capability.ROUTED_EXPERTS})
+FakeBackend.routing_replay_modes = frozenset(RoutingReplay)
+FakeEngine.optional_capabilities = frozenset({Capability.ROUTED_EXPERTS})
 """
 
 
 @pytest.fixture
 def able(bound, tmp_path):
-    """`bound` with a backend that replays and an engine that tells."""
+    """`bound` with a backend that replays and an engine that reports ids."""
     with (tmp_path / "fakes.py").open("a") as file:
         file.write(ABLE)
     return bound
 
 
-def test_who_has_to_be_able_to_do_it(bound):
-    with pytest.raises(ConfigError) as told:
+def test_replay_requires_a_backend_and_an_engine_that_support_it(bound):
+    with pytest.raises(ConfigError) as message:
         bound("--use-rollout-routing-replay")
-    assert [line.split(". ")[0] for line in told.value.problems] == [
+    assert [line.split(". ")[0] for line in message.value.problems] == [
         'train.use_rollout_routing_replay = true: backend "fake" replays no choice of experts',
-        'train.use_rollout_routing_replay = true: engine "fake" does not tell which experts it chose',
+        'train.use_rollout_routing_replay = true: engine "fake" does not report which experts it chose',
     ]
 
 
-def test_what_is_recorded_has_to_be_scored_and_to_stay(able):
-    with pytest.raises(ConfigError) as told:
+def test_recorded_choices_require_scoring_and_resident_weights(able):
+    with pytest.raises(ConfigError) as message:
         able("--use-routing-replay", "--use-rollout-logprobs", "--on-nonfinite", "skip")
-    assert [line.split(". ")[0] for line in told.value.problems] == [
+    assert [line.split(". ")[0] for line in message.value.problems] == [
         'train.use_routing_replay = true: algorithm "grpo" as it is set has no forward for old log-probs, whose choice of '
         "experts could be replayed",
         'train.use_routing_replay = true, train.on_nonfinite = "skip": what is left without a sample is spread over the '
-        "ranks anew, away from where the choices of experts are",
+        "ranks again, away from where the choices of experts are",
     ]
 
 
@@ -276,44 +276,45 @@ def test_old_log_probs_are_scored_where_their_choice_is_replayed(able):
     plain, recorded, rollout = (
         able(*flags).roles[0] for flags in ((), ("--use-routing-replay",), ("--use-rollout-routing-replay",))
     )
-    # One optimiser step: they are the current ones, and under the engine's choice still so.
+    # One optimizer step: they are the current ones, and under the engine's choice still so.
     assert [len(role.plan.scoring) for role in (plain, recorded, rollout)] == [0, 1, 0]
     assert [role.plan.routing_replay for role in (plain, recorded, rollout)] == [
         None, RoutingReplay.RECORDED, RoutingReplay.ROLLOUT,
     ]  # fmt: skip
 
 
-async def test_a_learner_sends_ids_to_who_replays_them(able):
+async def test_a_learner_sends_ids_to_roles_that_replay_them(able):
     flags = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--global-batch-size", "4")
-    told = groups()[0].samples
+    message = groups()[0].samples
     four = [
         SampleGroup(
-            prompt=PROMPT, samples=(replace(told[0], reward=1.0), replace(told[2], index=9, rollout_id=9, reward=0.0))
+            prompt=PROMPT,
+            samples=(replace(message[0], reward=1.0), replace(message[2], index=9, rollout_id=9, reward=0.0)),
         )
         for _ in range(2)
     ]
     four[1] = replace(
         four[1], samples=tuple(replace(s, index=s.index + 20, rollout_id=s.index + 20) for s in four[1].samples)
     )
-    untold = [replace(g, samples=tuple(replace(s, routed_experts=None) for s in g.samples)) for g in four]
+    not_estimated = [replace(g, samples=tuple(replace(s, routed_experts=None) for s in g.samples)) for g in four]
     for words, given, there in (
         (("--use-rollout-routing-replay",), four, True),
         (("--use-routing-replay",), four, False),
     ):
-        trainers = Trainers()
+        trainers = TrainGroup()
         learner = Learner({"actor": trainers}, LearnerPlan.of(able(*flags, *words)), on_batch=lambda *event: None)
         await learner.train(0, given, 3)
         assert (trainers.batch.routed_experts is not None) == there
     learner = Learner(
-        {"actor": Trainers()},
+        {"actor": TrainGroup()},
         LearnerPlan.of(able(*flags, "--use-rollout-routing-replay")),
         on_batch=lambda *event: None,
     )
     with pytest.raises(RolloutError, match="the batch has no expert ids"):
-        await learner.train(0, untold, 3)
+        await learner.train(0, not_estimated, 3)
 
 
-class Trainers:
+class TrainGroup:
     """Remembers the batch that it was sent."""
 
     @contextlib.asynccontextmanager

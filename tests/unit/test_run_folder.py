@@ -1,4 +1,4 @@
-"""Which folder a start belongs to; what two starts differ in; what makes them the same run."""
+"""The folder of a start, the differences between two starts, and the fingerprint of a run."""
 
 import json
 import multiprocessing
@@ -49,7 +49,7 @@ def test_the_first_start_takes_the_name(tmp_path):
     assert choose(tmp_path, manifest()) == "run"
 
 
-def test_an_unfinished_run_of_the_same_fingerprint_goes_on(tmp_path):
+def test_an_unfinished_run_of_the_same_fingerprint_continues(tmp_path):
     begun(tmp_path / "run", manifest("aa"))
     assert choose(tmp_path, manifest("aa")) == "run"
 
@@ -68,7 +68,7 @@ def test_a_start_that_was_killed_while_it_wrote_its_manifest_left_nothing(tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").write_text('{"finger')
     assert choose(tmp_path, manifest()) == "run"
-    # But what holds checkpoints is a run, whatever became of its manifest.
+    # But a folder with checkpoints is a run, even if its manifest is damaged.
     (tmp_path / "run" / "checkpoints").mkdir()
     assert choose(tmp_path, manifest()) == "run-2"
 
@@ -79,14 +79,14 @@ def test_a_summary_alone_is_a_finished_run(tmp_path):
     assert choose(tmp_path, manifest()) == "run-2"
 
 
-def test_resume_goes_on_in_the_folder_that_is_named(tmp_path):
+def test_resume_continues_in_the_folder_that_is_named(tmp_path):
     begun(tmp_path / "there", manifest("aa"), finished=True)
     assert choose(tmp_path, manifest("aa"), resume=tmp_path / "there") == "there"
     with pytest.raises(ConfigError, match=r"no run there"):
         choose(tmp_path, manifest("aa"), resume=tmp_path / "nowhere")
 
 
-def test_resume_of_another_run_says_what_differs(tmp_path):
+def test_resume_of_another_run_lists_the_differences(tmp_path):
     begun(tmp_path / "there", manifest("aa", train={"lr": 1, "seed": 2}, name="a", backend={"tensor_parallel": 1}))
     other = {"train": {"lr": 3, "seed": 2}, "name": "b", "backend": {"tensor_parallel": 2}}
     with pytest.raises(ConfigError, match=r"another run: backend.*; name.*; train\.lr: 1 -> 3\."):
@@ -136,13 +136,13 @@ def other_process(tmp_path):
 
 
 def test_two_processes_cannot_work_in_one_folder(tmp_path, other_process):
-    with pytest.raises(ConfigError, match="going on in another process"):
+    with pytest.raises(ConfigError, match="running in another process"):
         lock_folder(RunFolder(tmp_path / "run"))
 
 
 def test_fresh_does_not_pull_a_folder_from_under_another_process(tmp_path, other_process):
     (tmp_path / "run" / "manifest.json").write_text(manifest("bb").to_json())
-    with pytest.raises(ConfigError, match="going on in another process"):
+    with pytest.raises(ConfigError, match="running in another process"):
         choose(tmp_path, manifest("aa"), fresh=True)
     assert (tmp_path / "run" / "manifest.json").exists()
 
@@ -189,7 +189,7 @@ def print_of(run, data="d"):
         ("--reward-workers", "2"),
     ],
 )
-def test_what_does_not_change_the_training_does_not_change_the_run(bound, flags):
+def test_settings_that_do_not_change_the_training_keep_the_fingerprint(bound, flags):
     assert print_of(bound(*flags)) == print_of(bound())
 
 
@@ -207,11 +207,11 @@ def test_what_does_not_change_the_training_does_not_change_the_run(bound, flags)
         ("--algo", "gspo"),
     ],
 )
-def test_what_changes_the_training_makes_another_run(bound, flags):
+def test_settings_that_change_the_training_change_the_fingerprint(bound, flags):
     assert print_of(bound(*flags)) != print_of(bound())
 
 
-def test_a_replay_may_change_what_is_written_down_and_nothing_else(bound, tmp_path):
+def test_a_replay_may_change_logging_and_nothing_else(bound, tmp_path):
     def identity(*flags, data="d"):
         return replay_identity(build_manifest(bound(*flags), data_fingerprint=data))
 
@@ -246,7 +246,7 @@ def test_other_data_and_other_plugin_files_make_another_run(bound, tmp_path):
     assert print_of(bound(*plugins, "--reward", "three")) != with_three
 
 
-def test_the_manifest_is_json_and_says_where_everything_came_from(bound):
+def test_the_manifest_is_json_with_the_origin_of_everything(bound):
     made = json.loads(build_manifest(bound("--algo", "cispo"), data_fingerprint="d").to_json())
     assert made["plugins"]["reward one"].startswith("slime.rewards:fakes.py/one ")
     values = " ".join(made["plugins"].values())
@@ -259,7 +259,7 @@ def test_required_plugins():
     check_required(("slime-rl>=0.2",))
     with pytest.raises(PluginError) as caught:
         check_required(("slime-rl>=99", "acme-not-there>=1", "what is this"))
-    told = str(caught.value).splitlines()
-    assert 'pip install "slime-rl>=99"' in told[0]
-    assert "acme-not-there is not installed" in told[1]
-    assert "is not a requirement" in told[2]
+    lines = str(caught.value).splitlines()
+    assert 'pip install "slime-rl>=99"' in lines[0]
+    assert "acme-not-there is not installed" in lines[1]
+    assert "is not a requirement" in lines[2]

@@ -1,4 +1,5 @@
-"""`slime plan`: steps, phases and verdicts of runs whose plugins tell round numbers; who tells nothing is not guessed at."""
+"""`slime plan`: steps, phases and verdicts of runs whose plugins estimate round numbers. Plugins without an estimate are
+listed; their memory is not guessed."""
 
 from io import StringIO
 
@@ -13,33 +14,33 @@ from slime_preflight.run_plan import needed, plan_of, savings
 from slime_preflight.step import micro_batches_of, step_of
 from slime_preflight.tenants import Target
 from slime_training.footprint import kv_bytes_per_token, num_parameters
-from slime_training.memory_plan import AWAKE, MemoryLine, Moment, bytes_at, peak_of
+from slime_training.memory_plan import AWAKE, MemoryItem, MemoryPhase, bytes_at, peak_of
 
 GPU = Target(device="cuda", device_bytes=100, found="a test")
 CPU = Target(device="cpu", device_bytes=1000, found="a test")
 
-# On an own line each: weights 10, states 20 that sleep on the host, gradients 7 that are given up, activations 40 of each of
+# On an own line each: weights 10, states 20 that sleep on the host, gradients 7 that are freed, activations 40 of each of
 # the load's micro-batches; an engine with weights 5 and keys and values 50; buckets of 3.
-TELLERS = """
+ESTIMATED_PLUGINS = """
 from slime_core.contracts.backend import BackendDriver, Layout
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_training.memory_plan import (
-    AWAKE, EngineMemory, EnginePlanner, MemoryLine, Moment, TrainerMemory, TrainerPlanner, TransportMemory,
+    AWAKE, EngineMemory, EnginePlanner, MemoryItem, MemoryPhase, TrainerMemory, TrainerPlanner, TransportMemory,
     TransportPlanner,
 )
 from slime_core.contracts.needs import Need
 from slime_core.contracts.transport import TransportDriver
 from slime_core.plugin import driver
 
-SYNC = frozenset({Moment.SYNC})
+SYNC = frozenset({MemoryPhase.SYNC})
 
 
 def line(component, num_bytes, moments, **more):
-    return MemoryLine(component=component, num_bytes=num_bytes, moments=frozenset(moments), **more)
+    return MemoryItem(component=component, num_bytes=num_bytes, moments=frozenset(moments), **more)
 
 
-class TellingConfig(DriverConfig):
+class EstimatedConfig(DriverConfig):
     thrift: bool = False
     \"\"\"Half of the activations.\"\"\"
     thrift_level: int = 0
@@ -48,9 +49,9 @@ class TellingConfig(DriverConfig):
     \"\"\"No run can have it.\"\"\"
 
 
-@driver("slime.backends", "telling")
-class Telling(TrainerPlanner, BackendDriver):
-    Config = TellingConfig
+@driver("slime.backends", "estimated")
+class Estimated(TrainerPlanner, BackendDriver):
+    Config = EstimatedConfig
     provides = BackendDriver.provides | {Need.VALUES}
 
     @classmethod
@@ -71,7 +72,7 @@ class Telling(TrainerPlanner, BackendDriver):
             line("weights", 10, AWAKE),
             line("states", 20, AWAKE - SYNC),
             line("gradients", 7, AWAKE - SYNC, moves=False),
-            line("activations", 20 if config.thrift or config.wrong else 40, {Moment.LOSS}),
+            line("activations", 20 if config.thrift or config.wrong else 40, {MemoryPhase.LOSS}),
             line("copies", 4, AWAKE, place="host"),
         ]
         return TrainerMemory(lines=tuple(lines))
@@ -81,10 +82,10 @@ class Telling(TrainerPlanner, BackendDriver):
         return [{"thrift": True}, {"thrift_level": 3}, {"wrong": True}]
 
 
-@driver("slime.engines", "telling")
-class TellingEngine(EnginePlanner, EngineDriver):
-    transports = ("telling",)
-    may_offer = frozenset({Capability.SLEEP})
+@driver("slime.engines", "estimated")
+class EstimatedEngine(EnginePlanner, EngineDriver):
+    transports = ("estimated",)
+    optional_capabilities = frozenset({Capability.SLEEP})
 
     @classmethod
     def build(cls, config):
@@ -92,18 +93,18 @@ class TellingEngine(EnginePlanner, EngineDriver):
 
     @classmethod
     def memory(cls, config, load):
-        asleep = set() if load.setup.offload else {Moment.ASLEEP}
+        asleep = set() if load.setup.offload else {MemoryPhase.ASLEEP}
         lines = [
-            line("weights", 5, {Moment.ROLLOUT, Moment.SYNC} | asleep),
-            line("keys and values", 50, {Moment.ROLLOUT} | asleep),
+            line("weights", 5, {MemoryPhase.ROLLOUT, MemoryPhase.SYNC} | asleep),
+            line("keys and values", 50, {MemoryPhase.ROLLOUT} | asleep),
         ]
         if load.setup.offload:
-            lines.append(line("weights", 5, {Moment.ASLEEP}, place="host"))
+            lines.append(line("weights", 5, {MemoryPhase.ASLEEP}, place="host"))
         return EngineMemory(lines=tuple(lines), kv_tokens=25)
 
 
-@driver("slime.transports", "telling")
-class TellingTransport(TransportPlanner, TransportDriver):
+@driver("slime.transports", "estimated")
+class EstimatedTransport(TransportPlanner, TransportDriver):
     @classmethod
     def build(cls, config):
         raise AssertionError("nothing is built for a plan")
@@ -112,16 +113,16 @@ class TellingTransport(TransportPlanner, TransportDriver):
     def memory(cls, config, num_bytes):
         return TransportMemory(trainer=(line("buckets", 3, SYNC),), engine=(line("buckets", 1, SYNC),))
 """
-TELLING = ("--backend", "telling", "--engine", "telling")
+ESTIMATED = ("--backend", "estimated", "--engine", "estimated")
 
 
 @pytest.fixture
-def telling(bound, tmp_path):
+def estimated(bound, tmp_path):
     """Binds a run of these plugins."""
-    (tmp_path / "tellers.py").write_text(TELLERS)
+    (tmp_path / "estimated_plugins.py").write_text(ESTIMATED_PLUGINS)
 
     def bind(*flags: str, **more) -> BoundRun:
-        return bound("--plugin", str(tmp_path / "tellers.py"), *TELLING, *flags, **more)
+        return bound("--plugin", str(tmp_path / "estimated_plugins.py"), *ESTIMATED, *flags, **more)
 
     return bind
 
@@ -130,10 +131,10 @@ def phases(group) -> dict[str, int]:
     return {phase.name: phase.num_bytes for phase in group.phases}
 
 
-def test_a_step_is_what_the_run_file_says(bound):
+def test_a_step_follows_from_the_run_file(bound):
     step = step_of(bound("--rollout-max-prompt-len", "10", "--num-steps-per-rollout", "2", "--global-batch-size", "16"))
-    assert (step.prompts, step.answers_per_prompt, step.answers, step.max_answer_tokens) == (4, 8, 32, 16)
-    assert (step.optimizer_steps, step.answers_per_optimizer_step) == (2, 16)
+    assert (step.prompts, step.responses_per_prompt, step.responses, step.max_response_tokens) == (4, 8, 32, 16)
+    assert (step.optimizer_steps, step.responses_per_optimizer_step) == (2, 16)
     assert (step.longest_sequence, step.max_tokens) == (26, 26 * 32)
 
 
@@ -163,20 +164,20 @@ def test_the_longest_sequence(flags, prompt, longest, bound):
         (("--no-use-dynamic-batch-size", "--micro-batch-size", "3"), 78, 11),
     ],
 )
-def test_the_largest_micro_batch(flags, tokens, count, telling):
-    run = telling("--rollout-max-prompt-len", "10", *flags)
+def test_the_largest_micro_batch(flags, tokens, count, estimated):
+    run = estimated("--rollout-max-prompt-len", "10", *flags)
     micro = micro_batches_of(run, run.roles[0], step_of(run), {})
     assert (micro.tokens, micro.count, micro.known) == (tokens, count, True)
 
 
-def test_prompts_without_a_limit_leave_the_largest_micro_batch_open(telling):
-    run = telling("--max-tokens-per-gpu", "64")
+def test_prompts_without_a_limit_leave_the_largest_micro_batch_open(estimated):
+    run = estimated("--max-tokens-per-gpu", "64")
     micro = micro_batches_of(run, run.roles[0], step_of(run), {})
     assert (micro.tokens, micro.known) == (64, False)
 
 
-def test_apart_nobody_sleeps(telling):
-    actor, engines = plan_of(telling("--launcher", "ray"), GPU).groups
+def test_on_separate_devices_nothing_is_offloaded(estimated):
+    actor, engines = plan_of(estimated("--launcher", "ray"), GPU).groups
     assert phases(actor) == {
         "actor: score": 37, "actor: loss": 77, "actor: backward": 37, "actor: reduce": 37, "actor: step": 37, "sync": 40,
     }  # fmt: skip
@@ -184,14 +185,14 @@ def test_apart_nobody_sleeps(telling):
     assert (actor.host_bytes, engines.host_bytes) == (4, 0)
 
 
-def test_colocated_they_take_turns(telling):
-    (group,) = plan_of(telling("--launcher", "ray", "--colocate"), GPU).groups
+def test_colocated_they_take_turns(estimated):
+    (group,) = plan_of(estimated("--launcher", "ray", "--colocate"), GPU).groups
     # Weights alone in sync: 10 of the trainer, 5 of the engine, and the buckets of both.
     assert phases(group) == {
         "rollout": 55, "actor: score": 37, "actor: loss": 77, "actor: backward": 37, "actor: reduce": 37,
         "actor: step": 37, "sync": 10 + 5 + 3 + 1,
     }  # fmt: skip
-    # Asleep on the host: weights, states and copies, whose place is kept; gradients are given up. Beside the trainer the
+    # Asleep on the host: weights, states and copies, whose host memory is kept; gradients are freed. Beside the trainer the
     # engine's weights.
     assert {phase.name: phase.host_bytes for phase in group.phases}["rollout"] == 10 + 20 + 4
     assert {phase.name: phase.host_bytes for phase in group.phases}["actor: loss"] == 10 + 20 + 4 + 5
@@ -205,77 +206,77 @@ def test_colocated_they_take_turns(telling):
         ("--no-offload-rollout", 55, 77 + 55, 10 + 55 + 4),
     ],
 )
-def test_who_does_not_sleep_stays_beside_the_other(flag, rollout, loss, sync, telling):
-    (group,) = plan_of(telling("--launcher", "ray", "--colocate", flag), GPU).groups
+def test_a_side_that_is_not_offloaded_is_counted_beside_the_other(flag, rollout, loss, sync, estimated):
+    (group,) = plan_of(estimated("--launcher", "ray", "--colocate", flag), GPU).groups
     found = phases(group)
     assert (found["rollout"], found["actor: loss"], found["sync"]) == (rollout, loss, sync)
 
 
-def test_roles_that_share_devices_take_turns(telling):
-    run = telling("--launcher", "ray", "--algo", "ppo")
+def test_roles_that_share_devices_take_turns(estimated):
+    run = estimated("--launcher", "ray", "--algo", "ppo")
     roles, _ = plan_of(run, GPU).groups
     assert [role.name for role in roles.roles] == ["actor", "critic"]
     assert phases(roles)["critic: loss"] == 77
-    waiting, _ = plan_of(telling("--launcher", "ray", "--algo", "ppo", "--no-offload-train"), GPU).groups
+    waiting, _ = plan_of(estimated("--launcher", "ray", "--algo", "ppo", "--no-offload-train"), GPU).groups
     assert phases(waiting)["critic: loss"] == 77 + 37
 
 
-def test_in_one_process_everything_is_there_at_once(telling):
-    (group,) = plan_of(telling(), GPU).groups
+def test_in_one_process_everything_is_there_at_once(estimated):
+    (group,) = plan_of(estimated(), GPU).groups
     assert phases(group)["actor: loss"] == 77 + 55
 
 
 @pytest.mark.parametrize(("device_bytes", "fits"), [(77, True), (76, False), (None, None)])
-def test_the_verdict(device_bytes, fits, telling):
-    plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
+def test_the_verdict(device_bytes, fits, estimated):
+    plan = plan_of(estimated("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
     actor, _ = plan.groups
     assert plan.fits(actor) is fits
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "says"), [(78, "Fits, tightly: 99 % of"), (100, "Fits: 77 % of"), (70, "Does not fit: ")]
+    ("device_bytes", "expected"), [(78, "Fits, tightly: 99 % of"), (100, "Fits: 77 % of"), (70, "Does not fit: ")]
 )
-def test_the_verdict_in_words(device_bytes, says, telling):
-    plan = plan_of(telling("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
-    run, out = telling("--launcher", "ray"), StringIO()
+def test_the_verdict_in_words(device_bytes, expected, estimated):
+    plan = plan_of(estimated("--launcher", "ray"), Target(device="cuda", device_bytes=device_bytes, found="a test"))
+    run, out = estimated("--launcher", "ray"), StringIO()
     Report(run, plan, [], Unit.of(plan), Console(file=out, width=300)).print()
-    assert says in next(line for line in out.getvalue().splitlines() if line.startswith("actor: "))
+    assert expected in next(line for line in out.getvalue().splitlines() if line.startswith("actor: "))
 
 
-def test_a_folder_that_is_not_there_is_named_by_its_key(telling):
-    run = telling("--launcher", "ray", "--algo", "ppo", "--critic-load", "nowhere")
+def test_a_folder_that_is_not_there_is_named_by_its_key(estimated):
+    run = estimated("--launcher", "ray", "--algo", "ppo", "--critic-load", "nowhere")
     with pytest.raises(ModelError, match=r"roles\.critic\.load = .*nowhere: no such folder"):
         plan_of(run, GPU)
 
 
-def test_on_a_cpu_processes_of_a_machine_are_added_up(telling):
-    plan = plan_of(telling("--launcher", "ray", "--actor-num-gpus-per-node", "3"), CPU)
+def test_on_a_cpu_processes_of_a_machine_are_added_up(estimated):
+    plan = plan_of(estimated("--launcher", "ray", "--actor-num-gpus-per-node", "3"), CPU)
     actor, _ = plan.groups
     assert needed(plan, actor) == 3 * (77 + 4)
 
 
-def test_flags_that_lower_the_peak_are_found_by_asking_again(telling):
-    run = telling("--launcher", "ray")
+def test_flags_that_lower_the_peak_are_found_by_planning_again(estimated):
+    run = estimated("--launcher", "ray")
     assert [(saving.flags, saving.num_bytes, saving.saved) for saving in savings(run, plan_of(run, GPU))] == [
         ("--thrift", 57, 20)
     ]
 
 
-def test_who_tells_nothing_is_named_and_nothing_is_guessed(bound):
+def test_plugins_without_an_estimate_are_listed(bound):
     plan = plan_of(bound("--launcher", "ray"), GPU)
-    assert [group.untold for group in plan.groups] == [
-        ("actor: backend fake does not tell", "sync: the transport does not tell its buckets"),
-        ("policy engines: engine fake does not tell",),
+    assert [group.not_estimated for group in plan.groups] == [
+        ("actor: backend fake has no memory estimate", "sync: the transport has no estimate of its buckets"),
+        ("policy engines: engine fake has no memory estimate",),
     ]
     assert [plan.fits(group) for group in plan.groups] == [None, None]
 
 
-def test_the_report_of_who_tells_nothing(bound):
+def test_the_report_lists_plugins_without_an_estimate(bound):
     run = bound("--launcher", "ray")
     plan, out = plan_of(run, GPU), StringIO()
     Report(run, plan, [], Unit.of(plan), Console(file=out, width=120)).print()
-    assert "not told: actor: backend fake does not tell" in out.getvalue()
-    assert "actor: nothing is told." in out.getvalue()
+    assert "not estimated: actor: backend fake has no memory estimate" in out.getvalue()
+    assert "actor: nothing is estimated." in out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["80", "GiB", "80 potatoes", "0GiB", "-1GiB", ""])
 def test_a_size_without_a_unit_is_refused(text):
-    with pytest.raises(ConfigError, match="a size with its unit is wanted, such as 80GiB"):
+    with pytest.raises(ConfigError, match="a size with its unit is required, such as 80GiB"):
         parse_size(text)
 
 
@@ -300,12 +301,12 @@ def test_the_device_need_not_be_here():
 
 def test_moments_and_places():
     lines = [
-        MemoryLine(component="weights", num_bytes=2, moments=AWAKE),
-        MemoryLine(component="activations", num_bytes=3, moments=frozenset({Moment.LOSS})),
-        MemoryLine(component="copy", num_bytes=9, moments=AWAKE, place="host"),
+        MemoryItem(component="weights", num_bytes=2, moments=AWAKE),
+        MemoryItem(component="activations", num_bytes=3, moments=frozenset({MemoryPhase.LOSS})),
+        MemoryItem(component="copy", num_bytes=9, moments=AWAKE, place="host"),
     ]
-    assert peak_of(lines) == (Moment.LOSS, 5)
-    assert bytes_at(lines, Moment.IDLE, "host") == 9
+    assert peak_of(lines) == (MemoryPhase.LOSS, 5)
+    assert bytes_at(lines, MemoryPhase.IDLE, "host") == 9
 
 
 def test_keys_and_values_of_a_token():

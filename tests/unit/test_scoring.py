@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.algorithm.build_batch import assemble
-from slime_core.config.part import PartSpec
+from slime_core.algorithm.build_batch import build_batch
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import RewardFailure, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
-from slime_core.rollout.rewards import Verdict, rewarded, verdict_on
+from slime_core.rollout.rewards import RewardResult, rewarded, verdict_on
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import SpanReward, Status
 
 
 def spec(name):
-    return PartSpec(group="slime.rewards", name=name, options={})
+    return PluginSpec(group="slime.rewards", name=name, options={})
 
 
 class Judge:
@@ -28,7 +28,7 @@ class Judge:
     async def judge(self, spec, group, reward_key, *, retries=0):
         self.asked.append((spec.name, [sample.index for sample in group.samples], reward_key, retries))
         found = [self.numbers[spec.name](sample) for sample in group.samples]
-        return [v if isinstance(v, Verdict) else Verdict(value=v) for v in found]
+        return [v if isinstance(v, RewardResult) else RewardResult(value=v) for v in found]
 
 
 def plan(*rewards, **rules):
@@ -44,8 +44,8 @@ def unscored(make_group, metadata=({},) * 4):
 async def test_several_rewards_add_up_and_are_kept_apart(make_group):
     group = unscored(make_group)
     judge = Judge(
-        math=lambda s: Verdict(value=float(s.index % 2), parts={"acc": 1.0}),
-        length=lambda s: Verdict(value=-2.0, spans=(SpanReward(0, 1, -2.0),)),
+        math=lambda s: RewardResult(value=float(s.index % 2), parts={"acc": 1.0}),
+        length=lambda s: RewardResult(value=-2.0, spans=(SpanReward(0, 1, -2.0),)),
     )
     both = plan({"label": "math", "reward_key": "acc"}, {"label": "length", "weight": 0.25}, retries=3)
     scored, failed = await score_group(judge, both, group)
@@ -64,12 +64,12 @@ async def test_samples_choose_among_the_rewards_of_the_run(make_group):
     scored, _ = await score_group(judge, two, group)
     assert [s.reward for s in scored.samples] == [10.0, 11.0, 11.0, 1.0]
     assert scored.samples[0].reward_parts == {"b": 10.0}
-    for said in ("math", "b.py", ["a", "x"]):
+    for given in ("math", "b.py", ["a", "x"]):
         with pytest.raises(RewardError, match=r"metadata\.rm = .*unknown reward of this run.*Available: a, b\."):
-            await score_group(judge, two, unscored(make_group, ({"rm": said},)))
-    for said in (3, [], {"a": 1}):
-        with pytest.raises(RewardError, match="say a reward's name"):
-            await score_group(judge, two, unscored(make_group, ({"rm": said},)))
+            await score_group(judge, two, unscored(make_group, ({"rm": given},)))
+    for given in (3, [], {"a": 1}):
+        with pytest.raises(RewardError, match="no name of a reward"):
+            await score_group(judge, two, unscored(make_group, ({"rm": given},)))
 
 
 FAILURES = {"wrong": RewardError("w"), "timeout": RewardTimeout("t"), "infra": RewardUnavailable("i")}
@@ -77,7 +77,7 @@ FAILURES = {"wrong": RewardError("w"), "timeout": RewardTimeout("t"), "infra": R
 
 def failing(outcome):
     """The second sample has no reward, for this reason."""
-    numbers = iter([1.0, Verdict(failure=FAILURES[outcome]), 0.0, 1.0])
+    numbers = iter([1.0, RewardResult(failure=FAILURES[outcome]), 0.0, 1.0])
     return Judge(a=lambda s: next(numbers), b=lambda s: 1.0)
 
 
@@ -91,10 +91,10 @@ async def test_each_kind_of_failure_has_its_policy(make_group, outcome):
     assert [s.reward for s in scored.samples] == [1.5, 0.0, 0.5, 1.5]
     assert failed == {1: FAILURES[outcome]}
 
-    scored, _ = await score_group(failing(outcome), replace(two, policies={outcome: "leave_out", **others}), group)
+    scored, _ = await score_group(failing(outcome), replace(two, policies={outcome: "mask", **others}), group)
     assert [s.reward for s in scored.samples] == [1.5, None, 0.5, 1.5]
     assert [s.status for s in scored.samples] == [Status.COMPLETED] * 4
-    batch = assemble([scored])
+    batch = build_batch([scored])
     assert np.isnan(batch.reward[1])
     assert batch.num_trainable[1] == 0 < batch.num_trainable[0]
 
@@ -108,20 +108,18 @@ async def test_each_kind_of_failure_has_its_policy(make_group, outcome):
             await score_group(failing(outcome), replace(two, policies=policies), group)
 
 
-async def test_a_group_of_which_nothing_is_left_has_failed(make_group):
-    judge = Judge(a=lambda s: Verdict(failure=FAILURES["infra"]))
-    scored, failed = await score_group(
-        judge, plan({"label": "a"}, policies={"infra": "leave_out"}), unscored(make_group)
-    )
+async def test_a_group_without_scored_samples_has_failed(make_group):
+    judge = Judge(a=lambda s: RewardResult(failure=FAILURES["infra"]))
+    scored, failed = await score_group(judge, plan({"label": "a"}, policies={"infra": "mask"}), unscored(make_group))
     assert {s.status for s in scored.samples} == {Status.FAILED}
     assert len(failed) == 4
 
 
 def test_a_sample_may_fail_by_itself(make_group):
     sample = make_group([None]).samples[0]
-    verdict = verdict_on(sample, RewardFailure("infra", "the service answered 500"), None, 'reward "a" on row 1')
+    verdict = verdict_on(sample, RewardFailure("infra", "the service responded 500"), None, 'reward "a" on row 1')
     assert isinstance(verdict.failure, RewardUnavailable)
-    assert str(verdict.failure).startswith('reward "a" on row 1: the service answered 500. ')
+    assert str(verdict.failure).startswith('reward "a" on row 1: the service responded 500. ')
     assert verdict_on(sample, 1, None, "").value == 1.0
 
 
@@ -131,7 +129,7 @@ def test_rewards_of_spans(make_group):
     value = SpanRewards([SpanReward(0, 2, 0.5), SpanReward(2, 5, -1.0), SpanReward(3, 5, 4.0)], outcome=0.25)
     done = rewarded(sample, value, None, "here")
     assert done.reward == pytest.approx(0.5 - 1.0 + 4.0 + 0.25)
-    batch = assemble([replace(make_group([0.0]), samples=(done, replace(sample, reward=2.0)))])
+    batch = build_batch([replace(make_group([0.0]), samples=(done, replace(sample, reward=2.0)))])
     # The third span has no trained token: its 4 belong to the rest of the reward.
     assert batch.token_reward.tolist() == [0, 0.5, -1.0, 0, 0, 0, 0] + [0] * 7
     assert batch.take(np.array([1, 0])).token_reward.tolist() == [0] * 7 + [0, 0.5, -1.0, 0, 0, 0, 0]
@@ -142,10 +140,10 @@ def test_rewards_of_spans(make_group):
         rewarded(sample, SpanRewards([SpanReward(0, 1, float("nan"))]), None, "here")
 
 
-def test_who_is_removed_earns_nothing_at_its_tokens(make_group):
+def test_removed_samples_have_no_token_rewards(make_group):
     sample = long_sample(make_group, [1] * 3)
     done = rewarded(sample, SpanRewards([SpanReward(0, 1, 1.0)]), None, "")
-    batch = assemble([replace(make_group([0.0]), samples=(replace(done, remove_sample=True),))])
+    batch = build_batch([replace(make_group([0.0]), samples=(replace(done, remove_sample=True),))])
     assert not batch.token_reward.any()
     assert not batch.mask.any()
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import EngineError
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.rollout.teacher_client import EngineScorer
+from slime_core.rollout.teacher_client import TeacherClient
 from slime_plugin_kit.groups import group_of
 
 
@@ -44,25 +44,25 @@ def served_engines(engines):
     return ServedEngines(EngineClient(engines, concurrency=1), [info(1), info(2)], Path("/judge"), first_index=4)
 
 
-async def test_well_ones_have_not_changed(served_engines):
+async def test_healthy_engines_have_not_changed(served_engines):
     assert await served_engines.servers() == served(1, 2)
     assert not await served_engines.changed(served(1, 2))
 
 
-async def test_a_lost_one_serves_no_longer_and_another_takes_its_place(engines, served_engines):
+async def test_a_lost_engine_is_out_of_service_until_it_is_replaced(engines, served_engines):
     lost = []
     served_engines.client.watch(lambda index, error, redispatched: lost.append(index))
     engines[1].well = False
     assert await served_engines.changed(served(1, 2))
     assert lost == [1]
     assert await served_engines.servers() == served(1)
-    # Whoever had asked both finds out without another look.
+    # A caller that used both servers needs no further check.
     engines[0].well = False
     assert await served_engines.changed(served(1, 2))
     assert lost == [1]
     waiting = asyncio.create_task(served_engines.changed(served(1)))
     await asyncio.sleep(0.01)
-    assert not waiting.done(), "nobody serves"
+    assert not waiting.done(), "no engine serves"
     assert lost == [1, 0]
     served_engines.replaced(5, info(9))
     served_engines.client.admit(1, Engine())
@@ -70,13 +70,13 @@ async def test_a_lost_one_serves_no_longer_and_another_takes_its_place(engines, 
     assert await served_engines.servers() == served(9)
 
 
-async def test_ones_that_nobody_watches_end_the_run(engines, served_engines):
+async def test_engines_without_a_watcher_raise_their_error(engines, served_engines):
     engines[0].well = False
     with pytest.raises(EngineError, match="it is gone"):
         await served_engines.changed(served(1, 2))
 
 
-async def test_ones_that_do_not_come_back(engines, served_engines):
+async def test_engines_that_do_not_recover_raise(engines, served_engines):
     def fail(index, error, redispatched):
         if index == 1:
             served_engines.client.fail(EngineError("lost again after 3 restarts"))
@@ -89,7 +89,7 @@ async def test_ones_that_do_not_come_back(engines, served_engines):
 
 
 class Teacher:
-    """Says of each token that its log-prob is -token."""
+    """Returns -token as the log-prob of each token."""
 
     def __init__(self, fails=0):
         self.fails = fails
@@ -109,28 +109,30 @@ class Teacher:
 
 def scorer(*teachers, max_losses=3):
     engines = ServedEngines(EngineClient(teachers, concurrency=1), [info(1)] * len(teachers), Path("/t"), first_index=2)
-    return EngineScorer("teacher", engines, max_losses=max_losses), engines.client
+    return TeacherClient("teacher", engines, max_losses=max_losses), engines.client
 
 
-BATCH = assemble([group_of(["a" * (n % 7), "b" * (n % 5 + 1)], rewards=[1.0, 0.0], group_index=n) for n in range(80)])
+BATCH = build_batch(
+    [group_of(["a" * (n % 7), "b" * (n % 5 + 1)], rewards=[1.0, 0.0], group_index=n) for n in range(80)]
+)
 
 
-def said_by_hand():
+def expected_log_probs():
     return np.concatenate([-(5.0 + np.arange(count)) for count in BATCH.response_length])
 
 
-async def test_what_a_lost_teacher_was_asked_is_asked_of_another():
+async def test_sequences_of_a_lost_teacher_are_sent_to_another():
     gone, well = Teacher(fails=1), Teacher()
     scoring, client = scorer(gone, well)
     lost = []
     client.watch(lambda index, error, redispatched: lost.append((index, str(error))))
-    assert (await scoring.log_probs(BATCH)).tolist() == said_by_hand().tolist()
+    assert (await scoring.log_probs(BATCH)).tolist() == expected_log_probs().tolist()
     assert lost == [(0, "it is gone")]
     # Three messages of at most 64 samples, and the lost one again.
     assert gone.asked + well.asked == 4
 
 
-async def test_the_only_teacher_is_waited_for():
+async def test_the_client_waits_for_the_only_teacher():
     gone = Teacher(fails=9)
     scoring, client = scorer(gone)
     client.watch(lambda index, error, redispatched: None)
@@ -138,7 +140,7 @@ async def test_the_only_teacher_is_waited_for():
     await asyncio.sleep(0.01)
     assert not waiting.done()
     client.admit(0, Teacher())
-    assert (await waiting).tolist() == said_by_hand().tolist()
+    assert (await waiting).tolist() == expected_log_probs().tolist()
 
 
 async def test_a_teacher_that_is_lost_too_often_or_not_watched():

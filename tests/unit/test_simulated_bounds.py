@@ -1,4 +1,4 @@
-"""What asynchrony and partial rollouts are worth on a virtual clock, in the short form of benchmarks/simulated_rollout.py: at
+"""The speedup of asynchrony and partial rollouts on a virtual clock, in the short form of benchmarks/simulated_rollout.py: at
 least 0.9 of their bounds in closed form."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def benchmark() -> Any:
 
 @pytest.mark.parametrize("way", ["asynchronous", "partial"])
 def test_a_step_takes_hardly_longer_than_it_must(benchmark: Any, way: str) -> None:
-    """Training takes 0.3 of what generation takes by itself, most of which is waiting for the longest answers."""
+    """Training takes 0.3 of what generation takes by itself, most of which is waiting for the longest responses."""
     size = benchmark.Size(steps=24, groups=16, slots=64)
     alone = benchmark.step_seconds(benchmark.simulate(size, 0.0, {}, benchmark.Seen()))
     train = benchmark.TRAIN_SHARE * alone
     found = getattr(benchmark, way)(size, train)
     assert found.seconds < 0.75 * (alone + train)
-    # Of so few answers the mean length is not quite that of the distribution.
+    # Of so few responses the mean length is not quite that of the distribution.
     assert 0.9 < found.least / found.seconds < 1.1
     assert max(found.seen.behind) <= 8

@@ -1,4 +1,4 @@
-"""The kernel stays small, and so does what a reader has to hold in mind at once."""
+"""Limits on the size of the kernel, its packages, classes and functions."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_the_kernel_is_small():
     assert lines < KERNEL_LINES
 
 
-def test_few_modules_stand_beside_the_kernels_packages():
+def test_few_modules_are_beside_the_kernels_packages():
     assert {path.stem for path in ROOT.glob("slime_core/*.py")} == TOP_MODULES
 
 
-def test_every_package_of_the_kernel_says_what_it_is_for():
+def test_every_package_of_the_kernel_has_a_docstring():
     packages = sorted(path.parent for path in ROOT.glob("slime_core/*/__init__.py"))
     assert len(packages) == 11
     for package in packages:

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from slime_core.config.roles import COPY_KEYS
+from slime_core.config.roles import FROZEN_MODEL_KEYS
 from slime_core.contracts.backend import REFERENCE, TEACHER
 from slime_core.contracts.needs import Need
 from slime_core.controller.learner import LearnerPlan
@@ -35,12 +35,12 @@ train = { num_rollout = 3, global_batch_size = 32 }
 
 @pytest.fixture
 def complaints(bound):
-    def told(*flags, **how):
+    def problems(*flags, **how):
         with pytest.raises(ConfigError) as caught:
             bound(*flags, **how)
         return caught.value.problems
 
-    return told
+    return problems
 
 
 def only(problems, pattern):
@@ -60,10 +60,10 @@ def test_a_teacher_is_a_frozen_copy_that_is_scored(bound, tmp_path, monkeypatch)
         (Need.REF_LOGPROBS, "reference", False),
         (Need.TEACHER_LOGPROBS, "teacher", True),
     ]
-    assert dict(actor.copies) == {REFERENCE: tmp_path / "base", TEACHER: tmp_path / "teacher"}
+    assert dict(actor.frozen_models) == {REFERENCE: tmp_path / "base", TEACHER: tmp_path / "teacher"}
     # Only the reference follows the policy.
-    assert actor.plan.refreshed_copies == (REFERENCE,)
-    assert set(actor.copies) == set(COPY_KEYS)
+    assert actor.plan.updated_frozen_models == (REFERENCE,)
+    assert set(actor.frozen_models) == set(FROZEN_MODEL_KEYS)
     assert Need.TEACHER_LOGPROBS in actor.needs
 
 
@@ -88,7 +88,7 @@ def test_a_teacher_beside_a_task_reward(bound):
     )  # fmt: skip
 
 
-def test_a_teacher_that_is_missing_or_not_wanted(complaints):
+def test_a_teacher_that_is_missing_or_not_used(complaints):
     only(complaints("--algo", "opd"), r'model.opd_teacher_load: reverse_kl of algorithm "opd".*--opd-teacher-load')
     only(complaints("--opd-teacher-load", "teacher"), r'no part of algorithm "grpo" compares with a teacher')
 
@@ -134,8 +134,8 @@ def test_the_recipe_names_the_collector_unless_the_run_file_does(bound):
     assert bound("--algo", "sft", "--rollout.collector", "accepted").collector.name == "accepted"
 
 
-def test_a_collector_has_its_say_about_the_rollout_table(complaints):
-    only(complaints("--algo", "sft"), r"rollout.n_samples_per_prompt = 8: a row of the data has one answer")
+def test_a_collector_checks_the_rollout_table(complaints):
+    only(complaints("--algo", "sft"), r"rollout.n_samples_per_prompt = 8: a row of the data has one response")
 
 
 # --- The teacher's folder ---------------------------------------------------------------------------------------------
@@ -193,13 +193,13 @@ def test_a_teacher_behind_engines_is_no_copy(bound, tmp_path, monkeypatch):
     assert run.teacher.num_engines == 2
     assert run.teacher.engine.name == "local"
     (actor,) = run.roles
-    assert TEACHER not in actor.copies
+    assert TEACHER not in actor.frozen_models
     assert Need.TEACHER_LOGPROBS not in actor.needs
     assert Need.TEACHER_LOGPROBS not in [scoring.column for scoring in actor.plan.scoring]
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "problem"),
     [
         (("--algo", "grpo"), "no part of algorithm"),
         ((*OPD,), "Leave one of them out"),
@@ -207,8 +207,8 @@ def test_a_teacher_behind_engines_is_no_copy(bound, tmp_path, monkeypatch):
         (("--algo", "opd", "--colocate"), "devices of its own"),
     ],
 )
-def test_what_does_not_go_with_a_teacher_behind_engines(complaints, flags, says):
-    only(complaints(*flags, "--engines.teacher.load", "teacher", *SCORES), says)
+def test_conflicts_with_a_teacher_on_engines(complaints, flags, problem):
+    only(complaints(*flags, "--engines.teacher.load", "teacher", *SCORES), problem)
 
 
 def test_an_engine_that_cannot_score(complaints):

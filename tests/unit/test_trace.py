@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime_core.rollout.trace import AnswerTrace, GroupTrace, RolloutTrace, Turn
+from slime_core.rollout.trace import GroupTrace, ResponseTrace, RolloutTrace, Turn
 
 
 def turn(number, *, queue, generate, tokens, cached=0, extra=None):
@@ -24,14 +24,14 @@ def turn(number, *, queue, generate, tokens, cached=0, extra=None):
 def group(scope="train"):
     first = (turn(0, queue=1.0, generate=2.0, tokens=4), turn(1, queue=0.0, generate=1.0, tokens=8, cached=5))
     second = (turn(0, queue=2.0, generate=4.0, tokens=0, extra={"spec_accept_rate": 0.5}),)
-    answers = [
-        AnswerTrace(index=1, attempt=0, began=100.0, seconds=7.0, turns=first),
-        AnswerTrace(index=2, attempt=1, began=101.0, seconds=6.0, turns=second),
+    responses = [
+        ResponseTrace(index=1, attempt=0, began=100.0, seconds=7.0, turns=first),
+        ResponseTrace(index=2, attempt=1, began=101.0, seconds=6.0, turns=second),
     ]
-    return GroupTrace(scope=scope, group_index=3, reward_s=0.25, answers=answers)
+    return GroupTrace(scope=scope, group_index=3, reward_s=0.25, responses=responses)
 
 
-def test_metrics_are_of_the_training_groups_since_they_were_last_asked_for():
+def test_metrics_are_of_the_training_groups_since_the_last_call():
     trace = RolloutTrace(None)
     assert trace.metrics() == {}
     trace.add(group())
@@ -40,7 +40,7 @@ def test_metrics_are_of_the_training_groups_since_they_were_last_asked_for():
     assert metrics["perf/request/queue_time/mean"] == 1.0
     assert metrics["perf/request/generate_time/max"] == 4.0
     assert (metrics["perf/decode/tok_per_s/min"], metrics["perf/decode/tok_per_s/max"]) == (2.0, 8.0)
-    # 7 - 1 - 3 s of the first answer were neither waiting nor generation.
+    # 7 - 1 - 3 s of the first response were neither waiting nor generation.
     assert (metrics["perf/non_generation_time/max"], metrics["perf/non_generation_time/min"]) == (3.0, 0.0)
     assert metrics["perf/reward_time/mean"] == 0.25
     assert metrics["rollout/prefix_cache_hit_rate"] == pytest.approx(5 / 30)

@@ -1,4 +1,4 @@
-"""What a rank does beside its backend."""
+"""TrainWorker: what a rank does around its backend."""
 
 import threading
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.contracts.transport import SenderSetup
@@ -33,9 +33,9 @@ class Backend:
     def stage(self, folder):
         return (self.folder / "written").touch
 
-    def export_tensors(self, *, everywhere=False):
+    def export_weights(self, *, all_ranks=False):
         for name in ("a", "b", "c"):
-            yield {name: float(everywhere)}
+            yield {name: float(all_ranks)}
         yield None
         (self.folder / "exhausted").touch()
 
@@ -62,7 +62,7 @@ class Sender(WeightSender):
         (setup.run_dir / "frozen").write_text(" ".join(sorted(setup.frozen)))
 
     def send(self, export, version, engines):
-        layers = export(everywhere=True)
+        layers = export(all_ranks=True)
         try:
             next(layers), next(layers)
         except ValueError:
@@ -110,7 +110,7 @@ def fake(inputs, segments): ...
 
 
 def part(kind):
-    return PartSpec(group=f"slime.{kind}", name="fake", options={})
+    return PluginSpec(group=f"slime.{kind}", name="fake", options={})
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def worker(spec):
 
 
 def test_a_sender_that_cannot_close_leaves_nothing_else_open(worker, tmp_path):
-    """A process group that is not left keeps others waiting; a checkpoint under way would be cut off."""
+    """Other ranks wait for a process group that is not destroyed; a checkpoint under way would be incomplete."""
     worker.stage(tmp_path)
     with pytest.raises(OSError, match="the folder is busy"):
         worker.close()
@@ -155,15 +155,15 @@ def test_a_sender_that_cannot_close_leaves_nothing_else_open(worker, tmp_path):
         worker.stage(tmp_path)
 
 
-def test_what_cannot_be_converted_for_the_engines_holds_no_other_rank_up(worker, tmp_path):
-    """Gathering is collective: all of an export is taken, also after an error."""
+def test_a_failing_conversion_for_the_engines_does_not_block_other_ranks(worker, tmp_path):
+    """Gathering is collective: an export is exhausted also after an error."""
     assert (tmp_path / "frozen").read_text() == "a a_scale"
     with pytest.raises(ValueError, match="b has no scale"):
         worker.send_weights(1, [])
     assert (tmp_path / "exhausted").exists()
 
 
-def test_what_writes_beside_training_is_on_the_gpu_of_its_rank(spec, tmp_path, monkeypatch):
+def test_the_thread_that_writes_beside_training_uses_the_gpu_of_its_rank(spec, tmp_path, monkeypatch):
     """CUDA's current device is each thread's own: it would be GPU 0 in that of every rank of the machine."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))

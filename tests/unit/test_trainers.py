@@ -1,4 +1,4 @@
-"""All ranks as one: what goes out to data-parallel shards and context-parallel parts comes back in the batch's order."""
+"""TrainGroup: results of data-parallel shards and context-parallel parts come back in the batch's order."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.algorithm.advantages import CreditRules
+from slime_core.algorithm.advantages import AdvantageConfig
 from slime_core.algorithm.flops import ModelShape
 from slime_core.algorithm.micro_batches import MicroBatchLimits
 from slime_core.config.roles import RolePlan, Scoring
@@ -20,7 +20,7 @@ from slime_core.errors import RolloutError, TrainingError
 from slime_core.types.batch import TokenColumns
 from slime_core.types.report import StepReport
 from slime_core.workers.devices import Devices
-from slime_core.workers.train_group import TrainerLimits, Trainers
+from slime_core.workers.train_group import TrainerLimits, TrainGroup
 
 SHAPE = ModelShape(num_layers=1, hidden=8, num_heads=2, num_kv_heads=2, head_dim=4, ffn=8, vocab=30)
 # Uneven; one empty response; sample 3 and 4 are one rollout.
@@ -29,7 +29,7 @@ ROLLOUT = [0, 1, 2, 3, 3, 4, 5]
 
 
 class Rank:
-    """Scores a token by its id, at positions that it holds; trains by writing down what it was given."""
+    """Scores a token by its id, at positions that it holds; training records its arguments."""
 
     def __init__(self, layout, fail=None):
         self.layout = layout
@@ -44,7 +44,7 @@ class Rank:
             raise self.fail
         return getattr(self, method)(*args, **kwargs) if hasattr(self, method) else method
 
-    def score(self, shard, micros, weights, entropy):
+    def forward_only(self, shard, micros, weights, entropy):
         column = np.full(len(shard.mask), np.nan, np.float32)
         for micro in micros:
             for sample in micro:
@@ -102,7 +102,7 @@ def trainers(layouts, *, max_tokens=9, multiple=1, balance=True):
     ranks = [Rank(layout) for layout in layouts]
     limits = MicroBatchLimits(max_tokens=max_tokens, multiple=multiple)
     launcher = Launcher()
-    made = Trainers(
+    made = TrainGroup(
         launcher, ranks, layouts, limits=TrainerLimits(train=limits, score=limits, balance=balance), shape=SHAPE
     )
     return made, ranks, launcher
@@ -200,7 +200,7 @@ async def test_one_skipping_rank_makes_a_skipped_step(batch):
     assert [step["skipped_steps"] for step in steps] == [1.0, 1.0]
 
 
-async def test_a_failing_rank_is_told_at_once(batch):
+async def test_a_failing_rank_is_reported_at_once(batch):
     made, ranks, _ = trainers(LAYOUTS["dp2"])
     ranks[1].fail = TrainingError("rank 1 broke")
     with pytest.raises(TrainingError, match="rank 1 broke"):
@@ -217,7 +217,7 @@ async def test_calls_reach_every_rank(tmp_path):
     made, ranks, _ = trainers(LAYOUTS["dp2"])
     await made.save(tmp_path)
     await made.load(tmp_path)
-    assert await made.each("sleep") == ["sleep", "sleep"]
+    assert await made.call_all("sleep") == ["sleep", "sleep"]
     for rank in ranks:
         assert [call[0] for call in rank.calls] == ["save", "load", "sleep"]
 
@@ -226,7 +226,7 @@ async def test_calls_reach_every_rank(tmp_path):
 
 
 class FakeTrainers:
-    """Scores are what `scores` says; steps are skipped as `skips` says. Every call is written into `log`."""
+    """Returns `scores` as scores; skips the steps of `skips`. Every call is written into `log`."""
 
     def __init__(self, scores=None, skips=(), *, name="actor", log=None, output="log_probs"):
         self.scores, self.skips = scores or {}, list(skips)
@@ -250,7 +250,7 @@ class FakeTrainers:
 
     async def score(self, dispatch, *, weights):
         assert self.inside
-        self.log.append((self.name, "score", weights))
+        self.log.append((self.name, "forward_only", weights))
         self.asked.append(weights)
         default = np.full(len(dispatch.batch.mask), -1, np.float32)
         return {self.output: self.scores.get(weights, default)}
@@ -262,7 +262,7 @@ class FakeTrainers:
         count = int(self.steps.max()) + 1
         return [{"loss": 1.0, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
 
-    async def each(self, method, *args):
+    async def call_all(self, method, *args):
         assert self.inside
         self.called.append((method, *args))
 
@@ -274,7 +274,7 @@ ACTOR_COLUMNS = frozenset({"loss_weight", "advantages", "returns", "old_log_prob
 
 
 def plan(**changes):
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=None,
         aggregation=Aggregation.SEQ_MEAN,
         rollouts_per_step=changes.pop("per_step", 4),
@@ -283,7 +283,7 @@ def plan(**changes):
     )
     scoring = changes.pop("scoring", (OLD,))
     actor = RolePlan(name="actor", scoring=scoring, columns=ACTOR_COLUMNS, corrected=True)
-    actor = replace(actor, refreshed_copies=("reference",) if REF in scoring else ())
+    actor = replace(actor, updated_frozen_models=("reference",) if REF in scoring else ())
     given = {
         "roles": (actor,),
         "old_from_rollout": False,
@@ -323,31 +323,34 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     assert columns.loss_weight.tolist() == [0.125] * 8
 
 
-async def test_the_session_hears_when_the_trainers_are_about_to_change(groups):
-    told = []
+async def test_before_steps_is_called_before_the_first_optimizer_step(groups):
+    calls = []
 
-    class Telling(FakeTrainers):
+    class RecordingTrainers(FakeTrainers):
         async def train(self, dispatch, columns):
-            told.append("trained")
+            calls.append("trained")
             return await super().train(dispatch, columns)
 
     def made(on_batch, **changes):
         return Learner(
-            {"actor": Telling()}, plan(**changes), on_batch=on_batch, before_steps=lambda: told.append("now")
+            {"actor": RecordingTrainers()},
+            plan(**changes),
+            on_batch=on_batch,
+            before_steps=lambda: calls.append("now"),
         )
 
-    await made(lambda *event: told.append("batch")).train(0, groups, 3)
-    assert told == ["batch", "now", "trained"]
-    told.clear()
+    await made(lambda *event: calls.append("batch")).train(0, groups, 3)
+    assert calls == ["batch", "now", "trained"]
+    calls.clear()
 
     def full(*event):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
         await made(full).train(0, groups, 3)
-    with pytest.raises(RolloutError, match="5 are wanted"):
+    with pytest.raises(RolloutError, match="5 are requested"):
         await made(full, rollouts_per_batch=5).train(0, groups, 3)
-    assert told == []
+    assert calls == []
 
 
 @pytest.mark.parametrize(
@@ -359,7 +362,7 @@ async def test_the_session_hears_when_the_trainers_are_about_to_change(groups):
         ({"scoring": (), "old_from_rollout": True}, [], ["old_log_probs"]),
     ],
 )
-async def test_only_what_is_needed_is_scored(groups, changes, asked, given):
+async def test_only_needed_columns_are_scored(groups, changes, asked, given):
     trainers = FakeTrainers()
     made, _ = learner(trainers, **changes)
     await made.train(0, groups, 0)
@@ -377,7 +380,7 @@ async def test_scores_that_are_not_finite_stop_the_run(groups):
 
 async def test_a_short_batch_is_an_error_or_trained_with_its_own_denominator(groups):
     made, _ = learner(FakeTrainers())
-    with pytest.raises(RolloutError, match=r"2 rollouts, but 4 are wanted.*--on-short-batch train"):
+    with pytest.raises(RolloutError, match=r"2 rollouts, but 4 are requested.*--on-short-batch train"):
         await made.train(0, groups[:1], 0)
     trainers = FakeTrainers()
     made, _ = learner(trainers, train_short_batch=True)
@@ -386,10 +389,10 @@ async def test_a_short_batch_is_an_error_or_trained_with_its_own_denominator(gro
 
 
 async def test_a_batch_with_too_many_rollouts_is_always_an_error(groups):
-    """It would be another optimiser step, off-policy without anyone having said so."""
+    """It would be another optimizer step, off-policy although the config does not set one."""
     for short in (False, True):
         made, _ = learner(FakeTrainers(), rollouts_per_batch=3, per_step=3, train_short_batch=short)
-        with pytest.raises(RolloutError, match="4 rollouts, but 3 were asked for"):
+        with pytest.raises(RolloutError, match="4 rollouts, but 3 are requested"):
             await made.train(0, groups, 0)
 
 
@@ -397,7 +400,7 @@ async def test_skipped_steps_in_a_row_end_the_run(groups):
     made, _ = learner(FakeTrainers(skips=[1, 0, 1, 0, 1, 1]), per_step=2)
     await made.train(0, groups, 0)
     await made.train(1, groups, 1)
-    with pytest.raises(TrainingError, match=r"2 optimiser steps of the actor in a row .*--max-skipped-steps 1"):
+    with pytest.raises(TrainingError, match=r"2 optimizer steps of the actor in a row .*--max-skipped-steps 1"):
         await made.train(2, groups, 2)
 
 
@@ -406,7 +409,7 @@ async def test_the_reference_is_refreshed_when_due(groups):
     made, _ = learner(trainers, scoring=(OLD, REF), ref_update_interval=2)
     for step in range(4):
         await made.train(step, groups, step)
-    assert trainers.called == [("refresh_copy", "reference")] * 2
+    assert trainers.called == [("update_frozen_model", "reference")] * 2
 
 
 # --- Several roles ----------------------------------------------------------------------------------------------------
@@ -454,9 +457,9 @@ async def test_roles_are_scored_in_order_and_trained_the_other_way_round(groups)
     made, events = learner(trainers, roles=roles, corrections=HALVE)
     report = await made.train(0, groups, 0)
     assert log == [
-        ("actor", "score", "actor"), ("critic", "score", "actor"), ("critic", "train"), ("actor", "train")
+        ("actor", "forward_only", "actor"), ("critic", "forward_only", "actor"), ("critic", "train"), ("actor", "train")
     ]  # fmt: skip
-    # Each sees what its loss reads: the critic no log-probs and no correction, the actor no values.
+    # Each role gets the columns that its loss reads: the critic no log-probs and no correction, the actor no values.
     (of_actor,), (of_critic,) = trainers["actor"].trained, trainers["critic"].trained
     assert set(of_actor.present()) == {"loss_weight", "old_log_probs", "correction"}
     assert set(of_critic.present()) == {"loss_weight", "values"}
@@ -478,9 +481,9 @@ async def test_an_idle_role_is_neither_trained_nor_scored_for_itself(groups):
     for rollout_id in range(3):
         report = await made.train(rollout_id, groups, rollout_id)
         assert report.version == rollout_id + 1
-    of_critic_alone = [("critic", "score", "actor"), ("critic", "train")]
+    of_critic_alone = [("critic", "forward_only", "actor"), ("critic", "train")]
     assert log[:4] == of_critic_alone * 2
-    assert log[4:] == [("actor", "score", "actor"), *of_critic_alone, ("actor", "train")]
+    assert log[4:] == [("actor", "forward_only", "actor"), *of_critic_alone, ("actor", "train")]
     assert "correction" not in trainers["critic"].trained[0].present()
 
 
@@ -495,13 +498,13 @@ async def test_metrics_of_a_step_that_trains_one_role_are_that_roles(groups):
     assert "perf/actor_train_time" not in report.perf
 
 
-async def test_what_others_read_is_scored_in_idle_steps_too(groups):
+async def test_columns_that_other_roles_read_are_scored_in_idle_steps_too(groups):
     """The KL in the reward needs the log-probs of a policy that is not trained yet."""
     scoring = (replace(OLD, by_others=True), REF)
     trainers, roles, log = two_roles(idle_steps=1, actor_scoring=scoring)
     made, _ = learner(trainers, roles=roles)
     await made.train(0, groups, 0)
-    assert log == [("actor", "score", "actor"), ("critic", "score", "actor"), ("critic", "train")]
+    assert log == [("actor", "forward_only", "actor"), ("critic", "forward_only", "actor"), ("critic", "train")]
 
 
 async def test_values_that_are_not_finite_stop_the_run(groups):
@@ -517,20 +520,20 @@ async def test_skipped_steps_are_counted_for_each_role(groups):
     trainers, roles, _ = two_roles(skips=[1, 1])
     made, _ = learner(trainers, roles=roles)
     await made.train(0, groups, 0)
-    with pytest.raises(TrainingError, match=r"2 optimiser steps of the critic in a row .* lower --critic-lr"):
+    with pytest.raises(TrainingError, match=r"2 optimizer steps of the critic in a row .* lower --critic-lr"):
         await made.train(1, groups, 1)
 
 
 class Sleeper:
-    """Tells of every sleep and wake, and whether two of them are ever awake at once."""
+    """Logs every sleep and wake; fails at two of the same kind in a row."""
 
     def __init__(self, name, log, *, awake=True):
         self.name, self.log, self.awake = name, log, awake
 
-    async def each(self, method):
+    async def call_all(self, method):
         await asyncio.sleep(0)
         assert self.awake == (method == "sleep"), (self.name, method)
-        self.awake = method == "wake"
+        self.awake = method == "wake_up"
         self.log.append(f"{method} {self.name}")
 
 
@@ -567,23 +570,23 @@ async def test_with_offload_the_others_sleep_and_devices_change_hands_twice_a_st
     assert not critic.awake
     log.clear()
     for _ in range(2):
-        # A step: scored in order, trained the other way round, then the policy is published.
+        # A step: scored in order, trained the other way round, then the policy's weights are sent to the engines.
         for sleeper in (actor, critic, critic, actor, actor):
             await work(devices, sleeper)
             assert [actor.awake, critic.awake].count(True) == 1
     changes = [line for line in log if not line.startswith(("begin", "end"))]
-    assert changes == ["wake actor", *["sleep actor", "wake critic", "sleep critic", "wake actor"] * 2]
+    assert changes == ["wake_up actor", *["sleep actor", "wake_up critic", "sleep critic", "wake_up actor"] * 2]
 
 
-@pytest.mark.parametrize("failing", [("sleep", True), ("wake",)])
-async def test_a_role_that_moved_in_part_is_woken_whole_by_its_next_turn(failing):
-    """Some ranks may have moved when another one fails: their memory is not to be used before they are told to wake."""
+@pytest.mark.parametrize("failing", [("sleep", True), ("wake_up",)])
+async def test_a_partly_offloaded_role_is_woken_completely_by_its_next_turn(failing):
+    """Some ranks may be offloaded when another one fails: they must not be used before `wake` is called."""
     calls = []
 
     class Failing:
         failed = False
 
-        async def each(self, *call):
+        async def call_all(self, *call):
             calls.append(call)
             if call == failing and not self.failed:
                 self.failed = True
@@ -592,18 +595,18 @@ async def test_a_role_that_moved_in_part_is_woken_whole_by_its_next_turn(failing
     role, devices = Failing(), Devices(offload=True)
     await devices.settle(role)
 
-    async def train_and_publish():
+    async def train_and_update_weights():
         for weights_only in (False, True):
             async with devices.turn(role, weights_only=weights_only):
                 pass
 
     with pytest.raises(TrainingError):
-        await train_and_publish()
+        await train_and_update_weights()
     calls.clear()
     async with devices.turn(role):
-        assert calls == [("wake",)]
+        assert calls == [("wake_up",)]
     async with devices.turn(role):
-        assert calls == [("wake",)], "it is awake"
+        assert calls == [("wake_up",)], "it is awake"
 
 
 async def test_a_failure_inside_a_turn_lets_the_next_one_in():

@@ -8,7 +8,7 @@ import pytest
 
 from slime_core.errors import EngineError, RewardError
 from slime_core.rollout.episode import EngineEpisode
-from slime_core.rollout.partial_stop import without_begun_stop
+from slime_core.rollout.partial_stop import strip_partial_stop
 from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
@@ -93,7 +93,7 @@ def test_an_empty_response():
     assert grown.finish().spans == ()
 
 
-def test_going_on_from_what_was_kept():
+def test_continuing_from_kept_tokens():
     first = trajectory()
     first.append_completion(completion([1, 2], "abort"))
     first.append_environment([8])
@@ -108,7 +108,7 @@ def test_going_on_from_what_was_kept():
     assert sample.oldest_version(99) == 4
 
 
-def test_an_answer_whose_log_probs_do_not_fit_is_refused():
+def test_a_response_whose_log_probs_do_not_fit_is_refused():
     wrong = Completion(
         request_id="train/1/0",
         token_ids=np.array([1, 2], np.int32),
@@ -116,7 +116,7 @@ def test_an_answer_whose_log_probs_do_not_fit_is_refused():
         finish_reason=FinishReason.STOP,
         spans=(),
     )
-    with pytest.raises(EngineError, match="train/1/0: the engine answered with 2 tokens and 1 log-probs"):
+    with pytest.raises(EngineError, match="train/1/0: the engine responded with 2 tokens and 1 log-probs"):
         trajectory().append_completion(wrong)
 
 
@@ -206,7 +206,7 @@ async def test_no_room_is_truncated_at_once(room):
     assert client.requests == []
 
 
-async def test_a_stopped_episode_asks_no_engine():
+async def test_a_stopped_episode_sends_no_request():
     client, stop = Recorder(), asyncio.Event()
     stop.set()
     (sample,) = await SingleTurn().generate(episode(client, stop=stop))
@@ -214,7 +214,7 @@ async def test_a_stopped_episode_asks_no_engine():
     assert client.requests == []
 
 
-async def test_a_single_turn_goes_on_with_what_is_left_of_the_budget():
+async def test_a_single_turn_continues_with_what_is_left_of_the_budget():
     first = trajectory()
     first.append_completion(completion([1, 2, 3], "abort"))
     client = Recorder((4,))
@@ -251,7 +251,7 @@ async def test_an_episode_for_agents():
     await asyncio.wait_for(waiting, 1)
 
 
-def test_the_short_way_to_the_text_gives_the_same_text():
+def test_the_fast_decoder_gives_the_same_text():
     tokenizer = character_tokenizer("0123456789+= ", tokens=["\\boxed{"])
     tokens = np.array([*tokenizer.encode("12 + \\boxed{3="), tokenizer.eos_token_id], np.int32)
     assert decode(tokenizer, tokens) == tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
@@ -271,10 +271,10 @@ def test_the_short_way_to_the_text_gives_the_same_text():
         ("abdo", (), "abdo"),
     ],
 )
-def test_what_may_begin_a_stop_string_is_written_again(written, stops, kept):
+def test_tokens_that_may_begin_a_stop_string_are_generated_again(written, stops, kept):
     tokens = [ord(letter) - 97 for letter in written]
-    answer = completion(tokens, "abort", spans=[(4, 0, 1), (5, 1, len(tokens))] if len(tokens) > 1 else [])
-    found = without_begun_stop(answer, stops, Letters())
+    aborted = completion(tokens, "abort", spans=[(4, 0, 1), (5, 1, len(tokens))] if len(tokens) > 1 else [])
+    found = strip_partial_stop(aborted, stops, Letters())
     assert Letters().decode(found.token_ids, False) == kept
     assert found.log_probs.tolist() == [-token for token in tokens[: len(kept)]]
     covered = [place for span in found.spans for place in range(span.start, span.end)]
@@ -282,7 +282,7 @@ def test_what_may_begin_a_stop_string_is_written_again(written, stops, kept):
     assert found.finish_reason is FinishReason.ABORT
 
 
-async def test_an_answer_that_is_broken_off_within_a_stop_string():
+async def test_a_response_that_is_aborted_within_a_stop_string():
     class BreaksOff:
         async def generate(self, request):
             return completion([0, 3, 14], "abort" if "done" in request.sampling.stop else "length")

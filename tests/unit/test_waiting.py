@@ -1,4 +1,4 @@
-"""Requests wait in the order in which they came, whatever engines they want, and one costs as little as another."""
+"""Requests wait in order of arrival, whatever engines they require, at the same cost."""
 
 from collections import deque
 
@@ -32,10 +32,10 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(deadline=None, derandomize=True)
 def test_it_is_one_queue_from_which_some_are_passed_over(steps):
-    """Beside a plain list that is looked through every time."""
+    """Compared with a plain list."""
     waiting, plain, made = WaitingRequests(EVERY), deque(), 0
 
-    def wanted(one):
+    def engines_of(one):
         return () if one.engines is EVERY else one.engines
 
     for kind, argument in steps:
@@ -50,7 +50,7 @@ def test_it_is_one_queue_from_which_some_are_passed_over(steps):
             plain.extendleft(reversed(some))
             made += len(some)
         elif kind == "pop":
-            expected = next((one for one in plain if wanted(one) not in argument), None)
+            expected = next((one for one in plain if engines_of(one) not in argument), None)
             assert waiting.pop(argument) is expected
             if expected is not None:
                 plain.remove(expected)

@@ -1,4 +1,4 @@
-"""Installs each wheel into an empty virtual environment of its own, with what its metadata asks for, and looks at it there.
+"""Installs each wheel into an empty virtual environment of its own, with the requirements of its metadata, and tests it there.
 
 make test-wheels                     # its package imports, and `slime plugins` lists what it registers
 make dist-check                      # its own tests, with its extra `testing`
@@ -29,7 +29,7 @@ class Distribution:
     name: str
     folder: Path
     entries: frozenset[tuple[str, str]]
-    """(group, name) of what it registers for slime."""
+    """(group, name) of the plugins that it registers."""
 
     @property
     def package(self) -> str:
@@ -61,12 +61,12 @@ def install(one: Distribution, wheels: Path, folder: Path, extra: str = "") -> s
     made = run(UV, "venv", "--quiet", "--python", sys.executable, folder)
     if made.returncode:
         return made.stderr
-    wanted = f"{one.name}[{extra}]" if extra else one.name
+    expected = f"{one.name}[{extra}]" if extra else one.name
     # The flag takes the place of the variable.
     places = [str(wheels), *os.environ.get("UV_FIND_LINKS", "").split()]
     links = [word for place in places for word in ("--find-links", place)]
     done = run(UV, "pip", "install", "--quiet", "--python", folder / "bin/python", *links,
-               "--constraint", ROOT / "constraints.txt", wanted)  # fmt: skip
+               "--constraint", ROOT / "constraints.txt", expected)  # fmt: skip
     return done.stderr if done.returncode else ""
 
 

@@ -1,4 +1,4 @@
-"""An engine that speaks: its answers are texts, made by the test from the text so far."""
+"""An engine that speaks: its responses are texts, made by the test from the text so far."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def episode_with(
     engine, *, text="6*7=", budget=400, stop=None, kept=None, messages=None, evaluation=False, metadata=None, **more
 ):
     """The kernel's own, of one character a token."""
-    told = {"label": "42", "messages": messages, "metadata": metadata or {"from": "a test"}}
-    prompt = Prompt(group_index=3, text=text, token_ids=encode(text), **told)
+    fields = {"label": "42", "messages": messages, "metadata": metadata or {"from": "a test"}}
+    prompt = Prompt(group_index=3, text=text, token_ids=encode(text), **fields)
     settings = {
         "index": 12, "position": 0, "scope": "train", "attempt": 0, "seed": 5, "stop": stop or asyncio.Event(),
         "sampling": SamplingParams(max_new_tokens=budget), "max_context_len": None, "tokenizer": TOKENIZER, "kept": kept,
@@ -42,7 +42,7 @@ def episode_with(
 
 
 class Speaker(ScriptedEngine):
-    """Every answer ends at a stop string, with the budget, or with the end token."""
+    """Every response ends at a stop string, with the budget, or with the end token."""
 
     def __init__(self, reply: Callable[[str], str], *, tokenizer=TOKENIZER, **options):
         super().__init__(vocab_size=len(tokenizer), **options)
@@ -55,9 +55,9 @@ class Speaker(ScriptedEngine):
         text = self._tokenizer.decode(request.token_ids)
         self.heard.append(text)
         self.requests.append(request)
-        said = self._reply(text)
-        ends = [said.index(stop) + len(stop) for stop in request.sampling.stop if stop in said]
-        tokens = self._tokenizer.encode(said[: min(ends)] if ends else said, add_special_tokens=False)
+        reply = self._reply(text)
+        ends = [reply.index(stop) + len(stop) for stop in request.sampling.stop if stop in reply]
+        tokens = self._tokenizer.encode(reply[: min(ends)] if ends else reply, add_special_tokens=False)
         if not ends:
             tokens.append(self._tokenizer.eos_token_id)
         budget = request.sampling.max_new_tokens

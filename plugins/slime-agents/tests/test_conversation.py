@@ -9,7 +9,7 @@ from slime_core.types.completion import Completion, FinishReason
 
 
 def completion(text):
-    # Other tokens than the tokenizer would choose: whoever tokenises again is found out.
+    # Other tokens than the tokenizer would choose, so tokenizing again is detected.
     return Completion(
         request_id="r", token_ids=1000 + encode(text), log_probs=-np.ones(len(text), np.float32),
         finish_reason=FinishReason.STOP, spans=(),
@@ -20,10 +20,10 @@ def completion(text):
 def talk():
     made = Conversation(encode, fork_threshold=5)
 
-    def call(text, answer):
+    def call(text, response):
         branch = made.place(text)
         asked = branch.token_ids
-        made.answer(branch, answer, completion(answer))
+        made.add_response(branch, response, completion(response))
         return asked
 
     made.call = call
@@ -31,7 +31,7 @@ def talk():
 
 
 def shown(conversation):
-    """Texts of every branch: the prompt, then [answers] and others' words."""
+    """Texts of every branch: the prompt, then [responses] and others' words."""
     return [
         [piece.text if piece.completion is None else [piece.text] for piece in branch.pieces]
         for branch in conversation.branches
@@ -39,11 +39,11 @@ def shown(conversation):
 
 
 def tokens(*texts):
-    """`[answer]` in the engine's own tokens, words in the tokenizer's."""
+    """`[response]` in the engine's own tokens, words in the tokenizer's."""
     return [token for text in texts for token in (1000 + encode(text[0]) if isinstance(text, list) else encode(text))]
 
 
-def test_what_goes_on_is_one_sample(talk):
+def test_continued_calls_are_one_sample(talk):
     talk.call("U:hi A:", "hello.")
     asked = talk.call("U:hi A:hello. U:so? A:", "yes.")
     assert asked.tolist() == tokens("U:hi A:", ["hello."], " U:so? A:")
@@ -51,7 +51,7 @@ def test_what_goes_on_is_one_sample(talk):
     assert talk.branches[0].response_length == len("hello. U:so? A:yes.")
 
 
-def test_a_short_answer_that_is_told_otherwise_is_given_up(talk):
+def test_a_short_response_that_is_repeated_differently_is_replaced(talk):
     talk.call("U:hi A:", "ab!")
     asked = talk.call("U:hi A:ab. U:so? A:", "yes")
     assert asked.tolist() == tokens("U:hi A:", "ab. U:so? A:")
@@ -59,7 +59,7 @@ def test_a_short_answer_that_is_told_otherwise_is_given_up(talk):
     assert talk.num_realigned == 1
 
 
-def test_a_long_answer_that_is_told_otherwise_is_forked(talk):
+def test_a_long_response_that_is_repeated_differently_is_forked(talk):
     talk.call("U:hi A:", "think, ab")
     asked = talk.call("U:hi A:ab U:so? A:", "yes")
     assert asked.tolist() == tokens("U:hi A:ab U:so? A:")
@@ -78,12 +78,12 @@ def test_a_tree_trains_each_turn_once(talk):
         ["U:hi A:", ["hello."], " U:one A:", ["1 it is"]],
         ["U:hi A:hello. U:two A:", ["2 it is"]],
     ]
-    # Each branch goes on by itself.
+    # Each branch continues by itself.
     talk.call("U:hi A:hello. U:one A:1 it is U:! A:", "a")
     talk.call("U:hi A:hello. U:two A:2 it is U:! A:", "b")
-    assert [branch.num_answers for branch in talk.branches] == [3, 2]
-    answers = [piece.text for branch in talk.branches for piece in branch.pieces[1:] if piece.completion]
-    assert sorted(answers) == sorted(["hello.", "1 it is", "2 it is", "a", "b"])
+    assert [branch.num_responses for branch in talk.branches] == [3, 2]
+    responses = [piece.text for branch in talk.branches for piece in branch.pieces[1:] if piece.completion]
+    assert sorted(responses) == sorted(["hello.", "1 it is", "2 it is", "a", "b"])
 
 
 def test_the_same_question_again_is_another_sample(talk):
@@ -99,15 +99,15 @@ def test_calls_at_once_do_not_mix(talk):
     first = talk.place("U:hi A:")
     second = talk.place("U:hi A:")
     assert first is not second
-    talk.answer(second, "2", completion("2"))
+    talk.add_response(second, "2", completion("2"))
     third = talk.place("U:hi A:2 U:b A:")
     assert third is second
-    talk.answer(first, "1", completion("1"))
-    talk.answer(third, "3", completion("3"))
+    talk.add_response(first, "1", completion("1"))
+    talk.add_response(third, "3", completion("3"))
     assert shown(talk) == [["U:hi A:", ["1"]], ["U:hi A:", ["2"], " U:b A:", ["3"]]]
 
 
-def test_something_else_begins_anew(talk):
+def test_another_text_is_a_new_branch(talk):
     talk.call("U:hi A:", "hello.")
     asked = talk.call("S:sum up A:", "s")
     assert decode(asked) == "S:sum up A:"

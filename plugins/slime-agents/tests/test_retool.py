@@ -1,4 +1,4 @@
-"""retool: what the model wrote is trained, what its code printed is not; limits; what is told of the code."""
+"""retool: what the model wrote is trained, what its code printed is not; limits; what the model reads of its output."""
 
 from dataclasses import replace
 
@@ -18,9 +18,9 @@ def retool(**options):
     return Retool(RetoolConfig(sandbox=SandboxConfig(workers=1), **options))
 
 
-def turns(*said):
-    """The model's turns, by how often the interpreter has answered."""
-    return lambda text: said[min(text.count("</interpreter>"), len(said) - 1)]
+def turns(*texts):
+    """The model's turns, by how often the interpreter has responded."""
+    return lambda text: texts[min(text.count("</interpreter>"), len(texts) - 1)]
 
 
 def pieces(sample):
@@ -47,7 +47,7 @@ def test_code_is_run_and_its_output_is_not_trained(speak):
     assert sample.metadata["tool_calls"] == 2
     assert not sample.rollout_log_probs[sample.loss_mask == 0].any()
     assert (sample.rollout_log_probs[sample.loss_mask == 1] < 0).all()
-    # Token in, token out: each request is the one before, its answer, and the output.
+    # Token in, token out: each request is the one before, its response, and the output.
     for before, completion, after in zip(engine.requests, engine.completions, engine.requests[1:], strict=False):
         begun = np.concatenate([before.token_ids, completion.token_ids])
         assert np.array_equal(after.token_ids[: len(begun)], begun)
@@ -61,7 +61,7 @@ def test_code_is_run_and_its_output_is_not_trained(speak):
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "count"),
+    ("code", "shown", "count"),
     [
         ("1/0", "ZeroDivisionError: division by zero", "tool_wrong"),
         ("print(1)\nx", "1\nNameError: name 'x' is not defined", "tool_wrong"),
@@ -72,19 +72,19 @@ def test_code_is_run_and_its_output_is_not_trained(speak):
         ("print('<en' + 'd>')", "<end>", "tool_ok"),
     ],
 )
-def test_what_the_model_reads(speak, code, told, count):
+def test_what_the_model_reads(speak, code, shown, count):
     limits = SandboxConfig(workers=1, cpu_s=1, wall_s=60)
     most = 30 if count == "tool_ok" else 60
     generator = Retool(RetoolConfig(sandbox=limits, max_output_chars=most))
     [sample], _ = speak(turns(f"<code>{code}</code>", "ok"), generator)
-    (_, said, _) = (text for _, text in pieces(sample))
-    assert said == f"{OPEN}{told}{CLOSE}"
+    (_, written, _) = (text for _, text in pieces(sample))
+    assert written == f"{OPEN}{shown}{CLOSE}"
     assert sample.counts[count] == 1
     tool = sample.response_tokens[sample.loss_mask == 0]
     assert TOKENIZER.eos_token_id not in tool
 
 
-def test_limits_end_an_answer(speak):
+def test_limits_end_a_response(speak):
     [sample], engine = speak(turns("<code>print(1)</code>"), retool(max_tool_calls=2))
     assert sample.status is Status.TRUNCATED
     assert (sample.counts["tool_calls"], len(engine.requests)) == (2, 3)
@@ -96,10 +96,10 @@ def test_limits_end_an_answer(speak):
     assert (sample.status, sample.response, sample.counts) == (Status.TRUNCATED, "<code>print(", {})
 
 
-def test_what_asks_for_nothing_is_an_answer(speak):
-    for said in ("no code", "code> </code", "</code> it ends", "<code>1</code> and more"):
-        [sample], _ = speak(lambda text, said=said: said, retool(code_end="</CODE>"))
-        assert (sample.status, sample.response) == (Status.COMPLETED, said + "<end>")
+def test_a_turn_without_a_code_block_ends_the_response(speak):
+    for written in ("no code", "code> </code", "</code> it ends", "<code>1</code> and more"):
+        [sample], _ = speak(lambda text, written=written: written, retool(code_end="</CODE>"))
+        assert (sample.status, sample.response) == (Status.COMPLETED, written + "<end>")
     [sample], _ = speak(turns("alone </code>"), retool())
     assert (sample.status, sample.response, sample.counts) == (Status.COMPLETED, "alone </code>", {})
 
@@ -110,9 +110,9 @@ def test_without_the_tool_nothing_is_run(speak):
     assert engine.requests[0].sampling.stop == ()
 
 
-def test_a_partial_rollout_goes_on_where_it_was(speak):
-    said = turns("<code>print(6*7)</code>", "it is 42")
-    [whole], _ = speak(said, retool())
+def test_a_partial_rollout_continues_where_it_was(speak):
+    written = turns("<code>print(6*7)</code>", "it is 42")
+    [whole], _ = speak(written, retool())
     called = len("<code>print(6*7)</code>")
     # Broken off in the code, right after it, and after its output.
     for length in (called - 10, called, called + len(f"{OPEN}42{CLOSE}")):
@@ -127,14 +127,14 @@ def test_a_partial_rollout_goes_on_where_it_was(speak):
         )
         rest = "<code>print(6*7)</code>"[length:]
         [sample], _ = speak(
-            lambda text, rest=rest: said(text) if not rest or "</code>" in text else rest, retool(), kept=kept
+            lambda text, rest=rest: written(text) if not rest or "</code>" in text else rest, retool(), kept=kept
         )
         assert np.array_equal(sample.tokens, whole.tokens)
         assert np.array_equal(sample.loss_mask, whole.loss_mask)
         assert sample.counts == whole.counts
 
 
-def test_a_broken_sandbox_is_no_answer(speak, monkeypatch):
+def test_a_failed_sandbox_raises_tool_failed(speak, monkeypatch):
     generator = retool()
 
     async def broken(code):

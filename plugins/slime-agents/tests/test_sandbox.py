@@ -34,7 +34,7 @@ def is_there(pid: int) -> bool:
     return True
 
 
-def test_code_is_run_and_its_errors_are_told(interpreter: Interpreter) -> None:
+def test_code_is_run_and_its_errors_are_reported(interpreter: Interpreter) -> None:
     done = run(interpreter, "import math\nprint(math.factorial(20) // 7)")
     assert (done.outcome, done.out, done.err) == (Outcome.OK, f"{2432902008176640000 // 7}\n", "")
     wrong = run(interpreter, "print('before')\n\ndef f(x):\n    return 1 // x\nf(0)")
@@ -102,7 +102,7 @@ def test_harm_ends_with_the_code(interpreter: Interpreter, code: str, reason: st
     assert len(done.out) <= 8192
 
 
-def test_a_flood_of_folders_holds_nobody_up() -> None:
+def test_a_flood_of_folders_does_not_delay_other_code() -> None:
     interpreter = Interpreter(SandboxConfig(wall_s=120, cpu_s=100, workers=2))
 
     async def scene() -> tuple[Execution, list[Execution]]:
@@ -120,7 +120,7 @@ def test_a_flood_of_folders_holds_nobody_up() -> None:
     interpreter.close()
 
 
-def test_what_a_job_leaves_is_removed_however_deep_and_locked() -> None:
+def test_deep_and_locked_folders_of_a_job_are_removed() -> None:
     interpreter = Interpreter(SandboxConfig(wall_s=60, cpu_s=30, max_files=10**5, workers=1))
     code = (
         "import os\nfor name in ('a', 'b'):\n  os.mkdir(name, 0o500); open(name + '.txt', 'w').close()\n"
@@ -179,7 +179,7 @@ def test_the_environment_is_the_jobs_own(interpreter: Interpreter, monkeypatch: 
     assert done.out == "['HOME', 'LANG', 'PATH', 'TMPDIR'] True\n"
 
 
-def test_a_lost_server_is_told_and_replaced(interpreter: Interpreter) -> None:
+def test_a_lost_server_is_reported_and_replaced(interpreter: Interpreter) -> None:
     async def scene() -> tuple[Execution, Execution]:
         waiting = asyncio.create_task(interpreter.run("import time; time.sleep(50)"))
         while True:
@@ -195,7 +195,7 @@ def test_a_lost_server_is_told_and_replaced(interpreter: Interpreter) -> None:
     assert (after.outcome, after.out) == (Outcome.OK, "7\n")
 
 
-def test_a_server_that_is_gone_or_silent_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_or_silent_server_does_not_block_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     # With `wall_s`, all of which the code that is run afterwards has, half a second.
     monkeypatch.setattr("slime_agents.sandbox.interpreter.SILENCE_S", -59.5)
     interpreter = Interpreter(SandboxConfig(wall_s=60, workers=1))
@@ -214,11 +214,11 @@ def test_a_server_that_is_gone_or_silent_keeps_nobody_waiting(monkeypatch: pytes
     silent, after, gone = asyncio.run(scene())
     assert (silent.outcome, silent.reason) == (Outcome.INFRA, "the sandbox's fork server has been silent for 0.5 s")
     assert (after.outcome, after.out) == (Outcome.OK, "7\n")
-    assert gone == {"cause": "infra", "told": "the sandbox's fork server died"}
+    assert gone == {"cause": "infra", "detail": "the sandbox's fork server died"}
     interpreter.close()
 
 
-def test_who_leaves_takes_the_job_along(interpreter: Interpreter) -> None:
+def test_a_cancelled_call_ends_its_job(interpreter: Interpreter) -> None:
     async def scene() -> float:
         begun = time.monotonic()
         held = [asyncio.create_task(interpreter.run("import time; time.sleep(50)")) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_walls_are_stated_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_walls_are_reported_and_required_ones_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     plain = Interpreter(SandboxConfig())
     assert asyncio.run(plain.start()) == {"network", "processes", "files"}

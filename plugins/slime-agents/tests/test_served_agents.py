@@ -67,8 +67,8 @@ def client(task, **options):
 
 async def ask(task, *messages, **options):
     async with client(task) as opened:
-        answer = await opened.chat.completions.create(model="slime", messages=list(messages), **options)
-    return answer.choices[0].message
+        response = await opened.chat.completions.create(model="slime", messages=list(messages), **options)
+    return response.choices[0].message
 
 
 def user(text):
@@ -88,12 +88,12 @@ def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
         tools = [{"type": "function", "function": ADD}]
         messages = [{"role": "system", "content": "You add."}, user(task.prompt)]
         while True:
-            said = await ask(task, *messages, tools=tools)
-            seen.append(said)
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
+            message = await ask(task, *messages, tools=tools)
+            seen.append(message)
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
                 return
-            for call in said.tool_calls:
+            for call in message.tool_calls:
                 total = str(sum(json.loads(call.function.arguments).values()))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": total})
 
@@ -133,8 +133,8 @@ def test_branches_share_a_rollout_and_a_reward():
         assert len(group.samples) == 1
         return replace(group, samples=(replace(group.samples[0], reward=0.75),))
 
-    samples, _ = play(tree, lambda text: f"said {text.count('<s>')}", scorer=scorer)
-    assert [pieces(sample)[-1] for sample in samples] == [(1, "said 4<e>"), (1, "said 4<e>")]
+    samples, _ = play(tree, lambda text: f"text {text.count('<s>')}", scorer=scorer)
+    assert [pieces(sample)[-1] for sample in samples] == [(1, "text 4<e>"), (1, "text 4<e>")]
     assert [sample.num_trainable for sample in samples] == [14, 7]
     assert {sample.rollout_id for sample in samples} == {12}
     assert [sample.reward for sample in samples] == [0.75, 0.75]
@@ -153,17 +153,19 @@ def returning(function, reward):
     return both
 
 
-def test_several_answers_at_once_and_streams():
+def test_several_responses_at_once_and_streams():
     read = []
 
     async def many(task):
         async with client(task) as opened:
-            answer = await opened.chat.completions.create(
+            response = await opened.chat.completions.create(
                 model="m", messages=[user("hi")], n=3, logprobs=True, temperature=0.3
             )
-            read.append([choice.message.content for choice in answer.choices])
-            read.append(answer.choices[0].logprobs.content[0])
-            read.append((answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.choices[0].finish_reason))
+            read.append([choice.message.content for choice in response.choices])
+            read.append(response.choices[0].logprobs.content[0])
+            read.append(
+                (response.usage.prompt_tokens, response.usage.completion_tokens, response.choices[0].finish_reason)
+            )
             options = {"stream": True, "tools": [{"type": "function", "function": ADD}]}
             stream = await opened.chat.completions.create(model="m", messages=[user("go")], **options)
             deltas = [chunk.choices[0].delta async for chunk in stream]
@@ -187,10 +189,10 @@ def test_a_limit_and_a_stop_string_of_the_agents_own():
     async def short(task):
         async with client(task) as opened:
             for options in ({"max_tokens": 2}, {"stop": ["lo"]}):
-                answer = await opened.chat.completions.create(model="m", messages=[user("hi")], **options)
-                read.append((answer.choices[0].message.content, answer.choices[0].finish_reason))
-            said = {"role": "assistant", "content": "hel"}
-            await opened.chat.completions.create(model="m", messages=[user("hi"), said, user("on")])
+                response = await opened.chat.completions.create(model="m", messages=[user("hi")], **options)
+                read.append((response.choices[0].message.content, response.choices[0].finish_reason))
+            message = {"role": "assistant", "content": "hel"}
+            await opened.chat.completions.create(model="m", messages=[user("hi"), message, user("on")])
         return 0.0
 
     samples, _ = play(short, lambda text: "hello")
@@ -209,14 +211,16 @@ def test_an_agent_of_anthropics_client():
         messages = [user([{"type": "text", "text": task.prompt}])]
         async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
             for _ in range(2):
-                said = await opened.messages.create(
+                message = await opened.messages.create(
                     model="m", max_tokens=90, system="Add.", messages=messages, tools=tools
                 )
-                read.append((said.stop_reason, [block.type for block in said.content], said.usage.output_tokens))
-                messages.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+                read.append(
+                    (message.stop_reason, [block.type for block in message.content], message.usage.output_tokens)
+                )
+                messages.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
                 results = [
                     {"type": "tool_result", "tool_use_id": block.id, "content": str(sum(block.input.values()))}
-                    for block in said.content
+                    for block in message.content
                     if block.type == "tool_use"
                 ]
                 messages.append({"role": "user", "content": results})
@@ -237,8 +241,8 @@ def test_an_agent_of_anthropics_client():
     assert "<s>system\nAdd.<e>\n<s>user\n6*7=<e>" in samples[0].prompt.text
 
 
-def test_what_cannot_be_answered_is_told():
-    told = []
+def test_unserved_requests_are_reported():
+    errors = []
 
     async def wrong(task):
         image = {"type": "image_url", "image_url": {"url": "http://x"}}
@@ -246,19 +250,19 @@ def test_what_cannot_be_answered_is_told():
             try:
                 await ask(task, *messages, **options)
             except openai.BadRequestError as error:
-                told.append(str(error))
+                errors.append(str(error))
         stranger = openai.AsyncOpenAI(base_url=task.base_url, api_key="sk-guess", max_retries=0)
         try:
             await stranger.chat.completions.create(model="m", messages=[user("hi")])
         except openai.AuthenticationError as error:
-            told.append(str(error))
+            errors.append(str(error))
         await ask(task, user("hi"))
 
     [sample], engine = play(wrong, lambda text: "x")
-    for said, wanted in zip(
-        told, ("there are none", "image_url cannot be shown", "n: Input should", "no such key"), strict=True
+    for error, expected in zip(
+        errors, ("there are none", "image_url cannot be shown", "n: Input should", "no such key"), strict=True
     ):
-        assert wanted in said
+        assert expected in error
     assert len(engine.requests) == 1
     assert pieces(sample) == [(1, "x<e>")]
     with pytest.raises(PluginError, match="no chat template"):
@@ -269,8 +273,8 @@ def test_an_agent_that_never_ends(monkeypatch):
     async def for_ever(task):
         messages = [user("hi")]
         while True:
-            said = await ask(task, *messages)
-            messages += [{"role": "assistant", "content": said.content}, user("on")]
+            message = await ask(task, *messages)
+            messages += [{"role": "assistant", "content": message.content}, user("on")]
 
     [sample], engine = play(for_ever, lambda text: "x", config={"max_calls": 3})
     assert (sample.status, len(engine.requests)) == (Status.TRUNCATED, 3)
@@ -282,7 +286,7 @@ def test_an_agent_that_never_ends(monkeypatch):
 
     async def sleeps(task):
         await ask(task, user("hi"))
-        # The run's clock is put forward: a limit short enough to be waited for may be over before the answer is there.
+        # The run's clock is put forward: a limit short enough to be waited for may be over before the response is there.
         now = run.time
         monkeypatch.setattr(run, "time", lambda: now() + 60)
         run.call_soon_threadsafe(int)
@@ -293,7 +297,7 @@ def test_an_agent_that_never_ends(monkeypatch):
     assert (sample.status, sample.response) == (Status.TRUNCATED, "x<e>")
 
 
-def test_an_agent_that_blocks_is_named_and_the_run_goes_on():
+def test_an_agent_that_blocks_is_named_and_the_run_continues():
     held = threading.Event()
 
     async def hog(task):
@@ -337,12 +341,12 @@ def test_an_agent_that_blocks_is_named_and_the_run_goes_on():
 
 
 def test_an_agent_that_has_ended_does_not_block():
-    """Its end and the word to end cross; then another one holds the loop."""
+    """The agent ends while it is cancelled; then another function blocks the loop."""
     held, holding = threading.Event(), threading.Event()
 
     async def ends(task):
         loop = asyncio.get_running_loop()
-        # Behind what tells the run.
+        # Runs after the callback that reports to the run.
         loop.call_soon(loop.call_soon, loop.call_soon, hold)
 
     def hold():
@@ -363,7 +367,7 @@ def test_an_agent_that_has_ended_does_not_block():
         )
         running = asyncio.create_task(agent.run(task))
         await asyncio.sleep(0)
-        # The run's own loop stands still meanwhile.
+        # Blocks the run's own event loop meanwhile.
         holding.wait()
         running.cancel()
         await asyncio.wait([running])
@@ -436,7 +440,7 @@ def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
     assert [(sample.status, sample.response) for sample in samples] == [(Status.ABORTED, "x<e>")]
 
 
-def test_a_partial_rollout_is_told_again_and_gone_on_with():
+def test_a_partial_rollout_is_replayed_and_continued():
     async def two(task):
         first = await ask(task, user("hi"))
         await ask(task, user("hi"), {"role": "assistant", "content": first.content}, user("on"))
@@ -463,7 +467,7 @@ def test_a_partial_rollout_is_told_again_and_gone_on_with():
     ("calls", "runs"),
     [({"stop": ["lo"]}, {}), ({}, {"stop": ("lo",)}), ({}, {"stop_token_ids": (CHAT.convert_tokens_to_ids("o"),)})],
 )
-def test_an_answer_that_was_stopped_is_not_gone_on_with(calls, runs):
+def test_a_response_that_was_stopped_is_not_continued(calls, runs):
     async def two(task):
         first = await ask(task, user("hi"), **calls)
         await ask(task, user("hi"), {"role": "assistant", "content": first.content}, user("on"), **calls)
@@ -481,7 +485,7 @@ def test_an_answer_that_was_stopped_is_not_gone_on_with(calls, runs):
     sampling = SamplingParams(max_new_tokens=400, **runs)
     [whole], _ = play(two, reply, sampling=sampling, speaker=Stopping)
     assert pieces(whole)[0] == (1, "hello")
-    # Broken off while the agent was busy with its first answer, and in the middle of that.
+    # Broken off while the agent was busy with its first response, and in the middle of that.
     for length in (len("hello"), len("hel")):
         kept = replace(
             whole,
@@ -496,7 +500,7 @@ def test_an_answer_that_was_stopped_is_not_gone_on_with(calls, runs):
 
 
 def tail(text):
-    """What is missing of the answer that a text ends with."""
+    """What is missing of the response that a text ends with."""
     begun = text.rpartition("<s>assistant\n")[2]
     if begun.endswith("<e>"):
         return ""
@@ -512,10 +516,10 @@ def test_threads_have_conversations_and_rewards_of_their_own():
                 task.name_thread(name)
                 async with client(task, default_headers={"X-Session-ID": name}) as opened:
                     await opened.chat.completions.create(model="slime", messages=[user("hi")])
-            told = {"one": (1.0, 0), "other": (-1.0, 1)}
+            threads = {"one": (1.0, 0), "other": (-1.0, 1)}
             earned = {
                 name: Earned(reward=reward, parts={"x": reward}, agent=name, number=number, num_agents=2)
-                for name, (reward, number) in told.items()
+                for name, (reward, number) in threads.items()
             }
             return {**earned, "judge": Earned(reward=0.0, is_trained=False)}
 
@@ -526,7 +530,7 @@ def test_threads_have_conversations_and_rewards_of_their_own():
         finally:
             await generator.close()
 
-    # The same words to the same question: only the thread tells them apart.
+    # Same response to the same question: only the thread distinguishes them.
     samples = asyncio.run(scene(Pair()))
     assert [pieces(sample) for sample in samples] == [[(1, "yes<e>")]] * 2
     assert [(s.metadata["agent"], s.reward, s.reward_parts["x"]) for s in samples] == [("one", 1, 1), ("other", -1, -1)]
@@ -559,8 +563,8 @@ def test_a_command_is_an_agent(tmp_path, monkeypatch):
         "print('x' * 10**6)\n"
         "if task['metadata']['from'] == 'nowhere': sys.exit('no way')\n"
         "import openai\n"
-        "answer = openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': task['prompt']}])\n"
-        "assert answer.choices[0].message.content == '42'\n"
+        "reply = openai.OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': task['prompt']}])\n"
+        "assert reply.choices[0].message.content == '42'\n"
     )
 
     def run(**options):

@@ -1,4 +1,4 @@
-"""The service as agents see it: prompts out, trajectories in, and what is refused."""
+"""The service as agents see it: prompts, trajectories, and refusals."""
 
 import asyncio
 import json
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from slime_buffer_service.app import BufferApp
-from slime_buffer_service.board import Board
-from slime_buffer_service.config import OutsideAgentsConfig
-from slime_buffer_service.generator import OutsideAgents
+from slime_buffer_service.config import ExternalAgentsConfig
+from slime_buffer_service.generator import ExternalAgents
+from slime_buffer_service.prompt_queue import PromptQueue
 from slime_core.rollout.groups import check_samples
 from slime_core.types.sample import Status, VersionSpan
 from slime_plugin_kit.scripted_engine import ScriptedEngine
@@ -25,12 +25,12 @@ RESPONSE = {"token_ids": [3, 4, 5], "log_probs": [-0.5, 0.0, -1.25], "loss_mask"
 @dataclass
 class Service:
     client: httpx.AsyncClient
-    board: Board
-    generator: OutsideAgents
+    queue: PromptQueue
+    generator: ExternalAgents
     tasks: list
 
     def ask(self, number=3, *, versions=range(2, 6), stop=None, **options):
-        """An answer that is asked for; the task ends with its samples."""
+        """Requests a response; the task returns its samples."""
         client = client_of(ScriptedEngine(vocab_size=vocab_size()))
         episode = episode_of(client, number, stop=stop, **options)
         episode.trained_versions = lambda: versions
@@ -38,15 +38,15 @@ class Service:
         return self.tasks[-1]
 
     async def take(self, count=1, wait_s=1.0):
-        answer = await self.post("/get_samples", {"num_samples": count, "wait_s": wait_s})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["samples"]
+        response = await self.post("/get_samples", {"num_samples": count, "wait_s": wait_s})
+        assert response.status_code == 200, response.text
+        return response.json()["samples"]
 
-    async def push(self, ticket, **said):
+    async def push(self, ticket, **pushed):
         """Status, and the result of this one trajectory."""
-        answer = await self.post("/add_samples", {"samples": [{"ticket": ticket, **said}]})
-        body = answer.json()
-        return answer.status_code, body["results"][0] if "results" in body else body
+        response = await self.post("/add_samples", {"samples": [{"ticket": ticket, **pushed}]})
+        body = response.json()
+        return response.status_code, body["results"][0] if "results" in body else body
 
     async def post(self, path, body):
         return await self.client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
@@ -61,43 +61,43 @@ class Clock:
 
 @asynccontextmanager
 async def service(tmp_path, *, clock=None, **options):
-    """In this process, without a socket."""
-    config = OutsideAgentsConfig(port=0, token_file=str(tmp_path / "token"), **options)
-    generator = OutsideAgents(config)
+    """The service in this process, without a socket."""
+    config = ExternalAgentsConfig(port=0, token_file=str(tmp_path / "token"), **options)
+    generator = ExternalAgents(config)
     if clock is not None:
-        generator._board = Board(lease_s=config.lease_s, max_leased=config.max_leased, clock=clock)
+        generator._queue = PromptQueue(lease_s=config.lease_s, max_leased=config.max_leased, clock=clock)
     generator._server = "none"
-    app = BufferApp(generator._board, max_body_bytes=config.max_body_bytes, give_labels=config.give_labels).asgi(TOKEN)
+    app = BufferApp(generator._queue, max_body_bytes=config.max_body_bytes, give_labels=config.give_labels).asgi(TOKEN)
     transport = httpx.ASGITransport(app=app)
     headers = {"authorization": f"Bearer {TOKEN}"}
     tasks = []
     async with httpx.AsyncClient(transport=transport, base_url="http://buffer", headers=headers) as client:
-        yield Service(client, generator._board, generator, tasks)
+        yield Service(client, generator._queue, generator, tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_prompt_out_and_a_trajectory_in(tmp_path):
+async def test_a_prompt_is_fetched_and_a_trajectory_returned(tmp_path):
     async with service(tmp_path) as s:
         task = s.ask(number=3)
         (given,) = await s.take()
         assert given["ticket"] == "train-12"
         assert (given["prompt"], given["max_new_tokens"], given["version"]) == ("3+3=", BUDGET, 5)
         assert "label" not in given
-        said = {**RESPONSE, "reward": 0.5, "metadata": {"tries": 2}, "counts": {"turns": 2}, "status": "truncated"}
-        assert await s.push(given["ticket"], **said) == (200, {"ticket": "train-12", "accepted": True})
+        pushed = {**RESPONSE, "reward": 0.5, "metadata": {"tries": 2}, "counts": {"turns": 2}, "status": "truncated"}
+        assert await s.push(given["ticket"], **pushed) == (200, {"ticket": "train-12", "accepted": True})
         (sample,) = check_samples(await task, s.generator)
     assert sample.tokens.tolist() == [*given["prompt_token_ids"], 3, 4, 5]
     assert sample.rollout_log_probs.tolist() == [-0.5, 0.0, -1.25]
     assert sample.loss_mask.tolist() == [1, 0, 1]
-    # Stamped with the version that the ticket was given out with.
+    # The version of the ticket.
     assert sample.spans == (VersionSpan(5, 0, 1), VersionSpan(5, 2, 3))
     assert (sample.reward, sample.status) == (0.5, Status.TRUNCATED)
     assert (sample.metadata["tries"], sample.counts["turns"]) == (2, 2)
 
 
-async def test_an_empty_answer_and_spans_of_several_versions(tmp_path):
+async def test_an_empty_response_and_spans_of_several_versions(tmp_path):
     async with service(tmp_path, give_labels=True) as s:
         first, second = s.ask(number=1), s.ask(number=2)
         one, two = await s.take(5)
@@ -126,16 +126,16 @@ async def test_an_empty_answer_and_spans_of_several_versions(tmp_path):
         ({"temperature": 1}, 422, "invalid", "temperature: Extra inputs are not permitted"),
         ({"version": 6}, 422, "invalid", "version 6 has not been trained yet: the policy's is 5"),
         ({"version": 1}, 409, "stale", "version 1 is too old: tokens of versions 2 to 5 are trained"),
-        ({"version": 5, "spans": [[5, 0, 3]]}, 422, "invalid", "version and spans both say"),
+        ({"version": 5, "spans": [[5, 0, 3]]}, 422, "invalid", "version and spans are both set"),
         ({"spans": [[5, 0, 4]]}, 422, "invalid", "spans[0] is [0, 4) of 3 tokens"),
         ({"spans": [[5, 0, 2], [5, 1, 3]]}, 422, "invalid", "spans[1] begins at 1, before the one ahead of it ends (2)"),
-        ({"spans": [[5, 0, 1]]}, 422, "invalid", "no span says which policy wrote token 2"),
+        ({"spans": [[5, 0, 1]]}, 422, "invalid", "no span has the policy version of token 2"),
         ({"spans": [[1, 0, 1], [5, 2, 3]]}, 409, "stale", "version 1 is too old"),
         ({"token_ids": [3] * 17, "log_probs": [-1] * 17, "loss_mask": None}, 422, "too_long", "17 tokens, but the ticket has"),
         ({"ticket": "train-99"}, 404, "unknown_ticket", 'there is no ticket "train-99"'),
     ],
 )  # fmt: skip
-async def test_what_is_refused_leaves_the_ticket_open(tmp_path, changed, status, code, text):
+async def test_a_refusal_leaves_the_ticket_open(tmp_path, changed, status, code, text):
     async with service(tmp_path) as s:
         task = s.ask()
         (given,) = await s.take()
@@ -148,16 +148,16 @@ async def test_what_is_refused_leaves_the_ticket_open(tmp_path, changed, status,
         assert sample.response_length == 3
 
 
-async def test_each_trajectory_of_a_push_is_judged_by_itself(tmp_path):
+async def test_each_trajectory_of_a_request_is_checked_by_itself(tmp_path):
     async with service(tmp_path) as s:
         task = s.ask(number=3)
         s.ask(number=4)
         await s.take(2)
         samples = [{"ticket": "train-16"}, {"ticket": "train-12", **RESPONSE}, {"ticket": "none", **RESPONSE}]
-        answer = await s.post("/add_samples", {"samples": samples})
-        assert answer.status_code == 422
-        assert [result["accepted"] for result in answer.json()["results"]] == [False, True, False]
-        assert "token_ids: Field required" in answer.json()["results"][0]["error"]
+        response = await s.post("/add_samples", {"samples": samples})
+        assert response.status_code == 422
+        assert [result["accepted"] for result in response.json()["results"]] == [False, True, False]
+        assert "token_ids: Field required" in response.json()["results"][0]["error"]
         await task
 
 
@@ -175,23 +175,23 @@ async def test_each_trajectory_of_a_push_is_judged_by_itself(tmp_path):
         ("/put_samples", b"{}", 404, ""),
     ],
 )
-async def test_a_body_that_is_none(tmp_path, path, body, status, text):
+async def test_invalid_bodies_are_refused(tmp_path, path, body, status, text):
     async with service(tmp_path, max_body_bytes=1024) as s:
-        answer = await s.post(path, body)
-        assert answer.status_code == status
-        assert text in answer.text
+        response = await s.post(path, body)
+        assert response.status_code == status
+        assert text in response.text
 
 
 async def test_the_token(tmp_path):
     async with service(tmp_path) as s:
         for headers in ({"authorization": "Bearer another"}, {"authorization": ""}):
-            answer = await s.client.post("/get_samples", json={}, headers=headers)
-            assert (answer.status_code, "token" in answer.json()["error"]) == (401, True)
-        answer = await s.client.get("/health", headers={"authorization": ""})
-        assert answer.json() == {"status": "ok", "waiting": 0, "leased": 0}
+            response = await s.client.post("/get_samples", json={}, headers=headers)
+            assert (response.status_code, "token" in response.json()["error"]) == (401, True)
+        response = await s.client.get("/health", headers={"authorization": ""})
+        assert response.json() == {"status": "ok", "waiting": 0, "leased": 0}
 
 
-async def test_who_pushes_first_counts(tmp_path):
+async def test_the_first_response_counts(tmp_path):
     clock = Clock()
     async with service(tmp_path, clock=clock, lease_s=10) as s:
         task = s.ask()
@@ -203,22 +203,22 @@ async def test_who_pushes_first_counts(tmp_path):
         assert (await s.push(given["ticket"], **RESPONSE))[0] == 200
         status, result = await s.push(given["ticket"], **RESPONSE)
         assert (status, result["code"]) == (409, "ticket_ended")
-        assert "answered already" in result["error"]
+        assert "already has a response" in result["error"]
         await task
-        assert (s.board.num_waiting, s.board.num_leased) == (0, 0)
+        assert (s.queue.num_waiting, s.queue.num_leased) == (0, 0)
 
 
 @pytest.mark.parametrize(("late", "version"), [(True, 3), (False, 7)])
-async def test_tokens_are_those_of_the_policy_that_their_agent_had(tmp_path, late, version):
+async def test_tokens_have_the_policy_version_of_their_lease(tmp_path, late, version):
     clock, trained = Clock(), [range(2, 4), range(2, 8)]
     async with service(tmp_path, clock=clock, lease_s=10) as s:
         task = s.ask(versions=trained[0])
         s.ask(number=4)
         await asyncio.sleep(0)
-        # One that nobody was given yet, such as that of a run before this one.
+        # A version of no lease, such as one of an earlier run.
         assert (await s.push("train-12", **RESPONSE))[1]["code"] == "stale"
         (given,) = await s.take()
-        s.board.find(given["ticket"]).episode.trained_versions = lambda: trained[1]
+        s.queue.find(given["ticket"]).episode.trained_versions = lambda: trained[1]
         clock.now = 10.0
         _, again = await s.take(2)
         assert (given["version"], again["version"]) == (3, 7)
@@ -227,11 +227,11 @@ async def test_tokens_are_those_of_the_policy_that_their_agent_had(tmp_path, lat
         (sample,) = await task
         status, result = await s.push(tickets[1], **RESPONSE)
         assert (status, result["code"]) == (409, "ticket_ended")
-        assert s.board.num_leased == 1
+        assert s.queue.num_leased == 1
     assert {span.version for span in sample.spans} == {version}
 
 
-async def test_agents_that_hold_too_many_are_told_to_wait(tmp_path):
+async def test_agents_that_hold_too_many_prompts_get_429(tmp_path):
     async with service(tmp_path, max_leased=2) as s:
         for number in range(3):
             s.ask(number)
@@ -253,7 +253,7 @@ async def test_an_agent_waits_for_a_prompt(tmp_path):
         assert len(await waiting) == 1
 
 
-async def test_a_run_that_breaks_off(tmp_path):
+async def test_a_run_that_aborts_a_response(tmp_path):
     stop = asyncio.Event()
     async with service(tmp_path) as s:
         task = s.ask(stop=stop)
@@ -263,10 +263,10 @@ async def test_a_run_that_breaks_off(tmp_path):
         assert (sample.status, sample.response_length) == (Status.ABORTED, 0)
         status, result = await s.push(given["ticket"], **RESPONSE)
         assert (status, result["code"]) == (409, "ticket_ended")
-        assert "broken this answer off" in result["error"]
+        assert "aborted this response" in result["error"]
 
 
-async def test_what_was_kept_goes_on(tmp_path):
+async def test_a_kept_part_is_continued(tmp_path):
     async with service(tmp_path) as s:
         task = s.ask()
         (given,) = await s.take()
@@ -282,28 +282,28 @@ async def test_what_was_kept_goes_on(tmp_path):
     assert sample.spans[-1] == VersionSpan(5, 3, 4)
 
 
-async def test_the_runs_engines_for_agents_that_have_none(tmp_path):
+async def test_agents_without_an_engine_use_those_of_the_run(tmp_path):
     async with service(tmp_path) as s:
         task = s.ask(versions=range(9))
         (given,) = await s.take()
         prompt = given["prompt_token_ids"]
-        answer = await s.post("/generate", {"ticket": given["ticket"], "token_ids": prompt, "max_new_tokens": 4})
-        said = answer.json()
-        assert answer.status_code == 200
-        assert 0 < len(said["token_ids"]) <= 4
-        more = {key: said[key] for key in ("token_ids", "log_probs", "spans")}
+        response = await s.post("/generate", {"ticket": given["ticket"], "token_ids": prompt, "max_new_tokens": 4})
+        result = response.json()
+        assert response.status_code == 200
+        assert 0 < len(result["token_ids"]) <= 4
+        more = {key: result[key] for key in ("token_ids", "log_probs", "spans")}
         assert (await s.push(given["ticket"], **more))[0] == 200
         (sample,) = await task
-        np.testing.assert_array_equal(sample.rollout_log_probs, np.array(said["log_probs"], np.float32))
+        np.testing.assert_array_equal(sample.rollout_log_probs, np.array(result["log_probs"], np.float32))
         s.ask(number=4)
         (given,) = await s.take()
         for tokens, text in (([1], "do not begin"), ([*given["prompt_token_ids"], *[3] * BUDGET], "has room for")):
-            answer = await s.post("/generate", {"ticket": given["ticket"], "token_ids": tokens})
-            assert (answer.status_code, text in answer.json()["error"]) == (422, True)
+            response = await s.post("/generate", {"ticket": given["ticket"], "token_ids": tokens})
+            assert (response.status_code, text in response.json()["error"]) == (422, True)
 
 
 async def test_over_a_socket(tmp_path):
-    generator = OutsideAgents(OutsideAgentsConfig(port=0, token_file=str(tmp_path / "token")))
+    generator = ExternalAgents(ExternalAgentsConfig(port=0, token_file=str(tmp_path / "token")))
     task = asyncio.create_task(generator.generate(episode_of(client_of(ScriptedEngine(vocab_size=vocab_size())))))
     while not generator.url:  # noqa: ASYNC110 - it has no event for it
         await asyncio.sleep(0.005)
@@ -311,8 +311,8 @@ async def test_over_a_socket(tmp_path):
     headers = {"authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}"}
     async with httpx.AsyncClient(base_url=generator.url, headers=headers, trust_env=False) as client:
         (given,) = (await client.post("/get_samples", json={"wait_s": 2})).json()["samples"]
-        pushed = {"ticket": given["ticket"], "token_ids": [5], "log_probs": [-1.0]}
-        assert (await client.post("/add_samples", json={"samples": [pushed]})).status_code == 200
+        trajectory = {"ticket": given["ticket"], "token_ids": [5], "log_probs": [-1.0]}
+        assert (await client.post("/add_samples", json={"samples": [trajectory]})).status_code == 200
     (sample,) = await task
     assert sample.response_tokens.tolist() == [5]
     await generator.close()

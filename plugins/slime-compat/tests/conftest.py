@@ -1,4 +1,4 @@
-"""A folder of modules that somebody wrote for another slime."""
+"""A folder of modules that were written for upstream slime."""
 
 from __future__ import annotations
 

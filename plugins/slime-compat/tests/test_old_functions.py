@@ -66,45 +66,45 @@ def test_rewards_of_every_form(write_module):
     assert reward(folder, "old_rewards.by_text").score(labelled) == [0.0, 1.0, 0.0]
 
 
-def test_settings_that_are_not_there_are_named_and_none_can_be_set(write_module):
+def test_missing_args_are_named_and_args_are_read_only(write_module):
     group = group_of(("4",))
     folder = write_module(
         "old_rewards", "async def f(args, sample): return args.bonus\ndef g(args, sample): args.x = 1"
     )
-    with pytest.raises(AttributeError, match=r'args has no "bonus": say reward.args.bonus in the run file. Listed: b.'):
+    with pytest.raises(AttributeError, match=r'args has no "bonus". Set reward.args.bonus in the run file. Listed: b.'):
         reward(folder, "old_rewards.f", args={"b": 1}).score(group)
-    with pytest.raises(AttributeError, match=r"args.x cannot be set"):
+    with pytest.raises(AttributeError, match=r"args.x is read-only"):
         reward(folder, "old_rewards.g").score(group)
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "expected"),
     [
         ("old_reward.by_sample", r'no module "old_reward" .*close match: old_rewards'),
         ("old_rewards.by_sampel", r'has no "by_sampel"; close match: by_sample'),
-        ("old_rewards.py", r"A path to a file names no function: say old_rewards.FUNCTION"),
+        ("old_rewards.py", r"This is the path of a file, not of a function. Set it to old_rewards.FUNCTION"),
         ("by_sample", r"package.module.function"),
-        ("old_rewards.Model", r"it is a class"),
+        ("old_rewards.Model", r"it is a class. It must be a function"),
         ("old_rewards.of_nothing", r"it takes \(\), and is called as \(args, sample\) or \(prompt, response, label\)"),
         ("needs_more.f", r"needs_more cannot be imported: No module named 'not_installed_here'"),
-        ("needs_slime.f", r"slime-compat stands in for slime.utils.types"),
+        ("needs_slime.f", r"slime-compat only replaces slime.utils.types"),
     ],
 )
-def test_a_path_that_leads_nowhere_says_what_there_is(write_module, path, told):
+def test_an_unresolved_path_is_reported_with_what_there_is(write_module, path, expected):
     folder = write_module("old_rewards", REWARDS)
     write_module("needs_more", "import not_installed_here")
     write_module("needs_slime", "from slime.backends.megatron_utils import loss")
-    with pytest.raises(PluginError, match=f'reward.path = "{path}": .*{told}'):
+    with pytest.raises(PluginError, match=f'reward.path = "{path}": .*{expected}'):
         reward(folder, path)
 
 
-def test_a_reward_that_returns_nothing_is_told(write_module):
+def test_a_reward_that_returns_none_is_reported(write_module):
     folder = write_module("old_rewards", REWARDS)
-    with pytest.raises(RewardError, match="returned nothing"):
+    with pytest.raises(RewardError, match="returned None"):
         reward(folder, "old_rewards.nothing").score(
             replace(group_of(("4",)), samples=(replace(group_of(("4",)).samples[0], status=Status.COMPLETED),))
         )
-    with pytest.raises(RewardError, match="a list is wanted"):
+    with pytest.raises(RewardError, match="it must return a list"):
         reward(folder, "old_rewards.nothing", group=True).score(group_of(("4",)))
 
 
@@ -136,7 +136,7 @@ def test_filters_keep_drop_and_mark(write_module):
     assert decide("old_filters.unequal", 0.0, 1.0).keep
     equal = decide("old_filters.unequal", 1.0, 1.0)
     assert (equal.keep, equal.reason) == (False, "all_equal_1.0")
-    assert decide("old_filters.short", 0.0, 1.0).untrained == (0,)
+    assert decide("old_filters.short", 0.0, 1.0).masked_indices == (0,)
     assert decide("old_filters.short", 0.0, 1.0, 1.0).reason == "short"
     with pytest.raises(RolloutError, match="it returned None"):
         decide("old_filters.silent", 1.0)
@@ -212,9 +212,9 @@ def generate(folder, name, **options):
 def test_log_probs_and_versions_are_the_engines_though_the_function_kept_none(write_module):
     folder = write_module("old_generators", GENERATORS)
     (sample, twin), engine = generate(folder, "two_turns", args={"tool_text": "1+1", "reward_key": "acc"})
-    told = np.concatenate([completion.log_probs for completion in engine.completions])
-    assert len(told) > 1
-    assert np.array_equal(sample.rollout_log_probs[sample.loss_mask == 1], told)
+    expected = np.concatenate([completion.log_probs for completion in engine.completions])
+    assert len(expected) > 1
+    assert np.array_equal(sample.rollout_log_probs[sample.loss_mask == 1], expected)
     assert 0 < (sample.loss_mask == 0).sum() < sample.response_length
     assert not sample.rollout_log_probs[sample.loss_mask == 0].any()
     covered = {place for _, start, end in sample.spans for place in range(start, end)}
@@ -226,7 +226,7 @@ def test_log_probs_and_versions_are_the_engines_though_the_function_kept_none(wr
 def test_trained_text_that_no_engine_wrote(write_module):
     folder = write_module("old_generators", GENERATORS)
     with pytest.raises(
-        RolloutError, match=r"trains 2 response tokens, the first at 0, that no engine wrote.*missing_log"
+        RolloutError, match=r"trains 2 response tokens, the first at 0, that no engine generated.*missing_log"
     ):
         generate(folder, "text_again")
     (sample,), _ = generate(folder, "text_again", missing_log_probs="zero")
@@ -235,23 +235,23 @@ def test_trained_text_that_no_engine_wrote(write_module):
     assert sample.status is Status.COMPLETED
 
 
-def test_functions_of_lists_get_one_and_are_told_whether_it_is_an_evaluation(write_module):
+def test_functions_of_lists_get_a_list_of_one_and_the_evaluation_flag(write_module):
     (sample,), _ = generate(write_module("old_generators", GENERATORS), "of_lists")
     assert sample.response == "False"
     assert sample.prompt.token_ids.tolist() == sample.tokens.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "told"),
+    ("name", "error", "expected"),
     [
         ("wrong_lengths", RolloutError, "has a loss_mask of 1 and response_length 2"),
-        ("asks_elsewhere", RolloutError, "asked the router for /abort_request; only /generate is answered"),
+        ("asks_elsewhere", RolloutError, "called /abort_request of the router; only /generate is served"),
         ("blocks", PluginError, r"it is no coroutine \(async def\)"),
         ("of_two", PluginError, r"it takes \(args, sample\), and is called as \(args, sample, sampling_params\)"),
     ],
 )
-def test_generate_functions_that_cannot_be(write_module, name, error, told):
-    with pytest.raises(error, match=told):
+def test_invalid_generate_functions_are_refused(write_module, name, error, expected):
+    with pytest.raises(error, match=expected):
         generate(write_module("old_generators", GENERATORS), name)
 
 
@@ -266,13 +266,13 @@ ASKING_OTHERS = """
 """
 
 
-def answered():
+def completed():
     return replace(group_of(("4",)), samples=(replace(group_of(("4",)).samples[0], status=Status.COMPLETED),))
 
 
 @pytest.fixture
 def silent_url():
-    """Of a server that takes connections and never answers."""
+    """URL of a server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/tool"
 
@@ -280,20 +280,20 @@ def silent_url():
 def test_a_request_to_a_server_that_is_silent_has_an_end(write_module, silent_url):
     folder = write_module("old_generators", ASKING_OTHERS)
     options = {"args": {"url": silent_url}, "request_timeout": 0.2}
-    told = f"POST {silent_url}: no answer within 0.2 s, asked 1 times"
-    with pytest.raises(httpx.TimeoutException, match=rf"{told} \(reward.request_timeout\)"):
-        reward(folder, "old_generators.judged", **options).score(answered())
-    with pytest.raises(httpx.TimeoutException, match=rf"{told} \(generate.request_timeout\)"):
+    expected = f"POST {silent_url}: no response within 0.2 s, 1 attempts"
+    with pytest.raises(httpx.TimeoutException, match=rf"{expected} \(reward.request_timeout\)"):
+        reward(folder, "old_generators.judged", **options).score(completed())
+    with pytest.raises(httpx.TimeoutException, match=rf"{expected} \(generate.request_timeout\)"):
         generate(folder, "helped", **options)
 
 
 def test_a_filter_has_no_limit_of_requests():
-    """It cannot wait for one where it decides, and threads that it starts do not know of any."""
+    """A filter cannot wait for a request, and its threads do not inherit a limit."""
     with pytest.raises(ValidationError, match="request_timeout"):
         CompatFilter.Config(path="any.keep", request_timeout=1.0)
 
 
-def test_an_answer_that_drips_has_an_end(write_module, monkeypatch):
+def test_a_response_that_drips_has_an_end(write_module, monkeypatch):
     gone = asyncio.Event()
     ahead = 0
 
@@ -305,7 +305,7 @@ def test_an_answer_that_drips_has_an_end(write_module, monkeypatch):
             for _ in range(500):
                 writer.write(b"x-more: 1\r\n")
                 await writer.drain()
-                # On the clock of who asks: a limit short enough to be waited for may be over before the first drop.
+                # Moves the clock of the caller: a short limit could end before the first byte.
                 ahead += 1
                 await asyncio.sleep(0.01)
         writer.close()
@@ -318,8 +318,8 @@ def test_an_answer_that_drips_has_an_end(write_module, monkeypatch):
             old = reward(folder, "old_rewards.judged", args={"url": url}, request_timeout=30.0)
             now = old._loop.time
             monkeypatch.setattr(old._loop, "time", lambda: now() + ahead)
-            with pytest.raises(httpx.TimeoutException, match=r"no answer within 30 s"):
-                await asyncio.to_thread(old.score, answered())
+            with pytest.raises(httpx.TimeoutException, match=r"no response within 30 s"):
+                await asyncio.to_thread(old.score, completed())
             await asyncio.wait_for(gone.wait(), 60)
 
     asyncio.run(scene())

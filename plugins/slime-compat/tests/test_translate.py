@@ -31,7 +31,7 @@ def translate(capsys):
     return run
 
 
-def test_what_differs_by_default_is_written_out(translate):
+def test_defaults_that_differ_are_written_out(translate):
     tables, err, code = translate("")
     assert (code, err) == (0, "")
     assert tables["algo"] == {
@@ -90,10 +90,10 @@ def test_flags_become_keys(translate, flags, path, value):
 
 
 def test_train_async_runs_one_step_ahead(translate):
-    assert translate("", entry="/root/slime/train_async.py")[0]["rollout"]["ahead"] == 1
+    assert translate("", entry="/root/slime/train_async.py")[0]["rollout"]["max_async_level"] == 1
 
 
-def test_old_functions_get_what_was_said_and_where_they_lie(translate):
+def test_old_functions_get_the_flags_as_args_and_their_folder(translate):
     flags = (
         "--custom-rm-path my.reward --group-rm --custom-generate-function-path my.generate --reward-key acc --use-tis"
     )
@@ -114,7 +114,7 @@ def test_old_functions_get_what_was_said_and_where_they_lie(translate):
     assert "SECRET" not in str(tables)
 
 
-def test_a_custom_config_says_flags_and_args(translate, tmp_path):
+def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
     (tmp_path / "own.yaml").write_text("max_turns: 3\nlr: 1e-5\ntools: [a, b]\nuse_kl_loss: true\n")
     flags = f"--lr 1e-6 --custom-config-path {tmp_path}/own.yaml"
     tables, _, code = translate(flags + " --custom-generate-function-path my.generate")
@@ -122,11 +122,11 @@ def test_a_custom_config_says_flags_and_args(translate, tmp_path):
     assert (tables["generate"]["args"]["max_turns"], tables["generate"]["args"]["tools"]) == (3, ["a", "b"])
     _, err, code = translate(flags)
     assert code == 9
-    assert "--max-turns: of --custom-config-path: no flag, and no function of this run reads args" in err
+    assert "--max-turns: in --custom-config-path: not a flag, and no function of this run reads args" in err
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "expected"),
     [
         (
             "--custom-loss-function-path my.loss",
@@ -142,24 +142,27 @@ def test_a_custom_config_says_flags_and_args(translate, tmp_path):
         ),
         ("--use-tiss", r"--use-tiss: unknown flag; close match: --use-tis"),
         ("--rm-type boxed_math", r"--rm-type: boxed_math: no reward of this name"),
-        ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: there is no dropout here"),
-        ("--lr fast", r'--lr: "fast": a number is wanted'),
-        ("--eps-clip 0,2", r'--eps-clip: "0,2": a number is wanted'),
-        ("--actor-num-nodes --colocate", r"--actor-num-nodes: wants a value"),
-        ("--rollout-seed 4.5", r'--rollout-seed: "4.5": a number is wanted'),
-        ("--hidden-dropout none", r'--hidden-dropout: "none": a number is wanted'),
-        ("--lr-decay-style WSD", r"--lr-decay-style: WSD: there are constant, linear and cosine"),
-        ("--ref-load other_torch_dist", r"--ref-load: other_torch_dist: no Hugging Face folder: `slime convert`"),
+        ("--hidden-dropout 0.1", r"--hidden-dropout: 0.1: dropout is not supported"),
+        ("--lr fast", r'--lr: "fast": must be a number'),
+        ("--eps-clip 0,2", r'--eps-clip: "0,2": must be a number'),
+        ("--actor-num-nodes --colocate", r"--actor-num-nodes: requires a value"),
+        ("--rollout-seed 4.5", r'--rollout-seed: "4.5": must be a number'),
+        ("--hidden-dropout none", r'--hidden-dropout: "none": must be a number'),
+        ("--lr-decay-style WSD", r"--lr-decay-style: WSD: must be constant, linear or cosine"),
+        (
+            "--ref-load other_torch_dist",
+            r"--ref-load: other_torch_dist: no Hugging Face folder. Make one from the checkpoint with `slime convert`",
+        ),
     ],
 )
-def test_what_changes_the_training_is_told_and_is_no_success(translate, flags, told):
+def test_left_out_flags_that_change_the_training_are_reported_with_exit_code_9(translate, flags, expected):
     _, err, code = translate(flags)
-    assert re.search("CHANGES THE TRAINING  " + told, err), err
+    assert re.search("CHANGES THE TRAINING  " + expected, err), err
     assert code == 9
     assert translate(flags, own=["--lenient"])[2] == 0
 
 
-def test_what_has_no_effect_is_told_and_is_a_success(translate):
+def test_left_out_flags_without_effect_are_reported_with_exit_code_0(translate):
     flags = "--attention-backend flash --kl-coef 0.1 --kl-loss-coef 0.1 --no-save-optim"
     tables, err, code = translate(flags)
     assert code == 0
@@ -173,7 +176,7 @@ def test_what_has_no_effect_is_told_and_is_a_success(translate):
 @pytest.mark.parametrize("prefix", ["--router-", "--sglang-router-"])
 @pytest.mark.parametrize("installed", [True, False])
 def test_options_of_the_router_keep_their_names(translate, monkeypatch, prefix, installed):
-    """Of the installed one they are flags; elsewhere nobody knows them, and they are checked where it is."""
+    """Options of an installed router are flags; otherwise they are checked on the machine that has it."""
     known = {name: ServerOption(name, kind, "Doc.") for name, kind in (("max_payload_size", int), ("dp_aware", bool))}
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known if installed else {})
     tables, err, code = translate(f"--router-policy cache_aware {prefix}max-payload-size 5 {prefix}dp-aware")
@@ -191,15 +194,15 @@ def test_options_of_the_router_that_are_left_out_name_the_flags_here(translate, 
     for flag in ("--router-max-payload-size", "--sglang-router-max-payload-size"):
         tables, err, code = translate(f"{flag} 5")
         assert (tables["engine"], code) == ("sglang", 0)
-        assert f"{flag}: a router stands" in err
-        assert "say --router-policy cache_aware and --router-max-payload-size, with --sglang-servers" in err
+        assert f"{flag}: a router is started only with --router-policy" in err
+        assert "pass --router-policy cache_aware and --router-max-payload-size, with --sglang-servers" in err
     _, err, _ = translate("--router-policy random --sglang-router-max-payload-sise 5 --router-prometheus-port 1")
-    assert "has no --router-max-payload-sise that a run may give; close match: --router-max-payload-size" in err
+    assert "has no --router-max-payload-sise that a run can set; close match: --router-max-payload-size" in err
     assert "--router-prometheus-port: the installed sglang-router has no --router-prometheus-port that" in err
     _, err, _ = translate("--router-policy random", own=["--engine", "local"])
     assert '--router-policy: an option of sglang-router; the engine is "local"' in err
     _, err, _ = translate("--prefill-num-servers 1 --sglang-router-port 3")
-    assert "say --sglang-servers, --sglang-prefill-servers and --router-policy" in err
+    assert "pass --sglang-servers, --sglang-prefill-servers and --router-policy" in err
     assert "--sglang-router-port: no foreign router is used" in err
 
 
@@ -233,16 +236,16 @@ PYTHONPATH=/x/y python3 -u slime/train.py "${{ARGS[@]}}" 2>&1 | tee {tmp_path}/l
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
-        (["translate"], "give either a script or a line behind --"),
+        (["translate"], "pass either a script or a launch line after --"),
         (["translate", "nowhere.sh"], "nowhere.sh: no such launch script"),
         (["translate", "--", "python3", "other.py"], "starts no train.py or train_async.py: python3 other.py"),
         (["translate", str(LAUNCH / "model.sh")], "it starts no train.py or train_async.py"),
     ],
 )
-def test_what_cannot_be_translated_is_one_paragraph(words, told, capsys):
+def test_what_cannot_be_translated_is_reported_in_one_message(words, expected, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -77,8 +77,8 @@ def test_prompts_with_labels(collected, tokenizer):
     end = made.eos_token
     rows = [{"input": "1+1=", "label": "2"}, {"input": "a", "label": ""}, {"input": "2+2+2=", "label": "is 6"}]
     samples = collected(made, rows, data={"label_key": "label"})
-    told = [(pieces(made, s.tokens[: s.prompt_length]), pieces(made, s.response_tokens)) for s in samples]
-    assert told == [("1+1=", f"2{end}"), ("a", end), ("2+2+2=", f"is 6{end}")]
+    texts = [(pieces(made, s.tokens[: s.prompt_length]), pieces(made, s.response_tokens)) for s in samples]
+    assert texts == [("1+1=", f"2{end}"), ("a", end), ("2+2+2=", f"is 6{end}")]
     assert all(sample.loss_mask.all() for sample in samples)
     for number, sample in enumerate(samples):
         assert (sample.index, sample.group_index, sample.rollout_id) == (number, number, number)
@@ -102,7 +102,7 @@ def test_conversations(collected, tokenizer, template):
         made, [row | {"label": row.get("label")} for row in rows],
         data={"apply_chat_template": True, "label_key": "label"},
     )  # fmt: skip
-    # The response begins with the first learnt token and goes on to the end of the conversation.
+    # The response begins with the first learnt token and continues to the end of the conversation.
     assert pieces(made, first.tokens[: first.prompt_length]) == "<user>hi;<assistant>" == first.prompt.text
     assert np.array_equal(first.prompt.token_ids, first.tokens[: first.prompt_length])
     assert pieces(made, first.response_tokens) == "yes;<user>so;"
@@ -122,7 +122,7 @@ def test_the_last_turn_alone(collected, tokenizer):
 
 
 class Squares:
-    """As `slime_models.media.image_processor` is: a feature for each 2 x 2 pixels. Nobody looks at the pixels here."""
+    """As `slime_models.media.image_processor` is: a feature for each 2 x 2 pixels. No test reads the pixels."""
 
     token_id, video_token_id = 2, -1
 
@@ -137,7 +137,7 @@ def picture(width, height):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_images_are_seen_wherever_they_stand_and_never_learnt(collected, tokenizer):
+def test_images_are_seen_wherever_they_are_and_never_learnt(collected, tokenizer):
     made = tokenizer(tokens=["$"])
     made.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -171,7 +171,7 @@ def test_images_are_seen_wherever_they_stand_and_never_learnt(collected, tokeniz
 
 
 class Halves:
-    """As `slime_models.media.video_reader` is: four frames, the middle two at one second. Nobody looks at the pixels."""
+    """As `slime_models.media.video_reader` is: four frames, the middle two at one second. No test reads the pixels."""
 
     def read_file(self, data, name):
         return Image(data=data, name=name, frames=4, seconds=(0.25, 1.25))
@@ -231,7 +231,7 @@ def test_the_first_token_is_never_learnt(collected, tokenizer):
         ({"rollout_max_response_len": 6}, 10, 6),
     ],
 )
-def test_long_answers_are_cut_and_counted(collected, tokenizer, limits, length, response):
+def test_long_responses_are_cut_and_counted(collected, tokenizer, limits, length, response):
     (sample,) = collected(tokenizer(), [{"input": "1+1=", "label": "equal"}], data={"label_key": "label"}, **limits)
     assert (len(sample.tokens), sample.response_length, len(sample.loss_mask)) == (length, response, response)
     assert sample.prompt_length >= 1
@@ -239,21 +239,21 @@ def test_long_answers_are_cut_and_counted(collected, tokenizer, limits, length, 
 
 
 @pytest.mark.parametrize(
-    ("row", "data", "says"),
+    ("row", "data", "error"),
     [
-        ({"input": "1+1="}, {}, r"train.jsonl.*1.*a prompt without an answer.*--label-key"),
+        ({"input": "1+1="}, {}, r"train.jsonl.*1.*a prompt without a response.*--label-key"),
         ({"input": "1+1=", "label": 2}, {"label_key": "label"}, r"train.jsonl.*1.*must be a string, found 2"),
         ({"input": TALK[:1]}, {"apply_chat_template": True}, r'train.jsonl.*1.*no message with role "assistant"'),
         ({"messages": TALK}, {"apply_chat_template": True}, r'train.jsonl.*1.*no key "input".*messages'),
     ],
 )
-def test_rows_that_cannot_be_learnt_are_named(collected, tokenizer, row, data, says):
-    with pytest.raises(DataError, match=says):
+def test_rows_that_cannot_be_trained_are_named(collected, tokenizer, row, data, error):
+    with pytest.raises(DataError, match=error):
         collected(tokenizer(), [row], data=data)
 
 
 def test_the_end_of_the_data(collected, tokenizer, monkeypatch):
     take = FilesSource.take
     monkeypatch.setattr(FilesSource, "take", lambda self, num_prompts: take(self, min(num_prompts, 1)))
-    with pytest.raises(RolloutError, match="step 0: the data has ended: 1 rows are left, and 2 are wanted"):
+    with pytest.raises(RolloutError, match="step 0: the data has ended: 1 rows are left, and 2 are required"):
         collected(tokenizer(), [{"input": "a", "label": "b"}], data={"label_key": "label"}, num_rows=2)

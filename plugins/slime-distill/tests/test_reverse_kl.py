@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import numpy as np
 import pytest
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.contracts.advantage import CreditInputs
 from slime_core.types.batch import TokenColumns
 
@@ -23,7 +23,7 @@ NEEDS = entry_points(group="slime.advantages")["reverse_kl"].load().needs
 
 @pytest.fixture
 def columns():
-    """NaN and infinity at masked tokens: what stands there may not matter."""
+    """NaN and infinity at masked tokens: what is there may not matter."""
     rng = np.random.default_rng(3)
     old, teacher = (rng.normal(-1.5, 0.7, len(FLAT)).astype(np.float32) for _ in range(2))
     masked = np.array(FLAT) == 0
@@ -63,14 +63,14 @@ def test_nothing_to_train(part, make_batch):
 def test_beside_a_task_reward(part, make_batch, columns, whiten):
     """A = r - mean of the group - 0.5 (old - teacher), whitened after that; the returns are the reward's alone."""
     keys = [0, 0, 0, 1, 1]
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=part("slime.advantages", "group_norm", disable_grpo_std_normalization=True),
         advantage_terms=[(part("slime.advantages", "reverse_kl", opd_kl_coef=0.5), NEEDS)],
         normalize_advantages=whiten,
         rollouts_per_step=5,
         max_response_len=8,
     )
-    made = assign_credit(make_batch(MASKS, REWARDS, keys), columns, rules)
+    made = compute_advantages_and_returns(make_batch(MASKS, REWARDS, keys), columns, rules)
     means = {key: statistics.fmean(r for r, k in zip(REWARDS, keys, strict=True) if k == key) for key in keys}
     task = [
         REWARDS[sample] - means[keys[sample]] if bit else 0.0 for sample, bit in zip(SAMPLE_OF_TOKEN, FLAT, strict=True)
@@ -86,11 +86,11 @@ def test_beside_a_task_reward(part, make_batch, columns, whiten):
 
 
 def test_a_term_sees_no_more_than_it_declares(part, make_batch, columns):
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=part("slime.advantages", "group_norm"),
         advantage_terms=[(part("slime.advantages", "reverse_kl"), frozenset())],
         rollouts_per_step=5,
         max_response_len=8,
     )
     with pytest.raises(ValueError, match="teacher_log_probs"):
-        assign_credit(make_batch(MASKS, REWARDS), columns, rules)
+        compute_advantages_and_returns(make_batch(MASKS, REWARDS), columns, rules)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.aggregation import Aggregation
@@ -111,14 +111,14 @@ def train(scene, driver, options, *, splits=WHOLE, order=None, aggregation=Aggre
     batch, rows = scene.batch.take(np.array(order)), scene.batch.response_rows(np.array(order))
     columns = scene.columns.take(rows)
     part = (driver.build(config), frozenset(driver.needs))
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=None,
         corrections=[] if driver.in_loss else [part],
         aggregation=aggregation,
         rollouts_per_step=5,
         max_response_len=8,
     )
-    credited = assign_credit(batch, columns, rules)
+    credited = compute_advantages_and_returns(batch, columns, rules)
     columns = replace(credited.columns, old_log_probs=None) if skip_old else credited.columns
     objective = TokenObjective(
         loss=Reinforce(),

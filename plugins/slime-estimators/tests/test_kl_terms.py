@@ -11,7 +11,7 @@ import pytest
 import torch
 from correction_scenes import LENGTHS, MASKS, WHOLE, Reinforce, loss_weights, make_scene
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.advantage import AdvantageEstimator, Credit
@@ -41,7 +41,7 @@ def formula(name, gap, ratio=1.0):
 
 
 def vocabulary_as_tokens(kl, logits, old, ref, unbiased):
-    """The KL term where every word of a vocabulary stands once, weighted with the probability that it was sampled: its
+    """The KL term where every word of a vocabulary occurs once, weighted with the probability that it was sampled: its
     value and gradient are then expectations under the old policy. Everything in float64."""
     scene = make_scene()
     micro = pack_micro_batch(scene.batch, np.array([0]), columns=scene.columns.take(np.arange(5)))
@@ -158,16 +158,16 @@ class TakesThePenalty(AdvantageEstimator):
 
 @pytest.mark.parametrize("kl", NAMES)
 def test_the_penalty_on_the_reward(kl):
-    """kl_coef x k(old, ref) at trained tokens: of the old policy, and 0 where nothing is trained, whatever stands there."""
+    """kl_coef x k(old, ref) at trained tokens: of the old policy, and 0 where nothing is trained, whatever is there."""
     scene = make_scene(garbage=True)
     rng = np.random.default_rng(4)
     ref = [(values + 0.5 * rng.normal(size=len(values))).astype(np.float32).astype(float) for values in scene.old]
     old, mask = scene.columns.old_log_probs, scene.flat_mask
     given = np.where(mask, np.concatenate(ref), np.nan).astype(np.float32)
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=TakesThePenalty(), kl_reward=estimator(kl), kl_coef=0.2, rollouts_per_step=5, max_response_len=8
     )
-    made = assign_credit(scene.batch, TokenColumns(old_log_probs=old, ref_log_probs=given), rules)
+    made = compute_advantages_and_returns(scene.batch, TokenColumns(old_log_probs=old, ref_log_probs=given), rules)
     penalty = [
         0.2 * formula(kl, o - r) for os, rs in zip(scene.old, ref, strict=True) for o, r in zip(os, rs, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""mis against a float64 loop over tokens and samples: every level with every mode, rejection, veto, normalisation."""
+"""mis against a float64 loop over tokens and samples: every level with every mode, rejection, veto, normalization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from correction_scenes import (
     train,
 )
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.needs import Need
 from slime_core.types.batch import TokenColumns
@@ -138,7 +138,7 @@ def test_rejection_at_every_level_with_and_without_weights(correction, reject_le
     assert 0 < sum(expected.effective[n][t] > 0 for n, t in trained_tokens()) < NUM_TRAINED
 
 
-def test_what_the_mode_leaves_out_no_rejection_brings_back(correction):
+def test_rejection_does_not_restore_tokens_that_the_mode_masks(correction):
     scene = make_scene(gap=0.6)
     options = {
         "tis_mode": "mask", "tis_lower_bound": 0.6, "tis_upper_bound": 1.5,
@@ -165,7 +165,7 @@ def test_rejection_takes_the_bounds_of_the_weights_where_it_has_none(correction)
 
 @pytest.mark.parametrize("use_tis", [True, False])
 def test_one_token_vetoes_its_sample(correction, use_tis):
-    """exp(x) < 1e-4 at one trained token of sample 3; one far below at a tool's token of sample 1 says nothing."""
+    """exp(x) < 1e-4 at one trained token of sample 3; one far below at a tool's token of sample 1 is ignored."""
     scene = make_scene(gap=0.3)
     scene.rollout[3][4] = scene.old[3][4] + 9.3
     scene.rollout[1][1] = scene.old[1][1] + 50.0
@@ -236,18 +236,18 @@ def test_numbers_by_hand(correction):
     assert weights(use_tis=False, use_rs=True, rs_level="geometric", rs_upper_bound=1.4) == [0.0, 0.0, 1.0]
 
 
-def test_weights_are_normalised_over_an_optimiser_step_not_over_the_batch(correction):
+def test_weights_are_normalized_over_an_optimizer_step_not_over_the_batch(correction):
     scene = make_scene(gap=0.6)
     driver = correction("mis")
     part = driver.build(driver.Config(tis_batch_normalize=True, tis_upper_bound=1e6))
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=None,
         corrections=[(part, frozenset(driver.needs))],
         aggregation=Aggregation.SEQ_MEAN,
         rollouts_per_step=3,
         max_response_len=8,
     )
-    made = assign_credit(scene.batch, scene.columns, rules)
+    made = compute_advantages_and_returns(scene.batch, scene.columns, rules)
     # Rollouts 0, 1, 2 (samples 0 to 3) are the first step.
     assert made.step_of_sample.tolist() == [0, 0, 0, 0, 1, 1]
     for step in (0, 1):
@@ -265,15 +265,15 @@ def test_nothing_to_train_is_nothing_to_correct(correction):
     driver = correction("mis")
     for level in LEVELS:
         part = driver.build(driver.Config(tis_level=level, tis_batch_normalize=True, use_rs=True, rs_level=level))
-        rules = CreditRules(
+        rules = AdvantageConfig(
             advantage=None, corrections=[(part, frozenset(driver.needs))], rollouts_per_step=2, max_response_len=8
         )
-        made = assign_credit(batch, columns, rules)
+        made = compute_advantages_and_returns(batch, columns, rules)
         assert made.columns.correction.tolist() == [0, 0, 0, 0]
         assert all(value == 0 for value in made.step_metrics[0].values())
 
 
-def test_it_is_of_the_batch_stage_and_says_what_it_reads(correction):
+def test_it_corrects_the_batch_and_declares_its_columns(correction):
     driver = correction("mis")
     assert not driver.in_loss
     assert driver.needs == {Need.OLD_LOGPROBS, Need.ROLLOUT_LOGPROBS}
@@ -284,12 +284,12 @@ def test_it_composes_with_another_correction_by_product(correction):
     scene = make_scene(gap=0.6)
     driver = correction("mis")
     part = driver.build(driver.Config(tis_level="geometric", tis_mode="mask", tis_lower_bound=0.8, tis_upper_bound=1.3))
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=None,
         corrections=[(part, frozenset(driver.needs))] * 2,
         rollouts_per_step=5,
         max_response_len=8,
     )
     once = oracle(scene, weigh=("geometric", "mask", 0.8, 1.3)).effective
-    made = assign_credit(scene.batch, scene.columns, rules).columns.correction
+    made = compute_advantages_and_returns(scene.batch, scene.columns, rules).columns.correction
     np.testing.assert_allclose(made, np.concatenate(once) ** 2 * scene.flat_mask, rtol=1e-5)

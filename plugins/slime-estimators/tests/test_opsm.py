@@ -51,7 +51,7 @@ def test_numbers_by_hand(correction):
         got, metrics = train(scene, correction("opsm"), {"opsm_delta": delta})
         assert (got[3] == 0).all() == out
         assert metrics["opsm_clipfrac"] == pytest.approx(1 / 5 if out else 0.0)
-    # The same move of a good answer is left alone.
+    # The same move of a good response is left alone.
     scene = make_scene(gap=0.0, move=0.0)
     scene.current[0][0] -= 4.0
     assert train(scene, correction("opsm"), {})[1]["opsm_clipfrac"] == 0

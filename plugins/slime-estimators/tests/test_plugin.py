@@ -75,7 +75,7 @@ def test_a_lower_bound_that_is_not_given_is_the_inverse_of_the_upper_one(correct
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "error"),
     [
         ("tis", {"tis_clip": 0.0}, "tis_clip"),
         ("tis", {"tis_clip": float("inf")}, "tis_clip"),
@@ -90,8 +90,8 @@ def test_a_lower_bound_that_is_not_given_is_the_inverse_of_the_upper_one(correct
         ("opsm", {"opsm_delta": -0.1}, "opsm_delta"),
     ],
 )
-def test_impossible_options_are_refused(correction, name, options, says):
-    with pytest.raises(ValidationError, match=says):
+def test_impossible_options_are_refused(correction, name, options, error):
+    with pytest.raises(ValidationError, match=error):
         correction(name).Config(**options)
 
 

@@ -104,7 +104,7 @@ def test_numbers_by_hand(correction, name, weight):
 
 
 @pytest.mark.parametrize("name", ["tis", "icepop"])
-def test_weights_are_finite_and_detached_whatever_stands_at_masked_tokens(correction, name):
+def test_weights_are_finite_and_detached_whatever_is_at_masked_tokens(correction, name):
     given = {
         "log_probs": torch.tensor([-1.0, math.nan], requires_grad=True),
         "old_log_probs": torch.tensor([-1.0, -math.inf]),

@@ -28,6 +28,6 @@ def test_a_reward_is_earned_at_the_last_trained_token():
 
 @pytest.mark.parametrize("of_unscored", [0.0, 0.5])
 def test_parts_that_belong_to_spans_are_earned_in_them_and_the_rest_at_the_end(of_unscored):
-    told = np.array([0, 0.5, -1.0, 0, 0, 0, 0] + [0] * 5 + [0, of_unscored], np.float32)
-    batch = replace(example_batch(SAMPLES), token_reward=told)
+    token_reward = np.array([0, 0.5, -1.0, 0, 0, 0, 0] + [0] * 5 + [0, of_unscored], np.float32)
+    batch = replace(example_batch(SAMPLES), token_reward=token_reward)
     assert rewards_by_token(batch, batch.reward).tolist() == [0, 0.5, -1, 0, 0, 0, 4.25, *OF_OTHERS]

@@ -76,7 +76,7 @@ def test_unusable_priorities_name_the_prompt(value: object) -> None:
         select(Priority.build(Priority.Config()), [item(metadata={"priority": value})], 1)
 
 
-def test_a_missing_priority_says_what_to_type() -> None:
+def test_a_missing_priority_names_the_key_to_set() -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:4 has no 'priority'.*rollout\.buffer_filter\.default"):
         select(Priority.build(Priority.Config()), [item()], 1)
 

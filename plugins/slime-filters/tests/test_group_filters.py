@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.loss_weights import loss_weights
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import FilterDecision
@@ -123,21 +123,21 @@ def test_length(lengths: list[int], truncated: int, reason: str) -> None:
 
 
 @pytest.mark.parametrize(("truncated", "untrained"), [(0, ()), (2, (0, 1)), (3, (0, 1, 2))])
-def test_overlong_filter_keeps_every_group_and_names_its_cut_answers(
+def test_overlong_filter_keeps_every_group_and_names_its_cut_responses(
     truncated: int, untrained: tuple[int, ...]
 ) -> None:
     chosen = OverlongFilter.build(OverlongFilter.Config())
     decision = chosen.decide(group([1.0, 0.0, None], truncated=truncated))
-    assert decision == FilterDecision(keep=True, untrained=untrained)
+    assert decision == FilterDecision(keep=True, masked_indices=untrained)
 
 
-def test_a_cut_answer_trains_nothing_and_counts_in_its_group() -> None:
-    """Three answers of 2, 4 and 3 tokens, the first cut off: mask 0 before anything is divided by."""
+def test_a_cut_response_trains_nothing_and_counts_in_its_group() -> None:
+    """Three responses of 2, 4 and 3 tokens, the first cut off: mask 0 before anything is divided by."""
     finished = group([0.0, 1.0, 1.0], [2, 4, 3], truncated=1)
     samples = tuple(replace(s, loss_mask=np.ones(len(s.loss_mask), np.uint8)) for s in finished.samples)
     finished = replace(finished, samples=samples)
     decision = judge(finished, [OverlongFilter.build(OverlongFilter.Config())], insufficient=False)
-    batch = assemble([marked(finished, decision.untrained)])
+    batch = build_batch([marked(finished, decision.masked_indices)])
     assert batch.mask.tolist() == [0] * 2 + [1] * 7
     assert batch.reward.tolist() == [0.0, 1.0, 1.0]
     assert batch.truncated.tolist() == [True, False, False]

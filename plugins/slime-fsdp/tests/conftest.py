@@ -113,7 +113,7 @@ class Sample:
     mask: torch.Tensor
     advantage: float
     weight: float
-    """Of each trained token in the step's loss."""
+    """Weight of each trained token in the step's loss."""
 
     @property
     def response(self) -> int:
@@ -121,7 +121,7 @@ class Sample:
 
 
 def make_samples(count: int = 7) -> list[Sample]:
-    """Uneven, with an empty response, a fully masked one and a prompt of one token."""
+    """Samples of uneven lengths, with an empty response, a fully masked one and a prompt of one token."""
     generator = torch.Generator().manual_seed(3)
     lengths = [(7, 5), (3, 0), (4, 9), (1, 6), (5, 1), (11, 14), (2, 3)][:count]
     samples = []
@@ -191,7 +191,7 @@ class SequencePolicy:
     """-(advantage x exp(mean log-prob of the sequence) + log-prob) - 0.1 entropy, so that it needs Segments."""
 
     reads_values: bool = False
-    wants_entropy: bool = True
+    needs_entropy: bool = True
     entropy_has_gradient: bool = True
     poison: float = 0.0
     calls: list[int] = field(default_factory=list)
@@ -214,8 +214,8 @@ class SequencePolicy:
 
 
 def start(folder: Path, options: dict | None = None, optimizer: dict | None = None, **setup):
-    """A backend after its setup."""
-    told = {
+    """Returns a backend after its setup."""
+    fields = {
         "role": "actor",
         "rank": 0,
         "world_size": 1,
@@ -228,13 +228,13 @@ def start(folder: Path, options: dict | None = None, optimizer: dict | None = No
         "seed": 5,
     }
     backend = Fsdp.build(FsdpConfig(**(options or {})))
-    backend.setup(TrainerSetup(**(told | setup)))
+    backend.setup(TrainerSetup(**(fields | setup)))
     return backend
 
 
 def weights_of(backend) -> dict[str, torch.Tensor]:
-    """What it exports; empty on every rank but the first."""
-    return {name: tensor.clone() for layer in backend.export_tensors() for name, tensor in (layer or {}).items()}
+    """The weights that the backend exports; empty on every rank but the first."""
+    return {name: tensor.clone() for layer in backend.export_weights() for name, tensor in (layer or {}).items()}
 
 
 @pytest.fixture(scope="session")
@@ -251,7 +251,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def adapters(folders, tmp_path_factory):
-    """Folders as peft writes them, A and B both far from zero."""
+    """Adapter folders in peft's format, with A and B far from zero."""
     made = {}
 
     def adapter(family: str) -> Path:
@@ -279,7 +279,7 @@ def pack_fixture():
 
 @pytest.fixture(name="start")
 def start_fixture():
-    """`start`, closed behind the test: a process group would be in the next one's way."""
+    """Like `start`, but closes the backend after the test: its process group would disturb the next test."""
     with contextlib.ExitStack() as stack:
 
         def started(*args, **setup):
@@ -320,7 +320,7 @@ def sequence_policy():
 
 @pytest.fixture
 def train(samples):
-    """`train(backend, count, first=0)`: steps of two micro-batches and of one, in turn."""
+    """`train(backend, count, first=0)`: `count` steps, alternately of two micro-batches and of one."""
 
     def steps(backend, count, first=0):
         micros = [[pack(samples[:4]), pack(samples[4:])], [pack(samples[::-1])]]
@@ -339,21 +339,21 @@ def one_step(folders):
     """One plain step on one rank: report, weights before and after, scores before and after."""
     backend = start(folders("qwen3"), None, SGD)
     micro = pack(make_samples())
-    (score_before,) = backend.score([micro], entropy=True)
+    (score_before,) = backend.forward_only([micro], entropy=True)
     before = weights_of(backend)
     report = backend.train_step([micro], SequencePolicy())
-    (score_after,) = backend.score([micro])
+    (score_after,) = backend.forward_only([micro])
     return report, before, weights_of(backend), score_before, score_after
 
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What each of two ranks saved."""
+    """The results that each of two ranks saved."""
 
     folder: Path
 
     def __call__(self, name: str) -> list[dict]:
-        """Of each rank in turn."""
+        """Yields the results of each rank."""
         parts = [torch.load(self.folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(2)]
         return [
             {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
@@ -362,7 +362,7 @@ class TwoRanks:
 
 
 def pack_images(folder: Path, *parts: list[int]) -> list[MicroBatch]:
-    """A micro-batch of each of these samples."""
+    """Returns one micro-batch for each list of samples."""
     processor = ImageProcessor(folder)
     batch, cache = image_batch(image_samples(processor)), PixelCache(lambda: processor)
     ones = np.ones(len(batch.mask), np.float32)
@@ -372,12 +372,12 @@ def pack_images(folder: Path, *parts: list[int]) -> list[MicroBatch]:
 
 @pytest.fixture(scope="session")
 def one_vision_step():
-    """What one rank makes of the micro-batches that two_ranks.py has for images."""
+    """Runs on one rank the step on the image micro-batches of two_ranks.py."""
 
     def step(folder):
         micros = pack_images(folder, [5, 6, 1], [7])
         backend = start(folder, {}, SGD)
-        scores, before = backend.score(micros), weights_of(backend)
+        scores, before = backend.forward_only(micros), weights_of(backend)
         report = backend.train_step(micros, SequencePolicy())
         after = weights_of(backend)
         backend.close()
@@ -410,7 +410,7 @@ def run_two_ranks(folders, adapters, tmp_path_factory):
 
 
 class Oracle:
-    """transformers alone, in float64, one padded batch."""
+    """Reference: transformers, in float64, one padded batch."""
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -444,7 +444,7 @@ class Oracle:
         return loss
 
     def gradients(self, samples):
-        """Of each weight that safetensors files hold."""
+        """Gradients of the weights in safetensors files, by name."""
         self.model.zero_grad()
         self.loss(samples).backward()
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def oracle(q, k, v, scale, window, positions, keys_of):
-    """`positions` (N,): of each query in the whole stream; `keys_of`: those it may see. Plain loops."""
+    """`positions` (N,): of each query in the whole stream. `keys_of`: the keys that it may see. Plain loops."""
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=q.dtype)
     repeats = q.shape[1] // k.shape[1]
     for n, position in enumerate(positions):
@@ -38,17 +38,17 @@ def test_blocks_equal_a_loop(lengths, window):
     plan = plan_attention(whole_sequences(torch.tensor(offsets, dtype=torch.int32)), device=CPU, varlen=False)
     found = attend_blocks(q, k, v, plan, 0.3, window)
     keys_of = [range(offsets[i], offsets[i + 1]) for i, length in enumerate(lengths) for _ in range(length)]
-    wanted = oracle(q, k, v, 0.3, window, range(offsets[-1]), keys_of)
-    torch.testing.assert_close(found, wanted)
-    shape = torch.linspace(-1, 1, wanted.numel(), dtype=torch.float64).view_as(wanted)
+    expected = oracle(q, k, v, 0.3, window, range(offsets[-1]), keys_of)
+    torch.testing.assert_close(found, expected)
+    shape = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     given = torch.autograd.grad((found * shape).sum(), (q, k, v))
-    torch.testing.assert_close(given, torch.autograd.grad((wanted * shape).sum(), (q, k, v)))
+    torch.testing.assert_close(given, torch.autograd.grad((expected * shape).sum(), (q, k, v)))
 
 
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("cp_rank", [0, 1, 2])
 def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
-    """With three ranks; keys are numbered by their place in the ranks' parts laid one after the other."""
+    """With three ranks; keys are numbered by their position in the concatenation of the ranks' parts."""
     cp_size, lengths = 3, [12, 6, 30]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     held = []
@@ -68,7 +68,7 @@ def test_zigzag_plans_show_each_query_its_keys(cp_rank, varlen):
         assert run.cu_queries[-1] == len(positions)
         rows = plan.key_rows.numpy()
         keys = held.ravel()[rows]
-        # Twice at most: in a sequence's chunk near its start and in that near its end.
+        # At most twice: in a sequence's chunk near its start and in the one near its end.
         assert len(plan.key_places) == 2
         assert sorted(place for row in plan.key_places.tolist() for place in row if place >= 0) == list(
             range(len(rows))

@@ -77,26 +77,26 @@ def test_random_generators_are_restored(folders, start, tmp_path):
 
 @pytest.mark.bits
 def test_a_refreshed_copy_is_saved_and_an_untouched_one_is_not(folders, start, pack, samples, train, tmp_path):
-    copies = {"reference": folders("qwen3"), "teacher": folders("llama")}
-    backend = start(folders("qwen3"), None, ADAM, copies=copies)
+    frozen_models = {"reference": folders("qwen3"), "teacher": folders("llama")}
+    backend = start(folders("qwen3"), None, ADAM, frozen_models=frozen_models)
     train(backend, 3)
-    backend.refresh_copy("reference")
+    backend.update_frozen_model("reference")
     train(backend, 2)
-    wanted = backend.score([pack(samples)], weights="reference")[0].log_probs
+    expected = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
     backend.save(tmp_path)
     assert not any("teacher" in name for name in json.loads((tmp_path / "fsdp.json").read_text())["shapes"])
-    resumed = start(folders("qwen3"), None, ADAM, copies=copies)
-    assert not np.array_equal(resumed.score([pack(samples)], weights="reference")[0].log_probs, wanted)
+    resumed = start(folders("qwen3"), None, ADAM, frozen_models=frozen_models)
+    assert not np.array_equal(resumed.forward_only([pack(samples)], weights="reference")[0].log_probs, expected)
     resumed.load(tmp_path)
-    np.testing.assert_array_equal(resumed.score([pack(samples)], weights="reference")[0].log_probs, wanted)
+    np.testing.assert_array_equal(resumed.forward_only([pack(samples)], weights="reference")[0].log_probs, expected)
 
 
 @pytest.mark.bits
-def test_what_is_staged_is_what_is_saved(folders, start, train, contents, tmp_path):
-    """Though it is written after another step, twice, in memory that is used again."""
-    copies = {"reference": folders("qwen3")}
-    backend = start(folders("qwen3"), None, ADAM, copies=copies)
-    backend.refresh_copy("reference")
+def test_a_staged_checkpoint_equals_a_direct_one(folders, start, train, contents, tmp_path):
+    """It is written after another step, twice, in memory that is used again."""
+    frozen_models = {"reference": folders("qwen3")}
+    backend = start(folders("qwen3"), None, ADAM, frozen_models=frozen_models)
+    backend.update_frozen_model("reference")
     for number in range(2):
         train(backend, 1)
         at_once, later = tmp_path / f"at_once{number}", tmp_path / f"later{number}"
@@ -113,12 +113,12 @@ def test_what_is_staged_is_what_is_saved(folders, start, train, contents, tmp_pa
 
 
 def test_ranks_that_have_written_wait_for_one_that_writes_for_hours(folders, start, monkeypatch, tmp_path):
-    """In a group of the thread's own where it writes beside training. Lower precision wants process groups."""
+    """A thread that writes beside training uses a group of its own. Lower precision requires process groups."""
     groups, save = [], dcp.save
 
-    def note(*given, process_group, **told):
+    def note(*given, process_group, **kwargs):
         groups.append(process_group)
-        return save(*given, process_group=process_group, **told)
+        return save(*given, process_group=process_group, **kwargs)
 
     monkeypatch.setattr(dcp, "save", note)
     backend = start(folders("qwen3"), {"precision": "bfloat16"})
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_shape_is_refused(folders, start, train, tmp_pat
     backend = start(folders("qwen3"), None, ADAM)
     train(backend, 1)
     backend.save(tmp_path)
-    with pytest.raises(CheckpointError, match="another model, optimiser"):
+    with pytest.raises(CheckpointError, match="another model, optimizer"):
         start(folders("llama"), None, ADAM).load(tmp_path)
     with pytest.raises(CheckpointError, match=r"optimizer\.exp_avg"):
         start(folders("qwen3"), None, sgd).load(tmp_path)

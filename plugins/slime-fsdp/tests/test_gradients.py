@@ -1,5 +1,4 @@
-"""Loss and gradients against a float64 oracle. With plain SGD at learning rate 1 the gradient is what a step takes off
-the weights."""
+"""Loss and gradients against a float64 oracle. With plain SGD at learning rate 1 the gradient is the change of the weights."""
 
 import pytest
 import torch
@@ -21,20 +20,20 @@ def step(start, weights_of, sgd, folders, sequence_policy):
 def test_gradients_equal_float64_transformers(family, step, pack, samples, oracle):
     report, found = step(family, [pack(samples)])
     expected = oracle(family)
-    wanted = expected.gradients(samples)
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
+    exact = expected.gradients(samples)
+    assert found.keys() == exact.keys()
+    for name, gradient in exact.items():
         assert gradient.norm() > 1e-4
         assert (found[name] - gradient).norm() < 2e-4 * gradient.norm(), name
-    norm = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert report.sums["loss"] == pytest.approx(expected.loss(samples).item(), rel=1e-5)
     assert not report.skipped
 
 
-def assert_same(found, wanted):
-    scale = max(float(gradient.norm()) for gradient in wanted.values())
-    for name, gradient in wanted.items():
+def assert_same(found, exact):
+    scale = max(float(gradient.norm()) for gradient in exact.values())
+    for name, gradient in exact.items():
         assert (found[name] - gradient).norm() < 1e-5 * scale, name
 
 
@@ -50,26 +49,26 @@ def assert_same(found, wanted):
     ids=["reversed", "one each", "three", "with an empty one", "one without loss"],
 )
 def test_gradients_do_not_depend_on_packing(cut, step, pack, samples):
-    whole, wanted = step("qwen3", [pack(samples)])
+    whole, exact = step("qwen3", [pack(samples)])
     parts, found = step("qwen3", [pack(part) for part in cut(samples)])
-    assert_same(found, wanted)
+    assert_same(found, exact)
     assert parts.sums == pytest.approx(whole.sums, rel=1e-5)
 
 
 def test_linear_attention_keeps_sequences_apart(step, pack, samples):
-    _, wanted = step("qwen3_next", [pack([sample]) for sample in samples])
-    assert all(gradient.norm() > 1e-5 for name, gradient in wanted.items() if "linear_attn" in name)
+    _, exact = step("qwen3_next", [pack([sample]) for sample in samples])
+    assert all(gradient.norm() > 1e-5 for name, gradient in exact.items() if "linear_attn" in name)
     _, found = step("qwen3_next", [pack(samples[::-1])], {"gradient_checkpointing": True})
-    assert_same(found, wanted)
+    assert_same(found, exact)
 
 
 @pytest.mark.parametrize(
     "options", [{"gradient_checkpointing": True}, {"log_probs_chunk_size": 2}, {"attn_implementation": "eager"}]
 )
 def test_options_do_not_change_gradients(options, step, pack, samples):
-    _, wanted = step("qwen3", [pack(samples)])
+    _, exact = step("qwen3", [pack(samples)])
     _, found = step("qwen3", [pack(samples)], options)
-    assert_same(found, wanted)
+    assert_same(found, exact)
 
 
 def test_entropy_as_a_metric_equals_entropy_with_gradient(step, pack, samples):
@@ -79,7 +78,7 @@ def test_entropy_as_a_metric_equals_entropy_with_gradient(step, pack, samples):
     assert any((without[name] - given[name]).norm() > 1e-4 for name in given)
 
 
-def test_micro_batches_without_trained_tokens_move_nothing(step, pack, samples):
+def test_micro_batches_without_trained_tokens_change_nothing(step, pack, samples):
     report, found = step("qwen3", [pack([samples[2]]), pack([])])
     assert all(not gradient.any() for gradient in found.values())
     assert report.grad_norm == 0.0

@@ -28,11 +28,11 @@ def test_values_and_gradients_equal_dense_autograd(chunk, with_bias):
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     scale = torch.linspace(-1, 2, 9, dtype=torch.float64)
     expected = dense(hidden, weight, bias, targets, 0.6)
-    wanted = torch.autograd.grad((expected[0] * scale + expected[1] * scale.cos()).sum(), leaves)
+    required = torch.autograd.grad((expected[0] * scale + expected[1] * scale.cos()).sum(), leaves)
     found = log_probs_of(hidden, weight, bias, targets, temperature=0.6, chunk=chunk, entropy="gradient")
     given = torch.autograd.grad((found[0] * scale + found[1] * scale.cos()).sum(), leaves)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(given, wanted)
+    torch.testing.assert_close(given, required)
 
 
 def test_a_metric_entropy_has_no_gradient():

@@ -20,7 +20,7 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @pytest.fixture
 def log_probs(pack, samples):
-    return lambda backend, **options: backend.score([pack(samples)], **options)[0].log_probs
+    return lambda backend, **options: backend.forward_only([pack(samples)], **options)[0].log_probs
 
 
 def adapter_of(backend, folder):
@@ -49,14 +49,14 @@ def test_gradients_equal_float64_peft(
     report = backend.train_step([pack(samples[:3]), pack([]), pack(samples[3:])], sequence_policy())
     after = adapter_of(backend, tmp_path / "after")
     expected = oracle(family, adapters(family))
-    wanted = file_names({name: g for name, g in expected.gradients(samples).items() if g is not None})
-    assert after.keys() == wanted.keys()
-    assert any(".lora_A." in name for name in wanted)
-    for name, gradient in wanted.items():
+    required = file_names({name: g for name, g in expected.gradients(samples).items() if g is not None})
+    assert after.keys() == required.keys()
+    assert any(".lora_A." in name for name in required)
+    for name, gradient in required.items():
         assert gradient.norm() > 1e-4
         found = before[name].double() - after[name].double()
         assert (found - gradient).norm() < 3e-4 * gradient.norm(), name
-    norm = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
+    norm = torch.stack([gradient.norm() for gradient in required.values()]).norm()
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert report.sums["loss"] == pytest.approx(expected.loss(samples).item(), rel=1e-5)
 
@@ -73,21 +73,21 @@ def test_export_is_what_peft_merges(family, folders, start, train, weights_of, l
     base = AutoModelForCausalLM.from_pretrained(folders(family))
     merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    wanted = load_file(tmp_path / "merged" / "model.safetensors")
+    required = load_file(tmp_path / "merged" / "model.safetensors")
     saved = load_file(tmp_path / "model.safetensors")
-    assert exported.keys() == saved.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    assert exported.keys() == saved.keys() == required.keys()
+    for name, weight in required.items():
         torch.testing.assert_close(exported[name], weight, rtol=1e-6, atol=1e-7)
         assert torch.equal(exported[name], saved[name])
 
-    # Plain transformers on the merged model, and peft on base and adapter, give what is trained.
+    # transformers on the merged model, and peft on base and adapter, give the log-probs of the trained model.
     for model in (oracle(tmp_path), oracle(family, tmp_path / "adapter")):
         scored = torch.cat(model(samples)[0]).detach().numpy()
         np.testing.assert_allclose(log_probs(backend), scored, rtol=1e-4, atol=1e-4)
 
 
 def test_the_base_does_not_drift(folders, start, train, weights_of, log_probs):
-    backend = start(folders("llama"), LORA, ADAM, copies={"reference": folders("llama")})
+    backend = start(folders("llama"), LORA, ADAM, frozen_models={"reference": folders("llama")})
     original = load_file(folders("llama") / "model.safetensors")
     fresh = weights_of(backend)
     plain = log_probs(start(folders("llama")))
@@ -105,7 +105,7 @@ def test_the_base_does_not_drift(folders, start, train, weights_of, log_probs):
     exported = weights_of(backend)
     changed = {name.split(".")[-2] for name in original if not torch.equal(exported[name], original[name])}
     assert changed == LINEAR
-    # What an engine needs once.
+    # Tensors that an engine requires once.
     assert backend.frozen_tensors() == {name for name in exported if name.split(".")[-2] not in LINEAR}
 
 
@@ -126,14 +126,14 @@ def test_copies_are_frozen_and_refreshed(own_folder, folders, start, train, log_
     if own_folder:
         reference = tmp_path / "reference"
         start(folders("qwen3")).save_hf(reference)
-    backend = start(folders("qwen3"), LORA, ADAM, copies={"reference": reference})
-    assert len(backend._ready.copies) == own_folder
+    backend = start(folders("qwen3"), LORA, ADAM, frozen_models={"reference": reference})
+    assert len(backend._ready.frozen_models) == own_folder
     base = log_probs(backend)
     train(backend, 2)
     trained = log_probs(backend)
     np.testing.assert_array_equal(log_probs(backend, weights="reference"), base)
     np.testing.assert_array_equal(log_probs(backend), trained)
-    backend.refresh_copy("reference")
+    backend.update_frozen_model("reference")
     refreshed = log_probs(backend, weights="reference")
     np.testing.assert_allclose(refreshed, trained, rtol=1e-5, atol=1e-5)
     assert np.abs(refreshed - base).max() > 1e-3
@@ -141,12 +141,12 @@ def test_copies_are_frozen_and_refreshed(own_folder, folders, start, train, log_
     np.testing.assert_array_equal(log_probs(backend, weights="reference"), refreshed)
     (tmp_path / "saved").mkdir()
     backend.save(tmp_path / "saved")
-    resumed = start(folders("qwen3"), LORA, ADAM, copies={"reference": reference})
+    resumed = start(folders("qwen3"), LORA, ADAM, frozen_models={"reference": reference})
     resumed.load(tmp_path / "saved")
     np.testing.assert_array_equal(log_probs(resumed, weights="reference"), refreshed)
     np.testing.assert_array_equal(log_probs(resumed), log_probs(backend))
     with pytest.raises(ModelError, match="reference"):
-        backend.refresh_copy("referense")
+        backend.update_frozen_model("referense")
 
 
 @pytest.mark.bits
@@ -160,16 +160,16 @@ def test_resume_gives_the_same_bits(folders, start, train, weights_of, tmp_path)
     resumed.load(tmp_path)
     assert all(torch.equal(weight, middle[name]) for name, weight in weights_of(resumed).items())
     again = train(resumed, 3, first=2)
-    wanted = weights_of(straight)
-    assert all(torch.equal(weight, wanted[name]) for name, weight in weights_of(resumed).items())
-    assert not all(torch.equal(weight, middle[name]) for name, weight in wanted.items())
+    required = weights_of(straight)
+    assert all(torch.equal(weight, required[name]) for name, weight in weights_of(resumed).items())
+    assert not all(torch.equal(weight, middle[name]) for name, weight in required.items())
     assert [report.sums for report in again] == [report.sums for report in reports]
     for options in ({}, {"lora_rank": 4}):
         with pytest.raises(CheckpointError, match="another model"):
             start(folders("qwen3"), options, ADAM).load(tmp_path)
 
 
-def test_the_seed_says_where_adapters_start(folders, start, tmp_path):
+def test_the_seed_decides_the_initial_adapters(folders, start, tmp_path):
     state = torch.get_rng_state()
     one, same, other = (
         adapter_of(start(folders("qwen3"), LORA, seed=seed), tmp_path / str(i)) for i, seed in enumerate((5, 5, 6))
@@ -185,13 +185,13 @@ def test_the_seed_says_where_adapters_start(folders, start, tmp_path):
 
 
 @pytest.mark.bits
-def test_an_adapter_goes_on_where_it_was_saved(folders, adapters, start, log_probs, samples, oracle, train, tmp_path):
-    copies = {"reference": folders("qwen3")}
-    backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, copies=copies)
+def test_an_adapter_continues_where_it_was_saved(folders, adapters, start, log_probs, samples, oracle, train, tmp_path):
+    frozen_models = {"reference": folders("qwen3")}
+    backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, frozen_models=frozen_models)
     base = log_probs(start(folders("qwen3")))
     np.testing.assert_array_equal(log_probs(backend, weights="reference"), base)
-    wanted = torch.cat(oracle("qwen3", adapters("qwen3"))(samples)[0]).detach().numpy()
-    np.testing.assert_allclose(log_probs(backend), wanted, rtol=1e-5, atol=1e-5)
+    required = torch.cat(oracle("qwen3", adapters("qwen3"))(samples)[0]).detach().numpy()
+    np.testing.assert_allclose(log_probs(backend), required, rtol=1e-5, atol=1e-5)
     train(backend, 1)
     backend.save_hf(tmp_path)
     again = start(folders("qwen3"), {"lora_adapter_path": str(tmp_path / "adapter")})
@@ -200,13 +200,13 @@ def test_an_adapter_goes_on_where_it_was_saved(folders, adapters, start, log_pro
 
 @pytest.mark.bits
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_critic_trains_its_head_whole(family, folders, start, pack, samples, sequence_policy, tmp_path):
+def test_a_critic_trains_all_of_its_head(family, folders, start, pack, samples, sequence_policy, tmp_path):
     backend = start(folders(family), LORA, ADAM, head="value")
-    first = backend.score([pack(samples)])[0].values
-    np.testing.assert_array_equal(first, start(folders(family), head="value").score([pack(samples)])[0].values)
+    first = backend.forward_only([pack(samples)])[0].values
+    np.testing.assert_array_equal(first, start(folders(family), head="value").forward_only([pack(samples)])[0].values)
     for _ in range(3):
         backend.train_step([pack(samples)], sequence_policy(reads_values=True))
-    values = backend.score([pack(samples)])[0].values
+    values = backend.forward_only([pack(samples)])[0].values
     assert np.abs(values - first).max() > 1e-3
     adapter = adapter_of(backend, tmp_path / "critic")
     assert "base_model.model.score.weight" in adapter
@@ -221,21 +221,21 @@ def test_a_critic_trains_its_head_whole(family, folders, start, pack, samples, s
         np.testing.assert_allclose(values, torch.cat(rows).detach().numpy(), rtol=1e-5, atol=1e-5)
     options = {"lora_adapter_path": str(tmp_path / "critic" / "adapter")}
     again = start(folders(family), options, head="value")
-    np.testing.assert_array_equal(again.score([pack(samples)])[0].values, values)
+    np.testing.assert_array_equal(again.forward_only([pack(samples)])[0].values, values)
     (tmp_path / "saved").mkdir()
     backend.save(tmp_path / "saved")
     resumed = start(folders(family), LORA, ADAM, head="value", seed=9)
     resumed.load(tmp_path / "saved")
-    np.testing.assert_array_equal(resumed.score([pack(samples)])[0].values, values)
+    np.testing.assert_array_equal(resumed.forward_only([pack(samples)])[0].values, values)
 
 
 def test_the_base_is_kept_in_the_precision_of_its_files(folders, start, train, weights_of, log_probs, tmp_path):
-    """Adapters in float32 over a bfloat16 base; a float32 base is not rounded, since it is saved again."""
+    """Adapters are float32 over a bfloat16 base; a float32 base is not rounded, since it is saved again."""
     half = AutoModelForCausalLM.from_pretrained(folders("qwen3"), dtype=torch.bfloat16)
     half.save_pretrained(tmp_path / "half")
     for source, dtype in ((tmp_path / "half", torch.bfloat16), (folders("qwen3"), torch.float32)):
         original = load_file(source / "model.safetensors")
-        backend = start(source, LORA | {"precision": "bfloat16"}, ADAM, copies={"reference": source})
+        backend = start(source, LORA | {"precision": "bfloat16"}, ADAM, frozen_models={"reference": source})
         try:
             base = log_probs(backend)
             parameters = dict(backend._ready.model.model.named_parameters())
@@ -255,8 +255,8 @@ def test_the_base_is_kept_in_the_precision_of_its_files(folders, start, train, w
 
 def changed(folder, target, weights=None, **config):
     target.mkdir()
-    told = json.loads((folder / "adapter_config.json").read_text()) | config
-    (target / "adapter_config.json").write_text(json.dumps(told))
+    adapter_config = json.loads((folder / "adapter_config.json").read_text()) | config
+    (target / "adapter_config.json").write_text(json.dumps(adapter_config))
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file(tensors | (weights or {}), target / "adapter_model.safetensors")
     return str(target)

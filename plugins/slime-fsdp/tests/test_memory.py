@@ -1,4 +1,4 @@
-"""What `Fsdp.memory` tells, against trainers that were really built, and against peaks that were measured on GPUs."""
+"""The estimates of `Fsdp.memory`, against real trainers, and against peaks that were measured on GPUs."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from slime_core.contracts.setup import TrainerSetup
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.plugin import Fsdp
 from slime_training.footprint import DecoderShape, kept_per_token
-from slime_training.memory_plan import Moment, TrainerLoad, bytes_at, peak_of
+from slime_training.memory_plan import MemoryPhase, TrainerLoad, bytes_at, peak_of
 
 GIB = 2**30
 QWEN3 = {
@@ -32,7 +32,7 @@ SHAPES = {
     "4B": QWEN3 | {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
 }
 PARAMETERS = {"0.6B": 596_049_920, "4B": 4_022_468_096}
-"""As the model cards have them; a token's embedding and its row of the head are one."""
+"""Numbers of the model cards, which count the embedding and a tied head once."""
 ROUNDED = {"main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 COMPILE, AGAIN, HALVES = {"compile": True}, {"gradient_checkpointing": True}, {"context_parallel_size": 2}
 
@@ -54,7 +54,7 @@ MEASURED = {
 
 
 def load_of(folder: Path, *, tokens: int = 64, micros: int = 1, **setup) -> TrainerLoad:
-    told = {
+    fields = {
         "role": "actor",
         "rank": 0,
         "world_size": 1,
@@ -67,11 +67,11 @@ def load_of(folder: Path, *, tokens: int = 64, micros: int = 1, **setup) -> Trai
         "seed": 0,
     }
     return TrainerLoad(
-        setup=TrainerSetup(**(told | setup)), tokens=tokens, scored_tokens=tokens, num_micro_batches=micros
+        setup=TrainerSetup(**(fields | setup)), tokens=tokens, scored_tokens=tokens, num_micro_batches=micros
     )
 
 
-def told(load: TrainerLoad, **options):
+def estimated(load: TrainerLoad, **options):
     return Fsdp.memory(FsdpConfig(**options), load)
 
 
@@ -82,7 +82,7 @@ def of(memory, component: str) -> int:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Folders with nothing but a config.json."""
+    """Folders with only a config.json."""
     made = {}
     for name, config in SHAPES.items():
         made[name] = tmp_path_factory.mktemp(name)
@@ -94,15 +94,15 @@ def shapes(tmp_path_factory):
 def test_peaks_are_those_that_were_measured(case, shapes):
     shape, tokens, micros, world_size, options, measured = case
     load = load_of(shapes[shape], tokens=tokens, micros=micros, world_size=world_size)
-    _, peak = peak_of(told(load, **options).lines)
-    # The older ones, of 0.6B, repeated keys for attention.
+    _, peak = peak_of(estimated(load, **options).lines)
+    # The older runs, of 0.6B, repeated keys for attention.
     assert peak / GIB == pytest.approx(measured, rel=0.02 if shape == "4B" else 0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_states_are_counted_from_the_published_number_of_parameters(shape, shapes):
+def test_states_are_counted_from_the_released_number_of_parameters(shape, shapes):
     count = PARAMETERS[shape]
-    plain, rounded = told(load_of(shapes[shape])), told(load_of(shapes[shape]), **ROUNDED)
+    plain, rounded = estimated(load_of(shapes[shape])), estimated(load_of(shapes[shape]), **ROUNDED)
     for component in ("weights", "gradients", "first moment", "second moment"):
         assert of(plain, component) == 4 * count
         assert of(rounded, component) == 2 * count
@@ -110,13 +110,13 @@ def test_states_are_counted_from_the_published_number_of_parameters(shape, shape
 
 def test_the_base_of_adapters_stays_in_the_files_own_bfloat16(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["0.6B"] | {"dtype": "bfloat16"}))
-    memory = told(load_of(tmp_path), lora_rank=4)
-    # Adapters are float32, and all that has a gradient.
+    memory = estimated(load_of(tmp_path), lora_rank=4)
+    # Adapters are float32, and only they have gradients.
     assert of(memory, "weights") == 2 * PARAMETERS["0.6B"] + of(memory, "gradients")
 
 
 class Counted:
-    """Bytes of storage that the optimiser saw at its step, by what they are of. Gradients share some: each counts once."""
+    """Bytes of storage that the optimizer sees at its step, by component. Gradients that share storage count once."""
 
     def __call__(self, optimizer, *_):
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -151,7 +151,7 @@ def test_bytes_of_states_are_those_of_a_trainer(family, options, folders, start,
     finally:
         handle.remove()
         backend.close()
-    memory = told(load_of(folders(family), device="cpu"), **options)
+    memory = estimated(load_of(folders(family), device="cpu"), **options)
     assert of(memory, "gradients") == counted.gradients
     assert of(memory, "first moment") + of(memory, "second moment") == counted.moments
     if not {"lora_rank", "freeze_params_name_list"} & set(options):
@@ -159,14 +159,14 @@ def test_bytes_of_states_are_those_of_a_trainer(family, options, folders, start,
 
 
 def test_a_copy_of_another_model_is_counted_as_that_one(folders):
-    memory = told(load_of(folders("qwen3"), device="cpu", copies={"teacher": folders("llama")}))
+    memory = estimated(load_of(folders("qwen3"), device="cpu", frozen_models={"teacher": folders("llama")}))
     whole = AutoModelForCausalLM.from_pretrained(folders("llama"))
     assert of(memory, "copy: teacher") == sum(parameter.nbytes for parameter in whole.parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_shards_are_those_that_fsdp_cuts(ranks, folders):
-    """Its first rank has most, of models whose sizes do not divide."""
+def test_shards_are_those_of_fsdp(ranks, folders):
+    """The first rank has the most, for models whose sizes do not divide."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with torch.device("meta"):
@@ -175,11 +175,11 @@ def test_shards_are_those_that_fsdp_cuts(ranks, folders):
         elements = sum(parameter.to_local().numel() for parameter in model.parameters())
     finally:
         torch.distributed.destroy_process_group()
-    assert of(told(load_of(folders("qwen3"), device="cpu", world_size=ranks)), "weights") == 4 * elements
+    assert of(estimated(load_of(folders("qwen3"), device="cpu", world_size=ranks)), "weights") == 4 * elements
 
 
 class Saved:
-    """Storages that autograd keeps, each once; weights and views of them stand elsewhere."""
+    """Storages that autograd keeps, each once; weights and views of them are not counted."""
 
     def __init__(self, model):
         self.held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -187,7 +187,7 @@ class Saved:
 
     def __call__(self, tensor):
         if (place := tensor.untyped_storage().data_ptr()) not in self.held:
-            # Kept, or its place would be another's later.
+            # Kept alive: otherwise another storage could later have its address.
             self.tensors[place] = tensor
         return tensor
 
@@ -199,8 +199,8 @@ class Saved:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_activations_are_what_autograd_keeps(family, precision):
-    """Of transformers' own layers. What is left out, a number for each head and token, is little where heads are as wide as
-    they are in models that one trains."""
+    """For transformers' own layers. One number per head and token is not counted, which is small for the head width of real
+    models."""
     sizes = {"vocab_size": 37, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = AutoConfig.for_model(family, **sizes, **heads)
@@ -221,19 +221,19 @@ def test_activations_are_what_autograd_keeps(family, precision):
 
 
 def test_sgd_has_no_moments_and_a_value_head_no_logits(folders):
-    memory = told(load_of(folders("qwen3"), head="value", optimizer=OptimizerConfig(optimizer="sgd")))
+    memory = estimated(load_of(folders("qwen3"), head="value", optimizer=OptimizerConfig(optimizer="sgd")))
     components = {line.component for line in memory.lines}
     assert "first moment" not in components
     assert "head in chunks" not in components
 
 
 def test_offloaded_states_are_on_the_host(folders):
-    memory = told(load_of(folders("qwen3")), fsdp_cpu_offload=True)
-    assert bytes_at(memory.lines, Moment.IDLE) == 0
-    assert bytes_at(memory.lines, Moment.IDLE, "host") == of(memory, "weights") * 3
+    memory = estimated(load_of(folders("qwen3")), fsdp_cpu_offload=True)
+    assert bytes_at(memory.lines, MemoryPhase.IDLE) == 0
+    assert bytes_at(memory.lines, MemoryPhase.IDLE, "host") == of(memory, "weights") * 3
 
 
-def test_layers_that_nobody_counted_are_said_to_be_untold(folders):
-    memory = told(load_of(folders("qwen3_next")))
-    assert memory.untold == ("activations: nobody has counted what layers of linear attention keep",)
+def test_uncounted_layers_are_listed_as_not_estimated(folders):
+    memory = estimated(load_of(folders("qwen3_next")))
+    assert memory.not_estimated == ("activations: not counted for layers of linear attention",)
     assert not any(line.component == "activations" for line in memory.lines)

@@ -1,5 +1,4 @@
-"""Weights and moments in bfloat16: near the run that keeps them in float32, resumed to the same bits, refused where it makes no
-sense."""
+"""Weights and moments in bfloat16: close to a run with float32, resumed to the same bits, refused where it makes no sense."""
 
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ ALL = HALF | MOMENTS | {"main_params_dtype": "bf16"}
 
 @pytest.fixture
 def begin(folders, start):
-    """Backends that are closed with the test: lower precision wants a process group."""
+    """Starts backends that are closed with the test: lower precision requires a process group."""
     begun = []
 
     def begin(options):
@@ -41,23 +40,23 @@ def train(pack, samples, sequence_policy):
 
 
 def distance(one, other):
-    """Of all weights together."""
+    """Norm of the difference of all weights together."""
     return float(torch.stack([(one[name].double() - other[name].double()).norm() for name in one]).norm())
 
 
 @pytest.mark.parametrize(("plain", "rounded", "share"), [({}, MOMENTS, 0.02), (HALF, ALL, 0.35)])
-def test_steps_go_where_those_of_float32_state_go(plain, rounded, share, begin, weights_of, train):
-    wanted = begin(plain)
+def test_steps_follow_those_of_float32_state(plain, rounded, share, begin, weights_of, train):
+    expected = begin(plain)
     found = begin(rounded)
-    before = weights_of(wanted)
-    reports, rounded_reports = train(wanted, 6), train(found, 6)
+    before = weights_of(expected)
+    reports, rounded_reports = train(expected, 6), train(found, 6)
     assert rounded_reports[0].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-2)
-    moved = distance(weights_of(wanted), before)
-    assert 0 < distance(weights_of(found), weights_of(wanted)) < share * moved
+    moved = distance(weights_of(expected), before)
+    assert 0 < distance(weights_of(found), weights_of(expected)) < share * moved
 
 
 def test_gradients_of_micro_batches_are_added_in_float32(begin, pack, samples, sequence_policy):
-    """32 micro-batches of a 512th each, added to a gradient whose neighbours in bfloat16 are a 256th or more away."""
+    """32 micro-batches of a 512th each are added to a gradient whose neighbours in bfloat16 are a 256th or more away."""
     backend = begin(ALL | {"sync_each_micro_batch": True})
     small = [replace(sample, weight=sample.weight / 512) for sample in samples]
     # Not finite: nothing is changed.

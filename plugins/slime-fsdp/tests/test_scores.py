@@ -8,7 +8,7 @@ import torch
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen3_moe", "qwen3_next"])
 def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, samples, oracle):
     backend = start(folders(family))
-    (scores,) = backend.score([pack(samples)], entropy=True)
+    (scores,) = backend.forward_only([pack(samples)], entropy=True)
     with torch.no_grad():
         log_probs, entropies = oracle(family)(samples)
     assert scores.log_probs.dtype == np.float32
@@ -22,33 +22,33 @@ def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, sam
     "options", [{"log_probs_chunk_size": 3}, {"log_probs_chunk_size": -1}, {"attn_implementation": "sdpa"}]
 )
 def test_options_do_not_change_scores(options, folders, start, pack, samples):
-    plain = start(folders("qwen3")).score([pack(samples)], entropy=True)[0]
-    other = start(folders("qwen3"), options).score([pack(samples)], entropy=True)[0]
+    plain = start(folders("qwen3")).forward_only([pack(samples)], entropy=True)[0]
+    other = start(folders("qwen3"), options).forward_only([pack(samples)], entropy=True)[0]
     np.testing.assert_allclose(other.log_probs, plain.log_probs, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(other.entropy, plain.entropy, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_do_not_depend_on_packing(folders, start, pack, samples):
     backend = start(folders("mistral"))
-    together = backend.score([pack(samples)])[0].log_probs
-    alone = np.concatenate([s.log_probs for s in backend.score([pack([sample]) for sample in samples])])
+    together = backend.forward_only([pack(samples)])[0].log_probs
+    alone = np.concatenate([s.log_probs for s in backend.forward_only([pack([sample]) for sample in samples])])
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_is_given_only_when_asked_for(folders, start, pack, samples):
-    assert start(folders("qwen3")).score([pack(samples)])[0].entropy is None
+def test_entropy_is_computed_only_on_request(folders, start, pack, samples):
+    assert start(folders("qwen3")).forward_only([pack(samples)])[0].entropy is None
 
 
 def test_an_empty_micro_batch_scores_nothing(folders, start, pack):
-    assert start(folders("qwen3")).score([pack([])], entropy=True)[0].log_probs.shape == (0,)
+    assert start(folders("qwen3")).forward_only([pack([])], entropy=True)[0].log_probs.shape == (0,)
 
 
 def test_a_bfloat16_model_is_near_the_float32_one(folders, start, pack, samples):
-    exact = start(folders("qwen3")).score([pack(samples)])[0].log_probs
+    exact = start(folders("qwen3")).forward_only([pack(samples)])[0].log_probs
     backend = start(folders("qwen3"), {"precision": "bfloat16"})
     try:
-        rough = backend.score([pack(samples)])[0].log_probs
-        assert {t.dtype for layer in backend.export_tensors() for t in layer.values()} == {torch.bfloat16}
+        rough = backend.forward_only([pack(samples)])[0].log_probs
+        assert {t.dtype for layer in backend.export_weights() for t in layer.values()} == {torch.bfloat16}
     finally:
         backend.close()
     assert 0 < np.abs(rough - exact).max() < 0.3

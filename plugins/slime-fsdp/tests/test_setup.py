@@ -1,4 +1,4 @@
-"""What is refused, where, and in which words."""
+"""Folders and options that are refused, and the error messages."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
         "glm_moe_dsa": "deepseek_sparse_attention",
         "mamba": "layer_types mamba",
         "recurrent_gemma": "layer_types attention, recurrent",
-        "rwkv": "hand a state",
+        "rwkv": "pass a state",
     }.items():
         other = copy_of(source, tmp_path / model_type)
         (other / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -54,10 +54,10 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
     refused(copy_of(source, tmp_path / "deeper", num_hidden_layers=3, layer_types=None), "weights are missing")
     other = copy_of(source, tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"])
     refused(
-        other, r"4 tensors of its files are none of a llama model's, such as model.layers.0.self_attn.k_norm.weight"
+        other, r"4 tensors of its files do not belong to a llama model, such as model.layers.0.self_attn.k_norm.weight"
     )
     shallower = copy_of(source, tmp_path / "shallower", num_hidden_layers=1, layer_types=None)
-    refused(shallower, r"none of a qwen3 model's, such as model.layers.1.input_layernorm.weight")
+    refused(shallower, r"do not belong to a qwen3 model, such as model.layers.1.input_layernorm.weight")
     index = copy_of(source, tmp_path / "index")
     (index / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     refused(index, "model-2.safetensors")
@@ -65,7 +65,7 @@ def test_folders_that_cannot_be_used(folders, start, tmp_path):
 
 def test_a_copy_that_cannot_be_used_is_refused_before_anything_is_loaded(folders, start, tmp_path):
     with pytest.raises(ModelError, match="no such folder"):
-        start(folders("qwen3"), copies={"reference": tmp_path / "nowhere"})
+        start(folders("qwen3"), frozen_models={"reference": tmp_path / "nowhere"})
 
 
 def test_problems():
@@ -77,13 +77,13 @@ def test_problems():
     assert "qwen3" in problem
     (problem,) = Fsdp.problems(FsdpConfig(), 1, QWEN | {"layer_types": ["linear_attention", "full_attention"]})
     assert "linear_attention" in problem
-    # As published, its config tells no kinds of layers.
+    # The released config has no kinds of layers.
     linear = {"model_type": "qwen3_next", "full_attention_interval": 4}
     assert Fsdp.problems(FsdpConfig(), 1, linear) == []
     (problem,) = Fsdp.problems(FsdpConfig(attn_implementation="sdpa"), 1, linear)
     assert "one sequence into the next" in problem
     (problem,) = Fsdp.problems(FsdpConfig(context_parallel_size=2), 2, linear)
-    assert "not cut over ranks" in problem
+    assert "not sharded over ranks" in problem
     (problem,) = Fsdp.problems(FsdpConfig(), 1, {"model_type": "gemma2", "final_logit_softcapping": 30.0})
     assert "final_logit_softcapping" in problem
     assert len(Fsdp.problems(FsdpConfig(context_parallel_size=2, attn_implementation="sdpa"), 3, {})) == 3
@@ -91,7 +91,7 @@ def test_problems():
 
 def test_layout():
     config = FsdpConfig(context_parallel_size=2)
-    assert Fsdp.least_ranks(config) == 2
+    assert Fsdp.min_world_size(config) == 2
     found = [Fsdp.layout(config, rank, 4) for rank in range(4)]
     assert [(at.dp_rank, at.cp_rank) for at in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all((at.dp_size, at.cp_size, at.reports) == (2, 2, True) for at in found)
@@ -101,7 +101,7 @@ def test_every_option_is_documented():
     assert all(field.description for field in FsdpConfig.model_fields.values())
 
 
-def test_options_are_looked_at_without_anything_heavy():
+def test_options_are_checked_without_heavy_imports():
     code = (
         "import sys\n"
         "from slime_fsdp.config import FsdpConfig\n"
@@ -109,11 +109,11 @@ def test_options_are_looked_at_without_anything_heavy():
         "found = Fsdp.problems(FsdpConfig(), 2, {'model_type': 'qwem3'})\n"
         "print(len(found), [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "1 []"
+    given = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert given.stdout.strip() == "1 []"
 
 
-def test_the_table_that_is_read_is_the_one_of_transformers():
+def test_the_table_from_the_source_equals_transformers():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert causal_model_types() == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -123,11 +123,11 @@ def test_the_table_that_is_read_is_the_one_of_transformers():
     ("source", "expected"),
     [
         (f"{TABLE} = OrderedDict([('a', 'AForCausalLM'), ('b', ('B', 'C'))])", {"a", "b"}),
-        # What is not written out has to be imported.
+        # A table in another form has to be imported.
         (f"{TABLE} = OrderedDict([('a', 'AForCausalLM'), *OTHERS])", set()),
         (f"{TABLE} = OrderedDict(OTHERS)", set()),
         ("OTHERS = OrderedDict([('a', 'AForCausalLM')])", set()),
     ],
 )
-def test_a_table_is_read_where_it_is_written_out(source, expected):
+def test_a_table_is_read_only_in_literal_form(source, expected):
     assert types_in(source) == expected

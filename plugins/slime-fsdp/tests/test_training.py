@@ -1,4 +1,4 @@
-"""The optimiser step: skipping, clipping, the schedule, frozen parameters, copies."""
+"""The optimizer step: skipping, clipping, the schedule, frozen parameters, copies."""
 
 import numpy as np
 import pytest
@@ -45,8 +45,8 @@ def test_clipping_scales_the_whole_gradient(limit, folders, start, pack, samples
     after = weights_of(backend)
     moved = torch.stack([(after[name].double() - before[name].double()).norm() for name in before]).norm()
     assert report.grad_norm > 0.1
-    wanted = min(limit, report.grad_norm) if limit else report.grad_norm
-    assert moved.item() == pytest.approx(wanted, rel=1e-3)
+    required = min(limit, report.grad_norm) if limit else report.grad_norm
+    assert moved.item() == pytest.approx(required, rel=1e-3)
 
 
 def test_adamw_equals_a_float64_one_without_decay_on_vectors(
@@ -91,7 +91,7 @@ def test_learning_rates():
     ]
 
 
-def test_the_report_says_the_rate_of_its_step(folders, start, pack, samples, sequence_policy):
+def test_the_report_has_the_learning_rate_of_its_step(folders, start, pack, samples, sequence_policy):
     backend = start(folders("qwen3"), None, {"lr": 0.01, "lr_warmup_iters": 2})
     reports = [backend.train_step([pack(samples)], sequence_policy()) for _ in range(4)]
     assert [report.lr for report in reports] == pytest.approx([0, 0.005, 0.01, 0.01])
@@ -117,7 +117,7 @@ def test_frozen_parameters_stay(options, moves, folders, start, pack, samples, w
 
 
 def test_nothing_left_to_train_is_an_error(folders, start):
-    with pytest.raises(ConfigError, match="none to train"):
+    with pytest.raises(ConfigError, match="no parameter to train"):
         start(folders("llama"), {"only_train_params_name_list": ["no such name"]})
 
 
@@ -125,16 +125,16 @@ def test_nothing_left_to_train_is_an_error(folders, start):
 def test_sleep_and_wake_change_nothing_on_the_cpu(folders, start, pack, samples, sequence_policy):
     backend = start(folders("qwen3"))
     backend.train_step([pack(samples)], sequence_policy())
-    before = backend.score([pack(samples)])[0].log_probs
+    before = backend.forward_only([pack(samples)])[0].log_probs
     backend.sleep()
-    backend.wake()
-    np.testing.assert_array_equal(backend.score([pack(samples)])[0].log_probs, before)
+    backend.wake_up()
+    np.testing.assert_array_equal(backend.forward_only([pack(samples)])[0].log_probs, before)
 
 
 def test_two_backends_share_a_process_group(folders, start, pack, samples):
     first, second = (start(folders("qwen3"), {"precision": "bfloat16"}) for _ in range(2))
     second.close()
     assert torch.distributed.is_initialized()
-    first.score([pack(samples)])
+    first.forward_only([pack(samples)])
     first.close()
     assert not torch.distributed.is_initialized()

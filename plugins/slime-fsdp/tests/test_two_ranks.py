@@ -12,12 +12,12 @@ def ranks(run_two_ranks):
 
 
 def assert_same_step(found, one_step):
-    _, start, wanted, *_ = one_step
-    scale = max(float((wanted[name] - start[name]).norm()) for name in wanted)
+    _, start, expected, *_ = one_step
+    scale = max(float((expected[name] - start[name]).norm()) for name in expected)
     assert scale > 1e-2
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert float((found[name] - wanted[name]).norm()) < 1e-5 * scale, name
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert float((found[name] - expected[name]).norm()) < 1e-5 * scale, name
 
 
 def totals(saved):
@@ -65,7 +65,7 @@ def test_two_ranks_write_files_of_one_model(ranks):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-def test_a_file_that_one_rank_cannot_write_is_told_on_both(ranks):
+def test_a_file_that_one_rank_cannot_write_is_an_error_on_both(ranks):
     assert all("no space left to write it" in part["failure"] for part in ranks("shards"))
     assert not list((ranks.folder / "hf_refused").iterdir())
 
@@ -75,9 +75,9 @@ def test_unevenly_cut_tensors_are_gathered_whole(ranks):
     for part in ranks("gathered"):
         for name, tensor in part["whole"].items():
             assert torch.equal(part["same"][name], tensor)
-            wanted = tensor if name == "odd" else tensor.to(torch.bfloat16)
-            assert part["half"][name].dtype == wanted.dtype
-            assert torch.equal(part["half"][name], wanted)
+            expected = tensor if name == "odd" else tensor.to(torch.bfloat16)
+            assert part["half"][name].dtype == expected.dtype
+            assert torch.equal(part["half"][name], expected)
 
 
 def test_context_parallel_ranks_hold_each_token_once(ranks, one_step):
@@ -100,9 +100,9 @@ def test_bfloat16_is_near_float32(ranks, one_step):
 
 
 def test_context_parallel_with_a_sliding_window(ranks, folders, start, pack, samples):
-    (wanted,) = start(folders("mistral")).score([pack(samples)])
+    (expected,) = start(folders("mistral")).forward_only([pack(samples)])
     for part in ranks("window"):
-        np.testing.assert_allclose(part["log_probs"], wanted.log_probs[part["rows"]], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(part["log_probs"], expected.log_probs[part["rows"]], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.bits
@@ -117,7 +117,7 @@ def test_resume_on_two_ranks_is_exact(prefix, ranks, one_step):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("prefix", ["", "rounded_"])
-def test_what_two_ranks_wrote_while_they_trained_is_what_they_saved(prefix, ranks, contents):
+def test_two_ranks_write_the_same_checkpoint_while_they_train(prefix, ranks, contents):
     saved, staged = contents(ranks.folder / f"{prefix}checkpoint"), contents(ranks.folder / f"{prefix}staged")
     assert len(saved) > 4
     assert staged == saved
@@ -140,12 +140,12 @@ def test_a_value_head_on_two_ranks(ranks, folders, start, pack, samples):
         np.testing.assert_array_equal(part["loaded"], part["saved"])
         assert np.abs(part["trained"] - part["saved"]).max() > 1e-3
     backend.load(ranks.folder / "critic")
-    np.testing.assert_allclose(backend.score([pack(samples)])[0].values, part["saved"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(backend.forward_only([pack(samples)])[0].values, part["saved"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", ["", "rounded_"])
-def test_what_a_rank_has_no_part_of_is_counted_as_often(prefix, ranks):
-    """It may be that rank's count which is saved."""
+def test_a_rank_without_elements_of_a_weight_counts_its_steps(prefix, ranks):
+    """The checkpoint may take that rank's step count."""
     one, other = ranks(f"{prefix}value")
     np.testing.assert_array_equal(one["loaded"], one["saved"])
     assert one["counts"] == other["counts"] == [1.0] * len(one["counts"])
@@ -159,14 +159,14 @@ def test_a_broken_folder_is_reported_by_every_rank(ranks):
 
 def test_adapters_on_two_ranks(ranks, folders, adapters, start, pack, samples, weights_of, sequence_policy, sgd):
     backend = start(folders("qwen3"), {"lora_adapter_path": str(adapters("qwen3"))}, sgd)
-    before = backend.score([pack(samples)])[0].log_probs
+    before = backend.forward_only([pack(samples)])[0].log_probs
     start_weights = weights_of(backend)
     report = backend.train_step([pack(samples)], sequence_policy())
     saved = ranks("lora")
     assert_same_step(saved[0]["weights"], (None, start_weights, weights_of(backend)))
     assert totals(saved) == pytest.approx(report.sums, rel=1e-5)
-    after = backend.score([pack(samples)])[0].log_probs
-    plain = start(folders("qwen3")).score([pack(samples)])[0].log_probs
+    after = backend.forward_only([pack(samples)])[0].log_probs
+    plain = start(folders("qwen3")).forward_only([pack(samples)])[0].log_probs
     for part in saved:
         assert part["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-5)
         np.testing.assert_allclose(part["before"], before, rtol=1e-5, atol=1e-5)
@@ -185,8 +185,8 @@ def test_resumed_adapters_on_two_ranks_are_exact(ranks, folders, adapters, start
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert not all(torch.equal(straight[name], middle[name]) for name in straight)
     options = {"lora_adapter_path": str(adapters("qwen3"))}
-    copies = {"reference": folders("qwen3"), "other": ranks.folder / "hf"}
-    backend = start(folders("qwen3"), options, sgd, copies=copies)
+    frozen_models = {"reference": folders("qwen3"), "other": ranks.folder / "hf"}
+    backend = start(folders("qwen3"), options, sgd, frozen_models=frozen_models)
     backend.load(ranks.folder / "lora_checkpoint")
     assert all(torch.equal(weight, middle[name]) for name, weight in weights_of(backend).items())
 
@@ -204,10 +204,10 @@ def test_float32_adapters_over_a_bfloat16_base(head, ranks):
 
 
 def test_ranks_with_and_without_images_take_the_step_of_one(ranks, one_vision_step):
-    report, before, wanted, scores = one_vision_step(ranks.folder / "vision")
+    report, before, expected, scores = one_vision_step(ranks.folder / "vision")
     for part, one in zip(ranks("vision"), scores, strict=True):
         np.testing.assert_allclose(part["log_probs"], one.log_probs, rtol=1e-5, atol=1e-5)
-    assert_same_step(ranks("vision")[0]["weights"], (report, before, wanted))
+    assert_same_step(ranks("vision")[0]["weights"], (report, before, expected))
     # Half precision: near, and the tower is trained.
     half = ranks("vision_half")
     np.testing.assert_allclose(half[0]["log_probs"], scores[0].log_probs, atol=0.5)
@@ -215,13 +215,13 @@ def test_ranks_with_and_without_images_take_the_step_of_one(ranks, one_vision_st
     assert float((half[0]["weights"][name].float() - before[name]).abs().max()) > 0
 
 
-def test_images_cut_over_ranks_take_the_step_of_one(ranks, one_vision_step):
-    report, before, wanted, scores = one_vision_step(ranks.folder / "vision")
+def test_images_split_over_ranks_take_the_step_of_one(ranks, one_vision_step):
+    report, before, expected, scores = one_vision_step(ranks.folder / "vision")
     parts = ranks("vision_cp")
     for number, one in enumerate(scores):
         joined = np.full(len(one.log_probs), np.nan, np.float32)
         for part in parts:
             joined[part[f"rows{number}"]] = part[f"log_probs{number}"]
         np.testing.assert_allclose(joined, one.log_probs, rtol=1e-5, atol=1e-5)
-    assert_same_step(parts[0]["weights"], (report, before, wanted))
+    assert_same_step(parts[0]["weights"], (report, before, expected))
     assert totals(parts) == pytest.approx(report.sums, rel=1e-5)

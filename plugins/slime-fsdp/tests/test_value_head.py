@@ -12,10 +12,10 @@ from slime_core.contracts.backend import ObjectiveOutput
 
 @dataclass(frozen=True)
 class SquaredError:
-    """Weighted, to the column that holds the advantages."""
+    """Weighted squared error to the column that holds the advantages."""
 
     reads_values: bool = True
-    wants_entropy: bool = False
+    needs_entropy: bool = False
     entropy_has_gradient: bool = False
 
     def __call__(self, micro, *, segments, log_probs=None, entropy=None, values=None):
@@ -55,10 +55,10 @@ def test_a_step_follows_the_gradient_of_the_classifier(family, folders, start, p
 
 
 def test_values_are_float32_whatever_the_model_computes_in(folders, start, pack, samples):
-    exact = start(folders("qwen3"), head="value").score([pack(samples)])[0].values
+    exact = start(folders("qwen3"), head="value").forward_only([pack(samples)])[0].values
     backend = start(folders("qwen3"), {"precision": "bfloat16"}, head="value")
     try:
-        rough = backend.score([pack(samples)])[0].values
+        rough = backend.forward_only([pack(samples)])[0].values
     finally:
         backend.close()
     assert rough.dtype == np.float32
@@ -68,9 +68,9 @@ def test_values_are_float32_whatever_the_model_computes_in(folders, start, pack,
 
 
 def test_an_empty_micro_batch_has_no_values(folders, start, pack):
-    assert start(folders("qwen3"), head="value").score([pack([])])[0].values.shape == (0,)
+    assert start(folders("qwen3"), head="value").forward_only([pack([])])[0].values.shape == (0,)
 
 
-def test_a_fresh_head_is_no_news(folders, start, caplog, capfd):
+def test_a_new_value_head_causes_no_warning(folders, start, caplog, capfd):
     start(folders("qwen3"), head="value")
     assert "MISSING" not in caplog.text + capfd.readouterr().err

@@ -53,7 +53,7 @@ def samples(processor):
 
 
 def log_probs_of(plain, processor, sample):
-    """(R,) by transformers alone."""
+    """(R,) log-probs by transformers."""
     pixels = [processor.pixels(image) for image in sample.prompt.images]
     return image_log_probs_of(plain, pixels, sample.prompt.token_ids, sample.response_tokens)
 
@@ -83,7 +83,7 @@ class Sum:
     """Minus the sum of the trained log-probs, or values."""
 
     reads_values: bool = False
-    wants_entropy = entropy_has_gradient = False
+    needs_entropy = entropy_has_gradient = False
 
     def __call__(self, micro, *, segments, log_probs=None, entropy=None, values=None):
         scored = values if self.reads_values else log_probs
@@ -91,33 +91,33 @@ class Sum:
 
 
 @pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"attn_implementation": "eager"}])
-def test_log_probs_are_those_of_samples_alone(folder, processor, plain, samples, options):
+def test_log_probs_equal_those_of_single_samples(folder, processor, plain, samples, options):
     with torch.no_grad():
-        wanted = torch.cat([log_probs_of(plain, processor, sample) for sample in samples])
+        required = torch.cat([log_probs_of(plain, processor, sample) for sample in samples])
     batch = image_batch(samples)
     cache = PixelCache(lambda: processor)
     # Without images in one micro-batch, and in parts: neither changes anything.
     parts = [np.arange(8), np.array([7]), np.array([2, 5])]
     backend = backend_of(folder, **options)
-    scored = backend.score([pack_micro_batch(batch, part, pixels=cache) for part in parts])
-    of_sample = wanted.split([sample.response_length for sample in samples])
+    scored = backend.forward_only([pack_micro_batch(batch, part, pixels=cache) for part in parts])
+    of_sample = required.split([sample.response_length for sample in samples])
     for part, scores in zip(parts, scored, strict=True):
         expected = torch.cat([of_sample[number] for number in part]).numpy()
         np.testing.assert_allclose(scores.log_probs, expected, atol=1e-5)
     # It would show if images were left out.
-    blind = backend.score([pack_micro_batch(replace(batch, images=None), np.arange(8))])
-    assert np.abs(blind[0].log_probs - wanted.numpy()).max() > 0.1
+    blind = backend.forward_only([pack_micro_batch(replace(batch, images=None), np.arange(8))])
+    assert np.abs(blind[0].log_probs - required.numpy()).max() > 0.1
     backend.close()
 
 
-def test_gradients_are_those_of_samples_alone(folder, processor, samples):
+def test_gradients_equal_those_of_single_samples(folder, processor, samples):
     plain = with_stand_in(load_plain_vision(folder, torch.float32))
     total = torch.zeros(())
     for sample in samples:
         chosen = log_probs_of(plain, processor, sample)
         total = total - (chosen * torch.from_numpy(sample.loss_mask.astype(np.float32))).sum()
     total.backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    required = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
     backend = backend_of(folder)
     found = {}
@@ -130,8 +130,8 @@ def test_gradients_are_those_of_samples_alone(folder, processor, samples):
     cache = PixelCache(lambda: processor)
     parts = [np.array([0, 1, 2, 7]), np.array([3, 4]), np.array([5, 6])]
     backend.train_step([pack_micro_batch(batch, part, pixels=cache) for part in parts], Sum())
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values() if gradient is not None)
-    for name, gradient in wanted.items():
+    largest = max(float(gradient.abs().max()) for gradient in required.values() if gradient is not None)
+    for name, gradient in required.items():
         if name.endswith("embed_tokens.weight"):
             gradient = gradient[:-1].index_add(0, torch.tensor([IMAGE_TOKEN]), gradient[-1:])
         np.testing.assert_allclose(found[name], gradient, atol=2e-5 * largest, err_msg=name)
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_samples_alone(folder, processor, samples):
 
 
 @pytest.mark.bits
-def test_values_and_their_gradients_are_those_of_samples_alone(folder, processor, samples, tmp_path):
+def test_values_and_their_gradients_equal_those_of_single_samples(folder, processor, samples, tmp_path):
     backend = backend_of(folder, head="value")
     backend.save_hf(tmp_path / "critic")
     saved = load_file(tmp_path / "critic" / "model.safetensors")
@@ -159,15 +159,15 @@ def test_values_and_their_gradients_are_those_of_samples_alone(folder, processor
     )
     batch, cache = image_batch(samples), PixelCache(lambda: processor)
     parts = [np.array([0, 1, 2, 7]), np.array([3, 4]), np.array([5, 6])]
-    scored = backend.score([pack_micro_batch(batch, part, pixels=cache) for part in parts])
-    total, wanted = torch.zeros(()), []
+    scored = backend.forward_only([pack_micro_batch(batch, part, pixels=cache) for part in parts])
+    total, required = torch.zeros(()), []
     for sample in samples:
         pixels = [processor.pixels(image) for image in sample.prompt.images]
         values = image_logits_of(plain, pixels, sample.prompt.token_ids, sample.response_tokens)[:, 0]
         total = total - (values * torch.from_numpy(sample.loss_mask.astype(np.float64))).sum()
-        wanted.append(values.detach().numpy())
+        required.append(values.detach().numpy())
     for part, scores in zip(parts, scored, strict=True):
-        np.testing.assert_allclose(scores.values, np.concatenate([wanted[n] for n in part]), atol=1e-5)
+        np.testing.assert_allclose(scores.values, np.concatenate([required[n] for n in part]), atol=1e-5)
     total.backward()
     backend.train_step([pack_micro_batch(batch, part, pixels=cache) for part in parts], Sum(reads_values=True))
     gradients = {name.replace("lm_head.", "score."): p.grad for name, p in plain.named_parameters()}
@@ -177,17 +177,19 @@ def test_values_and_their_gradients_are_those_of_samples_alone(folder, processor
             gradient = gradient[:-1].index_add(0, torch.tensor([IMAGE_TOKEN]), gradient[-1:])
         np.testing.assert_allclose(found[name], gradient, atol=2e-5 * largest, err_msg=name)
     assert found.keys() == gradients.keys()
-    # What it has written, it reads again.
-    trained = backend.score([pack_micro_batch(batch, np.arange(8), pixels=cache)])[0].values
+    # The saved model is loaded again.
+    trained = backend.forward_only([pack_micro_batch(batch, np.arange(8), pixels=cache)])[0].values
     backend.save_hf(tmp_path / "trained")
     backend.close()
     again = backend_of(tmp_path / "trained", head="value")
-    np.testing.assert_array_equal(again.score([pack_micro_batch(batch, np.arange(8), pixels=cache)])[0].values, trained)
+    np.testing.assert_array_equal(
+        again.forward_only([pack_micro_batch(batch, np.arange(8), pixels=cache)])[0].values, trained
+    )
     again.close()
 
 
-def test_images_behind_what_is_learnt(folder, processor, plain):
-    """A conversation: the second image stands after the first answer. Against transformers, turn by turn."""
+def test_images_behind_trained_tokens(folder, processor, plain):
+    """A conversation: the second image follows the first response. Compared with transformers, turn by turn."""
     first, second = noise(8, 8, 0), noise(20, 9, 1)
     before = image_prompt(processor, 0, 9, first, 10)
     through = image_prompt(processor, 0, 9, first, 10, 11, 12, second, 13)
@@ -206,14 +208,14 @@ def test_images_behind_what_is_learnt(folder, processor, plain):
     for options in ({}, {"share_prompts": False}):
         backend = backend_of(folder, **options)
         micro = pack_micro_batch(image_batch([sample]), np.arange(1), pixels=PixelCache(lambda: processor))
-        found = backend.score([micro])[0].log_probs
+        found = backend.forward_only([micro])[0].log_probs
         np.testing.assert_allclose(found[:2], early, atol=1e-5)
         np.testing.assert_allclose(found[-2:], late, atol=1e-5)
         backend.close()
 
 
 def test_videos_are_those_of_transformers(folder, processor):
-    """Which are told to it as videos; here they are as many images as two frames are one. Log-probs and a gradient."""
+    """transformers gets them as videos; the backend as images, one for every two frames. Compares log-probs and a gradient."""
     plain = load_plain_vision(folder)
     films = [[noise(16, 8, n) for n in range(5)], [noise(8, 24, n) for n in range(2)]]
     prompts = [
@@ -221,16 +223,18 @@ def test_videos_are_those_of_transformers(folder, processor):
         video_prompt(folder, processor, 1, films[1], 11, films[0], 12),
         video_prompt(folder, processor, 2, 9, films[0][::-1], 10),
     ]
-    answers = [[12, 13, 14], [15, 16], [12, 13, 14]]
-    samples = [image_sample(prompt, n, answer) for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    wanted = []
+    responses = [[12, 13, 14], [15, 16], [12, 13, 14]]
+    samples = [
+        image_sample(prompt, n, response) for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    required = []
     for sample in samples:
         pixels = [processor.pixels(video) for video in sample.prompt.images]
         values, grids = (np.concatenate([one.values for one in pixels]), np.stack([one.grid_thw for one in pixels]))
-        wanted.append(video_log_probs_of(plain, values, grids, sample.prompt.token_ids, sample.response_tokens))
-    (-torch.cat(wanted).sum()).backward()
+        required.append(video_log_probs_of(plain, values, grids, sample.prompt.token_ids, sample.response_tokens))
+    (-torch.cat(required).sum()).backward()
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert float((wanted[0] - wanted[2]).detach().abs().max()) > 0.1
+    assert float((required[0] - required[2]).detach().abs().max()) > 0.1
 
     backend, found = backend_of(folder), {}
     real = backend._step
@@ -239,7 +243,7 @@ def test_videos_are_those_of_transformers(folder, processor):
         real(parameters, norm, lr),
     )
     micro = pack_micro_batch(image_batch(samples), np.arange(3), pixels=PixelCache(lambda: processor))
-    np.testing.assert_allclose(backend.score([micro])[0].log_probs, torch.cat(wanted).detach(), atol=1e-5)
+    np.testing.assert_allclose(backend.forward_only([micro])[0].log_probs, torch.cat(required).detach(), atol=1e-5)
     backend.train_step([micro], Sum())
     largest = max(float(gradient.abs().max()) for gradient in gradients.values() if gradient is not None)
     for name, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""Weights out and in again: buckets, Hugging Face folders, value heads."""
+"""Export and load of weights: buckets, Hugging Face folders, value heads."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def test_export_and_save_hf_are_what_transformers_loads(
             assert torch.equal(parameter, exported[name])
     again = start(tmp_path / "hf")
     np.testing.assert_array_equal(
-        again.score([pack(samples)])[0].log_probs, backend.score([pack(samples)])[0].log_probs
+        again.forward_only([pack(samples)])[0].log_probs, backend.forward_only([pack(samples)])[0].log_probs
     )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"] == json.loads((folders(family) / "config.json").read_text())["architectures"]
@@ -69,7 +69,7 @@ def test_save_hf_keeps_the_dtype_of_the_source(folders, start, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_model_that_brings_its_code_is_saved_with_it(folders, start, tmp_path, monkeypatch):
+def test_a_model_with_its_own_code_is_saved_with_it(folders, start, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     source = shutil.copytree(folders("qwen3"), tmp_path / "source")
@@ -90,20 +90,20 @@ def test_a_model_that_brings_its_code_is_saved_with_it(folders, start, tmp_path,
 def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, start, pack, samples, tmp_path):
     fresh = start(folders("qwen3"), head="value")
     same = start(folders("qwen3"), head="value")
-    (first,) = fresh.score([pack(samples)])
+    (first,) = fresh.forward_only([pack(samples)])
     assert first.log_probs is None
     assert first.values.shape == (sum(sample.response for sample in samples),)
-    np.testing.assert_array_equal(first.values, same.score([pack(samples)])[0].values)
+    np.testing.assert_array_equal(first.values, same.forward_only([pack(samples)])[0].values)
     assert not np.array_equal(
-        first.values, start(folders("qwen3"), head="value", seed=6).score([pack(samples)])[0].values
+        first.values, start(folders("qwen3"), head="value", seed=6).forward_only([pack(samples)])[0].values
     )
 
     backend = trained("qwen3", head="value")
-    values = backend.score([pack(samples)])[0].values
+    values = backend.forward_only([pack(samples)])[0].values
     assert not np.array_equal(values, first.values)
     backend.save_hf(tmp_path / "critic")
     again = start(tmp_path / "critic", head="value")
-    np.testing.assert_array_equal(again.score([pack(samples)])[0].values, values)
+    np.testing.assert_array_equal(again.forward_only([pack(samples)])[0].values, values)
 
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float64).eval()
     expected = []
@@ -117,13 +117,13 @@ def test_a_value_head_starts_small_is_trained_and_comes_back(trained, folders, s
 @pytest.mark.bits
 @pytest.mark.parametrize("linear", ["onednn", "torch"])
 def test_where_weights_begin_in_their_file_changes_no_value(linear, folders, start, pack, samples, tmp_path):
-    """Of many rows, nor of few, whose products are others."""
+    """For many rows, and for few, which use other products."""
     start(folders("qwen3"), head="value").save_hf(tmp_path / "model")
     micros = [pack(samples), *(pack([sample]) for sample in samples)]
 
     def values(num_bytes):
         folder = with_longer_header(tmp_path / "model", tmp_path / f"{num_bytes} bytes", num_bytes)
-        scored = start(folder, {"linear": linear}, head="value").score(micros)
+        scored = start(folder, {"linear": linear}, head="value").forward_only(micros)
         return [part.values.tobytes() for part in scored]
 
     first, *others = (values(num_bytes) for num_bytes in (0, 4, 8, 12))

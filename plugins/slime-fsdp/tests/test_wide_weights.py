@@ -1,4 +1,4 @@
-"""Parameters that a folder in bfloat16 has in float32."""
+"""Parameters that are float32 in a bfloat16 folder."""
 
 import json
 
@@ -25,7 +25,7 @@ WIDE = {
     "glm4_moe": ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias"),
     "ernie4_5_moe": ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.moe_statics.e_score_correction_bias"),
 }
-"""By their names in files."""
+"""Names in files."""
 HALF = {"precision": "bfloat16"}
 ADAPTERS = {"lora_rank": 2, "target_modules": ["q_proj", "v_proj"]}
 
@@ -78,9 +78,9 @@ def mixed(request, folders, tmp_path):
     return folder, weights, wide
 
 
-def same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
 
@@ -113,39 +113,39 @@ def test_what_is_trained_of_them_is_saved_in_float32(
 
 
 def test_frozen_ones_are_kept_beside_weights_in_bfloat16(mixed, start, weights_of):
-    """Of a copy, and of a trained model whose weights are kept in bfloat16."""
+    """In a copy, and in a trained model whose weights are kept in bfloat16."""
     folder, weights, wide = mixed
     backend = start(
         folder,
         HALF | {"main_params_dtype": "bf16", "only_train_params_name_list": ["embed_tokens"]},
-        copies={"reference": folder},
+        frozen_models={"reference": folder},
     )
     same(weights_of(backend), weights)
-    kept = [tensor.dtype for tensor in backend._trainer.copies["reference"].model.state_dict().values()]
+    kept = [tensor.dtype for tensor in backend._trainer.frozen_models["reference"].model.state_dict().values()]
     assert kept.count(torch.float32) == len(wide)
 
 
 def test_a_plan_counts_them(mixed, start):
-    """As they are then held: weights of a trained model, whose embedding alone is, and those of a copy."""
+    """Counts them in the dtype in which they are held: of a trained model with only its embedding trained, and of a copy."""
     folder, _, _ = mixed
     options = HALF | {"main_params_dtype": "bf16", "only_train_params_name_list": ["embed_tokens"]}
-    backend = start(folder, options, copies={"reference": folder})
+    backend = start(folder, options, frozen_models={"reference": folder})
     trainer = backend._trainer
     load = TrainerLoad(setup=trainer.setup, tokens=64, scored_tokens=64, num_micro_batches=1)
-    told = {line.component: line.num_bytes for line in Fsdp.memory(FsdpConfig(**options), load).lines}
-    for line, model in {"weights": trainer.model, "copy: reference": trainer.copies["reference"]}.items():
-        assert told[line] == sum(parameter.nbytes for parameter in model.parameters()), line
+    estimated = {line.component: line.num_bytes for line in Fsdp.memory(FsdpConfig(**options), load).lines}
+    for line, model in {"weights": trainer.model, "copy: reference": trainer.frozen_models["reference"]}.items():
+        assert estimated[line] == sum(parameter.nbytes for parameter in model.parameters()), line
 
 
 def test_biases_of_routers_that_are_parameters_are_not_trained(start, pack, samples, sequence_policy, tmp_path):
-    """Nor rounded with what is."""
+    """They are not rounded with the trained weights either."""
     backend = start(make_ernie(tmp_path / "ernie"), HALF | {"main_params_dtype": "bf16"})
     assert not backend.train_step([pack(samples)], sequence_policy()).skipped
     frozen = {name for name, p in backend._trainer.model.model.named_parameters() if not p.requires_grad}
     assert frozen == {"model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"}
 
 
-def test_a_folder_that_is_all_in_float32_has_none_though_its_config_says_bfloat16(folders, tmp_path):
+def test_a_folder_that_is_all_in_float32_has_none_though_its_config_has_bfloat16(folders, tmp_path):
     source = folders("qwen3")
     save_file(load_file(source / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())

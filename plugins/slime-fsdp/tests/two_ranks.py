@@ -1,5 +1,5 @@
-"""Run as a script: everything that needs two ranks, each part saved for the tests to look at. On the CPU the ranks are
-forked after the imports, which take longer than all the rest; CUDA does not survive a fork.
+"""Run as a script: everything that requires two ranks; each part saves results for the tests. On the CPU the ranks are forked
+after the imports, which take longer than all the rest; CUDA does not survive a fork.
 
 usage: two_ranks.py DEVICE OUT_FOLDER MODEL_FOLDER SLIDING_WINDOW_FOLDER ADAPTER_FOLDER
 """
@@ -44,7 +44,7 @@ class Run:
 
     def begin(self, name, options=None, optimizer=None, **setup):
         rendezvous = f"file://{self.out / name}.rendezvous"
-        told = {
+        fields = {
             "rank": self.rank,
             "world_size": 2,
             "local_rank": self.rank,
@@ -52,7 +52,7 @@ class Run:
             "device": self.device,
         }
         # In float32 on GPUs too, unless asked otherwise: to be compared with one rank on the CPU.
-        return start(self.model, {"precision": "float32"} | (options or {}), optimizer, **(told | setup))
+        return start(self.model, {"precision": "float32"} | (options or {}), optimizer, **(fields | setup))
 
     def save(self, name, **what):
         plain = {
@@ -79,7 +79,8 @@ def uneven(device):
 
 
 def save_in_shards(backend, run):
-    """So small ones that both ranks have theirs; then with a disk that refuses those of the second rank. The failure's text."""
+    """Shards are so small that both ranks write some; then with a disk that refuses those of the second rank. Saves the text of
+    the error."""
     write_model, save_file = export.write_model, saved_model.save_file
     export.write_model = partial(write_model, shard_bytes=2**15)
     backend.save_hf(run.out / "hf_shards")
@@ -93,22 +94,22 @@ def save_in_shards(backend, run):
         export.write_model, saved_model.save_file = write_model, save_file
 
 
-def refuse(tensors, file, **told):
+def refuse(tensors, file, **kwargs):
     raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
 def data_parallel(run):
     samples = make_samples()
-    backend = run.begin("dp", optimizer=SGD, copies={"reference": run.model})
-    # The last rank has one micro-batch less to do, and meets the other with an empty one.
+    backend = run.begin("dp", optimizer=SGD, frozen_models={"reference": run.model})
+    # The last rank has one micro-batch less, and computes an empty one instead.
     mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
-    before = backend.score([pack(samples)], entropy=True)[0].log_probs
+    before = backend.forward_only([pack(samples)], entropy=True)[0].log_probs
     report = backend.train_step([pack(part) for part in mine], SequencePolicy())
-    after = backend.score([pack(samples)])[0].log_probs
-    frozen = backend.score([pack(samples)], weights="reference")[0].log_probs
+    after = backend.forward_only([pack(samples)])[0].log_probs
+    frozen = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
     run.keep("dp", backend, **numbers(report), before=before, after=after, frozen=frozen)
-    backend.refresh_copy("reference")
-    refreshed = backend.score([pack(samples)], weights="reference")[0].log_probs
+    backend.update_frozen_model("reference")
+    refreshed = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
     # NaN on one rank only: both skip.
     report = backend.train_step([pack(samples)], SequencePolicy(poison=float("nan") if run.rank == 0 else 0.0))
     backend.save_hf(run.out / "hf")
@@ -134,7 +135,7 @@ def sync_each(run):
 def context_parallel(run):
     samples = make_samples()
     backend = run.begin("cp", {"context_parallel_size": 2}, SGD)
-    scores = backend.score([pack(samples), pack([])], entropy=True)[0]
+    scores = backend.forward_only([pack(samples), pack([])], entropy=True)[0]
     # One micro-batch has no response token on rank 1: a prompt of one token and a response of one.
     report = backend.train_step([pack(samples[:4]), pack(samples[4:]), pack([])], SequencePolicy())
     run.keep("cp", backend, **numbers(report), log_probs=scores.log_probs, entropy=scores.entropy, rows=scores.rows)
@@ -143,13 +144,13 @@ def context_parallel(run):
 
 def sliding_window(run):
     backend = run.begin("window", {"context_parallel_size": 2}, model_path=run.sliding_window)
-    scores = backend.score([pack(make_samples())])[0]
+    scores = backend.forward_only([pack(make_samples())])[0]
     run.save("window", log_probs=scores.log_probs, rows=scores.rows)
     backend.close()
 
 
 def resume(run):
-    """Two steps and two more; then from the checkpoint in the middle, after other random numbers were drawn."""
+    """Two steps and two more; then again from the checkpoint in the middle, after other random numbers were drawn."""
     resume_with(run, "resume", {}, "")
 
 
@@ -174,8 +175,8 @@ def resume_with(run, name, options, prefix):
     backend.train_step([pack(mine)], SequencePolicy())
     writing.result()
     run.keep(f"{prefix}straight", backend, **numbers(reports[0]))
-    # A forward leaves gathered weights behind, which a load must not fill in place of the sharded ones.
-    backend.score([pack(mine)])
+    # A forward leaves gathered weights, which a load must not write to instead of the sharded ones.
+    backend.forward_only([pack(mine)])
     backend.load(folder)
     assert (random.random(), torch.rand(()).item()) == drawn
     run.keep(f"{prefix}middle", backend)
@@ -194,18 +195,18 @@ def value_head_rounded(run):
 
 
 def value_head_with(run, name, options, folder):
-    """One number wide: rank 1 has no part of it."""
+    """The head has one row, so rank 1 has no part of it."""
     samples = make_samples()
     backend = run.begin(name, options, head="value")
     objective = SequencePolicy(reads_values=True)
     backend.train_step([pack(samples)], objective)
     (run.out / folder).mkdir(exist_ok=True)
     backend.save(run.out / folder)
-    saved = backend.score([pack(samples)])[0].values
+    saved = backend.forward_only([pack(samples)])[0].values
     backend.train_step([pack(samples)], objective)
-    trained = backend.score([pack(samples)])[0].values
+    trained = backend.forward_only([pack(samples)])[0].values
     backend.load(run.out / folder)
-    loaded = backend.score([pack(samples)])[0].values
+    loaded = backend.forward_only([pack(samples)])[0].values
     counts = [float(state["step"]) for state in backend._trainer.optimizer.state.values()]
     run.keep(name, backend, saved=saved, trained=trained, loaded=loaded, counts=counts)
     backend.close()
@@ -216,17 +217,17 @@ def adapters(run):
     samples = make_samples()
     own = run.out / "hf"
     options = {"lora_adapter_path": str(run.adapter)}
-    backend = run.begin("lora", options, SGD, copies={"reference": run.model, "other": own})
+    backend = run.begin("lora", options, SGD, frozen_models={"reference": run.model, "other": own})
     mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
-    before = backend.score([pack(samples)])[0].log_probs
+    before = backend.forward_only([pack(samples)])[0].log_probs
     report = backend.train_step([pack(part) for part in mine], SequencePolicy())
-    after = backend.score([pack(samples)])[0].log_probs
-    reference = backend.score([pack(samples)], weights="reference")[0].log_probs
-    again = backend.score([pack(samples)])[0].log_probs
+    after = backend.forward_only([pack(samples)])[0].log_probs
+    reference = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
+    again = backend.forward_only([pack(samples)])[0].log_probs
     for name in ("reference", "other"):
-        backend.refresh_copy(name)
-    refreshed = backend.score([pack(samples)], weights="reference")[0].log_probs
-    other = backend.score([pack(samples)], weights="other")[0].log_probs
+        backend.update_frozen_model(name)
+    refreshed = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
+    other = backend.forward_only([pack(samples)], weights="other")[0].log_probs
     backend.save_hf(run.out / "lora_hf")
     (run.out / "lora_checkpoint").mkdir(exist_ok=True)
     backend.save(run.out / "lora_checkpoint")
@@ -260,7 +261,7 @@ def half_precision_adapters(run):
             head=head,
         )
         reports = [backend.train_step([pack(samples)], SequencePolicy(reads_values=head == "value")) for _ in range(3)]
-        scores = backend.score([pack(samples)])[0]
+        scores = backend.forward_only([pack(samples)])[0]
         backend.save_hf(run.out / f"lora_half_{head}_hf")
         run.keep(
             f"lora_half_{head}",
@@ -277,21 +278,21 @@ def vision(run):
     (micro,) = pack_images(folder, [5, 6, 1] if run.rank == 0 else [7])
     for name, options in (("vision", {}), ("vision_half", {"precision": "bfloat16", "gradient_checkpointing": True})):
         backend = run.begin(name, options, SGD, model_path=folder)
-        scores = backend.score([micro])[0]
+        scores = backend.forward_only([micro])[0]
         report = backend.train_step([micro], SequencePolicy())
         run.keep(name, backend, **numbers(report), log_probs=scores.log_probs)
         backend.close()
 
 
 def vision_context_parallel(run):
-    """Images are cut over both ranks, and one micro-batch has none."""
+    """Images are split over both ranks, and one micro-batch has none."""
     folder = run.out / "vision"
     micros = pack_images(folder, [5, 6, 1], [7])
     backend = run.begin("vision_cp", {"context_parallel_size": 2}, SGD, model_path=folder)
-    scores = backend.score(micros)
+    scores = backend.forward_only(micros)
     report = backend.train_step(micros, SequencePolicy())
-    told = {f"{name}{n}": getattr(one, name) for n, one in enumerate(scores) for name in ("log_probs", "rows")}
-    run.keep("vision_cp", backend, **numbers(report), **told)
+    columns = {f"{name}{n}": getattr(one, name) for n, one in enumerate(scores) for name in ("log_probs", "rows")}
+    run.keep("vision_cp", backend, **numbers(report), **columns)
     backend.close()
 
 
@@ -301,7 +302,7 @@ def broken_folder(run):
         run.begin("broken", model_path=broken)
     except ModelError as error:
         (run.out / f"broken.{run.rank}.txt").write_text(str(error))
-    # It is read before the ranks meet.
+    # The folder is read before the ranks join.
     assert not torch.distributed.is_initialized()
 
 
@@ -309,7 +310,7 @@ def half_precision(run):
     """The variable-length kernel under context parallelism, and lower precision under FSDP."""
     samples = make_samples()
     backend = run.begin("half", {"precision": "bfloat16", "context_parallel_size": 2}, SGD)
-    scores = backend.score([pack(samples)])[0]
+    scores = backend.forward_only([pack(samples)])[0]
     report = backend.train_step([pack(samples)], SequencePolicy())
     run.save("half", **numbers(report), log_probs=scores.log_probs, rows=scores.rows)
     backend.close()

@@ -70,7 +70,7 @@ def test_four_rewards_worked_by_hand(part):
     np.testing.assert_allclose(credit.sample_credit, [-0.49999975] * 3 + [1.49999925], atol=1e-8)
 
 
-def test_without_std_and_without_any_normalisation(part):
+def test_without_std_and_without_any_normalization(part):
     batch = make_batch([0.0, 3.0, 5.0, NAN], [1, 1, 2, 2])
     plain = credit_of(part, batch, disable_grpo_std_normalization=True)
     np.testing.assert_array_equal(plain.sample_credit, [-1.5, 1.5, 0.0, 0.0])
@@ -129,7 +129,7 @@ def test_tied_rollouts_with_differing_samples_do_not_explode(part):
 
 @pytest.mark.parametrize("std", [True, False])
 def test_singletons_get_zero_and_are_counted(part, std):
-    # Key 1: one rollout of two samples. Key 2: one scored of two. Key 3: nobody scored. Key 4: a pair.
+    # Key 1: one rollout of two samples. Key 2: one scored of two. Key 3: none scored. Key 4: a pair.
     batch = make_batch([0.0, 9.0, 5.0, NAN, NAN, 1.0, 2.0], [1, 1, 2, 2, 3, 4, 4], rollout_id=[0, 0, 1, 2, 3, 4, 5])
     credit = credit_of(part, batch, disable_grpo_std_normalization=not std)
     assert (credit.sample_credit[:5] == 0.0).all()

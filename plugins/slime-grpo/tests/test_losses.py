@@ -166,9 +166,9 @@ def test_the_oracle_cases_reach_every_branch(variant, seed):
             ratio[rows] = np.exp(np.log(ratio[rows]).mean()) if rows.any() else 1.0
     above, below = (ratio > high) & case.mask, (ratio < low) & case.mask
     for sign in (1, -1):
-        wanted = sign * case.adv > 0
-        assert (above & wanted).any()
-        assert (below & wanted).any()
+        required = sign * case.adv > 0
+        assert (above & required).any()
+        assert (below & required).any()
     assert (case.mask & ~above & ~below).any()
     if variant == "dual_clip":
         assert ((ratio > 1.5) & (case.adv < 0) & case.mask).any()
@@ -191,10 +191,10 @@ def single(part, loss, log_ratio, advantage, **options):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "options", "value", "gradient", "clipped"),
     [
-        (1.5, 2.0, {}, -2.4, 0.0, 1.0),  # above, wanted more of it: stopped at 1.2
-        (1.5, -2.0, {}, 3.0, 3.0, 0.0),  # above, wanted less: full gradient
-        (0.5, -2.0, {}, 1.6, 0.0, 1.0),  # below, wanted less: stopped at 0.8
-        (0.5, 2.0, {}, -1.0, -1.0, 0.0),  # below, wanted more: full gradient
+        (1.5, 2.0, {}, -2.4, 0.0, 1.0),  # above, A > 0: clipped at 1.2
+        (1.5, -2.0, {}, 3.0, 3.0, 0.0),  # above, A < 0: full gradient
+        (0.5, -2.0, {}, 1.6, 0.0, 1.0),  # below, A < 0: clipped at 0.8
+        (0.5, 2.0, {}, -1.0, -1.0, 0.0),  # below, A > 0: full gradient
         (1.1, 2.0, {}, -2.2, -2.2, 0.0),  # inside
         (1.0, 2.0, {}, -2.0, -2.0, 0.0),  # on-policy: not halved by the tie
         (1.25, 2.0, {"eps_clip_high": 0.28}, -2.5, -2.5, 0.0),

@@ -21,12 +21,12 @@ async def test_greedy_equals_transformers(family, options, engines, request):
         [oracle.request(i, p, temperature=0, max_new_tokens=lengths[i]) for i, p in enumerate(prompts)]
     )
     reasons = set()
-    for prompt, length, answer in zip(prompts, lengths, out, strict=True):
-        assert answer.token_ids.tolist() == oracle.greedy(model, prompt, length)
-        assert answer.token_ids.dtype == np.int32
-        reasons.add(answer.finish_reason)
+    for prompt, length, response in zip(prompts, lengths, out, strict=True):
+        assert response.token_ids.tolist() == oracle.greedy(model, prompt, length)
+        assert response.token_ids.dtype == np.int32
+        reasons.add(response.finish_reason)
     assert FinishReason.LENGTH in reasons
-    assert [answer.request_id for answer in out] == [str(i) for i in range(14)]
+    assert [response.request_id for response in out] == [str(i) for i in range(14)]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -39,11 +39,11 @@ async def test_log_probs_equal_a_plain_forward(family, temperature, engines, req
     out = await engine.generate(
         [oracle.request(i, p, temperature=temperature, max_new_tokens=12, seed=i) for i, p in enumerate(prompts)]
     )
-    for prompt, answer in zip(prompts, out, strict=True):
-        expected = oracle.log_probs(model, prompt, answer.token_ids, temperature or 1.0)
-        np.testing.assert_allclose(answer.log_probs, expected, atol=1e-5, rtol=0)
-        assert answer.log_probs.dtype == np.float32
-    assert len({tuple(answer.token_ids) for answer in out}) > 5
+    for prompt, response in zip(prompts, out, strict=True):
+        expected = oracle.log_probs(model, prompt, response.token_ids, temperature or 1.0)
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-5, rtol=0)
+        assert response.log_probs.dtype == np.float32
+    assert len({tuple(response.token_ids) for response in out}) > 5
 
 
 @pytest.mark.parametrize("linear", ["torch", "onednn"])
@@ -58,10 +58,10 @@ async def test_many_rows(linear, engines, qwen3):
             for i, p in enumerate(prompts)
         ]
     )
-    assert max(len(answer.token_ids) for answer in out) >= 60
-    for prompt, answer in list(zip(prompts, out, strict=True))[::3]:
+    assert max(len(response.token_ids) for response in out) >= 60
+    for prompt, response in list(zip(prompts, out, strict=True))[::3]:
         np.testing.assert_allclose(
-            answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids), atol=2e-5, rtol=0
+            response.log_probs, oracle.log_probs(model, prompt, response.token_ids), atol=2e-5, rtol=0
         )
 
 
@@ -77,8 +77,8 @@ async def test_requests_that_come_later(engines, qwen3):
         return (await engine.generate([request]))[0]
 
     out = await asyncio.gather(*(one(index) for index in range(7)))
-    for prompt, answer in zip(prompts, out, strict=True):
-        assert answer.token_ids.tolist() == oracle.greedy(model, prompt, 15, min_new_tokens=15)
+    for prompt, response in zip(prompts, out, strict=True):
+        assert response.token_ids.tolist() == oracle.greedy(model, prompt, 15, min_new_tokens=15)
 
 
 async def test_shared_prompts_change_nothing(engines, qwen3):
@@ -87,12 +87,12 @@ async def test_shared_prompts_change_nothing(engines, qwen3):
     group = [oracle.request(f"g{i}", prompt, seed=i, max_new_tokens=8) for i in range(6)]
     mixed = [group[0], oracle.request("o", other, seed=50), *group[1:]]
     together = await engine.generate(mixed)
-    assert [answer.cached_tokens for answer in together] == [0, 0] + [len(prompt)] * 5
+    assert [response.cached_tokens for response in together] == [0, 0] + [len(prompt)] * 5
     alone = [(await engine.generate([one]))[0] for one in mixed]
     for first, second in zip(together, alone, strict=True):
         assert first.token_ids.tolist() == second.token_ids.tolist()
         np.testing.assert_allclose(first.log_probs, second.log_probs, atol=1e-5)
-    assert len({tuple(answer.token_ids) for answer in together}) > 3
+    assert len({tuple(response.token_ids) for response in together}) > 3
 
 
 async def test_small_cache_waits(engines, qwen3):
@@ -124,7 +124,7 @@ async def test_sliding_window(tmp_path, engines):
     model = oracle.plain_model(tmp_path)
     prompts = oracle.prompts(6, seed=6)
     out = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=9) for i, p in enumerate(prompts)])
-    for prompt, answer in zip(prompts, out, strict=True):
+    for prompt, response in zip(prompts, out, strict=True):
         np.testing.assert_allclose(
-            answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids), atol=1e-5, rtol=0
+            response.log_probs, oracle.log_probs(model, prompt, response.token_ids), atol=1e-5, rtol=0
         )

@@ -17,7 +17,7 @@ class Link:
     def num_engines(self):
         return len(self.engines)
 
-    async def each(self, method, *args):
+    async def call_all(self, method, *args):
         return await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
 
 
@@ -33,7 +33,7 @@ class Trainers:
 
 
 class Counting:
-    """An engine that takes a while to load, and says what it has."""
+    """An engine that takes a while to load, and reports its version."""
 
     def __init__(self, log, *, keeps=None, checksum="same", fails_at=None):
         self.log, self.keeps, self.sum, self.fails_at = log, keeps, checksum, fails_at

@@ -46,18 +46,18 @@ def request_of(processor, name, *parts, seed=1, tokens=9):
     return GenerateRequest(
         request_id=name,
         token_ids=prompt.token_ids,
-        # No early end: every answer has its whole length.
+        # No early end: every response has its whole length.
         sampling=SamplingParams(max_new_tokens=tokens, min_new_tokens=tokens, temperature=1.0),
         seed=seed,
         images=prompt.images,
     )
 
 
-def log_probs_of(plain, processor, request, answer):
+def log_probs_of(plain, processor, request, response):
     """(R,) by transformers alone, in float64."""
     with torch.no_grad():
         pixels = [processor.pixels(image) for image in request.images]
-        return image_log_probs_of(plain, pixels, request.token_ids, answer).numpy()
+        return image_log_probs_of(plain, pixels, request.token_ids, response).numpy()
 
 
 async def push(engine, weights, version):
@@ -67,7 +67,7 @@ async def push(engine, weights, version):
     await engine.resume()
 
 
-def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp_path):
+def test_responses_are_those_of_the_whole_model_also_after_new_weights(folder, tmp_path):
     processor = ImageProcessor(folder)
     before, after = load_plain_vision(folder), moved(load_plain_vision(folder), seed=5)
     weights = [{name: p.detach().float() for name, p in model.named_parameters()} for model in (before, after)]
@@ -87,21 +87,21 @@ def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp
         ]
         await push(engine, weights[0], 0)
         first = await engine.generate(requests)
-        # Weights change under running answers: keys and values are computed anew, of the images too.
+        # Weights change under running responses: keys and values are computed anew, of the images too.
         running = asyncio.create_task(engine.generate([replace(r, request_id=r.request_id + "-2") for r in requests]))
         for _ in range(5):
             await asyncio.sleep(0)
         await push(engine, weights[1], 1)
         second = await running
-        # As a partial rollout goes on: the tokens so far belong to the request.
+        # As a partial rollout continues: the tokens so far belong to the request.
         going = [
             replace(
                 request,
                 request_id=request.request_id + "-3",
-                token_ids=np.concatenate([request.token_ids, answer.token_ids[:4]]),
+                token_ids=np.concatenate([request.token_ids, completion.token_ids[:4]]),
                 sampling=SamplingParams(max_new_tokens=5, min_new_tokens=5),
             )
-            for request, answer in zip(requests, second, strict=True)
+            for request, completion in zip(requests, second, strict=True)
         ]
         third = await engine.generate(going)
         short = replace(requests[3], request_id="short", token_ids=requests[3].token_ids[:3])
@@ -112,18 +112,18 @@ def test_answers_are_those_of_the_whole_model_also_after_new_weights(folder, tmp
 
     requests, first, second, third = asyncio.run(scenario())
     models = {0: before, 1: after}
-    for answers in (first, second):
-        for request, answer in zip(requests, answers, strict=True):
-            for version, start, end in answer.spans:
-                wanted = log_probs_of(models[version], processor, request, answer.token_ids)
-                np.testing.assert_allclose(answer.log_probs[start:end], wanted[start:end], atol=2e-4)
-    assert {span.version for answer in second for span in answer.spans} == {0, 1}
-    for request, start, answer in zip(requests, second, third, strict=True):
-        whole = np.concatenate([start.token_ids[:4], answer.token_ids])
-        np.testing.assert_allclose(answer.log_probs, log_probs_of(after, processor, request, whole)[4:], atol=2e-4)
+    for responses in (first, second):
+        for request, completion in zip(requests, responses, strict=True):
+            for version, start, end in completion.spans:
+                expected = log_probs_of(models[version], processor, request, completion.token_ids)
+                np.testing.assert_allclose(completion.log_probs[start:end], expected[start:end], atol=2e-4)
+    assert {span.version for completion in second for span in completion.spans} == {0, 1}
+    for request, start, completion in zip(requests, second, third, strict=True):
+        whole = np.concatenate([start.token_ids[:4], completion.token_ids])
+        np.testing.assert_allclose(completion.log_probs, log_probs_of(after, processor, request, whole)[4:], atol=2e-4)
     # Another image gives other numbers, and equal prompts are computed once.
     assert np.abs(first[0].log_probs[0] - first[2].log_probs[0]) > 1e-3
-    assert [answer.cached_tokens > 0 for answer in first] == [False, True, False, False, False]
+    assert [completion.cached_tokens > 0 for completion in first] == [False, True, False, False, False]
 
 
 def test_a_model_of_text_refuses_images(folder, tmp_path):
@@ -139,7 +139,7 @@ def test_a_model_of_text_refuses_images(folder, tmp_path):
 
 
 def test_videos_are_those_of_the_whole_model(folder, tmp_path):
-    """Transformers is told of them as videos."""
+    """Transformers gets them as videos."""
     processor = ImageProcessor(folder)
     plain = with_stand_in(load_plain_vision(folder), processor.video_token_id)
     films = [[noise(16, 8, n) for n in range(5)], [noise(8, 24, n) for n in range(2)]]
@@ -157,16 +157,16 @@ def test_videos_are_those_of_the_whole_model(folder, tmp_path):
         engine = LocalEngine(LocalConfig(dtype="float32"))
         info = await engine.start(setup_of(folder, tmp_path))
         assert Capability.VIDEOS in info.capabilities
-        answers = await engine.generate(requests)
+        responses = await engine.generate(requests)
         moved = replace(prompts[0].images[0], places=tuple(place + 1 for place in prompts[0].images[0].places))
         with pytest.raises(EngineRefused, match="they were rendered with another image processor"):
             await engine.generate([replace(requests[0], request_id="moved", images=(moved,))])
         await engine.stop()
-        return answers
+        return responses
 
-    for prompt, answer in zip(prompts, asyncio.run(scenario()), strict=True):
+    for prompt, completion in zip(prompts, asyncio.run(scenario()), strict=True):
         pixels = [processor.pixels(video) for video in prompt.images]
         values, grids = np.concatenate([one.values for one in pixels]), np.stack([one.grid_thw for one in pixels])
         with torch.no_grad():
-            wanted = video_log_probs_of(plain, values, grids, prompt.token_ids, answer.token_ids)
-        np.testing.assert_allclose(answer.log_probs, wanted, atol=1e-4)
+            expected = video_log_probs_of(plain, values, grids, prompt.token_ids, completion.token_ids)
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)

@@ -19,33 +19,33 @@ async def test_stop_tokens_stay_in_the_response(engines, qwen3):
     engine = await engines(qwen3)
     prompts = oracle.prompts(40, seed=20)
     free = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)])
-    own = [answer for answer in free if answer.finish_reason is FinishReason.STOP]
+    own = [response for response in free if response.finish_reason is FinishReason.STOP]
     assert own
-    assert all(answer.token_ids[-1] == 2 and 2 not in answer.token_ids[:-1] for answer in own)
+    assert all(response.token_ids[-1] == 2 and 2 not in response.token_ids[:-1] for response in own)
 
-    chosen = [int(answer.token_ids[len(answer.token_ids) // 2]) for answer in free]
+    chosen = [int(response.token_ids[len(response.token_ids) // 2]) for response in free]
     stopped = await engine.generate(
         [oracle.request(i, p, seed=i, max_new_tokens=20, stop_token_ids=(chosen[i],)) for i, p in enumerate(prompts)]
     )
-    for answer, before, token in zip(stopped, free, chosen, strict=True):
+    for response, before, token in zip(stopped, free, chosen, strict=True):
         end = before.token_ids.tolist().index(token) + 1
-        assert answer.token_ids.tolist() == before.token_ids[:end].tolist()
-        assert answer.finish_reason is FinishReason.STOP
+        assert response.token_ids.tolist() == before.token_ids[:end].tolist()
+        assert response.finish_reason is FinishReason.STOP
 
 
 async def test_stop_strings(engines, qwen3):
     engine = await engines(qwen3)
     prompts = oracle.prompts(6, seed=21)
     free = await engine.generate([oracle.request(i, p, seed=i, max_new_tokens=20) for i, p in enumerate(prompts)])
-    wanted = [(f"w{a.token_ids[1]} w{a.token_ids[2]}", "never") if len(a.token_ids) > 3 else () for a in free]
-    assert sum(map(bool, wanted)) >= 3
+    stops = [(f"w{a.token_ids[1]} w{a.token_ids[2]}", "never") if len(a.token_ids) > 3 else () for a in free]
+    assert sum(map(bool, stops)) >= 3
     stopped = await engine.generate(
-        [oracle.request(i, p, seed=i, max_new_tokens=20, stop=wanted[i]) for i, p in enumerate(prompts)]
+        [oracle.request(i, p, seed=i, max_new_tokens=20, stop=stops[i]) for i, p in enumerate(prompts)]
     )
-    for answer, before, stop in zip(stopped, free, wanted, strict=True):
+    for response, before, stop in zip(stopped, free, stops, strict=True):
         expected = before.token_ids[:3] if stop else before.token_ids
-        assert answer.token_ids.tolist() == expected.tolist()
-        assert answer.finish_reason is (FinishReason.STOP if stop else before.finish_reason)
+        assert response.token_ids.tolist() == expected.tolist()
+        assert response.finish_reason is (FinishReason.STOP if stop else before.finish_reason)
 
 
 async def test_stop_strings_need_a_tokenizer(engines, llama):
@@ -66,22 +66,22 @@ async def test_min_new_tokens_bars_every_stop(engines, qwen3):
             for i, p in enumerate(prompts)
         ]
     )
-    assert min(len(answer.token_ids) for answer in out[::2]) < 4
-    for prompt, answer in zip(prompts[1::2], out[1::2], strict=True):
-        assert len(answer.token_ids) >= 5 or answer.finish_reason is FinishReason.LENGTH
-        assert not {2, *stops} & set(answer.token_ids[:4].tolist())
+    assert min(len(response.token_ids) for response in out[::2]) < 4
+    for prompt, response in zip(prompts[1::2], out[1::2], strict=True):
+        assert len(response.token_ids) >= 5 or response.finish_reason is FinishReason.LENGTH
+        assert not {2, *stops} & set(response.token_ids[:4].tolist())
         np.testing.assert_allclose(
-            answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids), atol=1e-5, rtol=0
+            response.log_probs, oracle.log_probs(model, prompt, response.token_ids), atol=1e-5, rtol=0
         )
-    assert any(len(answer.token_ids) == 5 for answer in out[1::2])
+    assert any(len(response.token_ids) == 5 for response in out[1::2])
 
 
 async def test_context_bounds_the_response(engines, qwen3):
     engine = await engines(qwen3, max_context_len=9)
     lengths = (1, 5, 8, 9, 12)
     out = await engine.generate([oracle.request(n, np.full(n, 4), max_new_tokens=6, min_new_tokens=6) for n in lengths])
-    assert [len(answer.token_ids) for answer in out] == [6, 4, 1, 0, 0]
-    assert all(answer.finish_reason is FinishReason.LENGTH for answer in out)
+    assert [len(response.token_ids) for response in out] == [6, 4, 1, 0, 0]
+    assert all(response.finish_reason is FinishReason.LENGTH for response in out)
     assert out[3].spans == ()
     assert len(out[3].log_probs) == 0
 
@@ -145,16 +145,16 @@ async def test_abort_one_and_all(engines, qwen3):
     assert not running.done()
     await engine.abort()
     out = await asyncio.wait_for(running, 5)
-    sizes = [len(answer.token_ids) for answer in out]
-    assert all(answer.finish_reason is FinishReason.ABORT for answer in out)
+    sizes = [len(response.token_ids) for response in out]
+    assert all(response.finish_reason is FinishReason.ABORT for response in out)
     assert 0 < sizes[1] < sizes[0] == sizes[2] < 60
     assert sizes[4] == 0
     assert 0 < sizes[3] < sizes[0]
-    for answer, complete in zip(out, whole, strict=True):
-        size = len(answer.token_ids)
-        assert answer.token_ids.tolist() == complete.token_ids[:size].tolist()
-        np.testing.assert_allclose(answer.log_probs, complete.log_probs[:size], atol=1e-5)
-        assert sum(span.end - span.start for span in answer.spans) == size
+    for response, complete in zip(out, whole, strict=True):
+        size = len(response.token_ids)
+        assert response.token_ids.tolist() == complete.token_ids[:size].tolist()
+        np.testing.assert_allclose(response.log_probs, complete.log_probs[:size], atol=1e-5)
+        assert sum(span.end - span.start for span in response.spans) == size
     assert not engine._decoder.busy
 
 
@@ -213,5 +213,5 @@ async def test_sleep(engines, qwen3):
     with pytest.raises(EngineError, match="asleep"):
         await engine.generate([request])
     await engine.health()
-    await engine.wake()
+    await engine.wake_up()
     assert (await engine.generate([request]))[0].token_ids.tolist() == before

@@ -9,7 +9,7 @@ from slime_local.random_draws import stream_keys, uniforms
 
 
 def splitmix64(seed):
-    """The published generator in plain integers."""
+    """The reference generator in plain integers."""
     mask = (1 << 64) - 1
     state = seed & mask
     while True:
@@ -21,7 +21,7 @@ def splitmix64(seed):
 
 
 def test_uniforms_are_splitmix64():
-    assert next(splitmix64(1234567)) == 6457827717110365317  # a value that other implementations publish
+    assert next(splitmix64(1234567)) == 6457827717110365317  # a value of other implementations
     for seed in (0, 1, 2**63, 2**64 - 1, -5, 10**30):
         key = next(splitmix64(seed))
         stream = splitmix64(key)
@@ -35,14 +35,14 @@ def chi_square(counts, probs):
     expected = counts.sum() * probs
     big = expected >= 5
     observed = np.append(counts[big], counts[~big].sum())
-    wanted = np.append(expected[big], expected[~big].sum())
-    keep = wanted > 0
-    return float((((observed - wanted) ** 2)[keep] / wanted[keep]).sum()), int(keep.sum()) - 1
+    binned = np.append(expected[big], expected[~big].sum())
+    keep = binned > 0
+    return float((((observed - binned) ** 2)[keep] / binned[keep]).sum()), int(keep.sum()) - 1
 
 
 async def first_tokens(engine, prompt, count, **sampling):
     out = await engine.generate([oracle.request(i, prompt, seed=i, max_new_tokens=1, **sampling) for i in range(count)])
-    return np.bincount([int(answer.token_ids[0]) for answer in out], minlength=31)
+    return np.bincount([int(response.token_ids[0]) for response in out], minlength=31)
 
 
 async def test_frequencies(engines, qwen3):
@@ -79,9 +79,9 @@ async def test_top_k_and_top_p_keep_only_allowed_tokens(engines, qwen3):
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5
 
     # Log-probs stay those of the full distribution.
-    answer = (await engine.generate([oracle.request("x", prompt, top_k=2, top_p=0.9, temperature=0.8)]))[0]
+    response = (await engine.generate([oracle.request("x", prompt, top_k=2, top_p=0.9, temperature=0.8)]))[0]
     np.testing.assert_allclose(
-        answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids, 0.8), atol=1e-5, rtol=0
+        response.log_probs, oracle.log_probs(model, prompt, response.token_ids, 0.8), atol=1e-5, rtol=0
     )
 
 
@@ -98,7 +98,7 @@ async def test_draws_do_not_depend_on_the_batch(engines, qwen3):
     ]
     beside = (await engine.generate([*company, target]))[3]
     assert beside.token_ids.tolist() == alone.token_ids.tolist()
-    # Cut anywhere and sent again with its tokens so far, it goes on with the same draws.
+    # Cut anywhere and sent again with its tokens so far, it continues with the same draws.
     for cut in (1, len(alone.token_ids) // 2):
         longer = np.concatenate([prompt, alone.token_ids[:cut]])
         rest = (
@@ -136,11 +136,11 @@ async def test_repetition_penalty_equals_transformers(engines, qwen3):
         ]
     )
     changed = 0
-    for i, (prompt, answer) in enumerate(zip(prompts, out, strict=True)):
+    for i, (prompt, response) in enumerate(zip(prompts, out, strict=True)):
         expected = oracle.greedy(model, prompt, 15, repetition_penalty=1.7 if i % 2 else 1.0)
-        assert answer.token_ids.tolist() == expected
+        assert response.token_ids.tolist() == expected
         np.testing.assert_allclose(
-            answer.log_probs, oracle.log_probs(model, prompt, answer.token_ids), atol=1e-5, rtol=0
+            response.log_probs, oracle.log_probs(model, prompt, response.token_ids), atol=1e-5, rtol=0
         )
         changed += i % 2 and expected != oracle.greedy(model, prompt, 15)
     assert changed

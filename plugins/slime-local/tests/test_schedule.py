@@ -21,9 +21,9 @@ class Row:
 
 @dataclass
 class Decoder:
-    """Says in which order things were let in."""
+    """Records the order of its calls."""
 
-    told: list[Any] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
     request_ids: set[str] = field(default_factory=set)
 
     @property
@@ -32,12 +32,12 @@ class Decoder:
 
     def submit(self, rows: list[Row]) -> None:
         names = [row.request.request_id for row in rows]
-        self.told.append(names)
+        self.calls.append(names)
         self.request_ids |= set(names)
 
     def end(self, chosen: Any) -> None:
         ended = {name for name in self.request_ids if chosen(Row(Request(name)))}
-        self.told.append(ended)
+        self.calls.append(ended)
         self.request_ids -= ended
 
 
@@ -51,16 +51,16 @@ async def test_a_script_is_kept_to() -> None:
     recorded.submit(rows("a", "b"))
     recorded.stepped()
     recorded.stepped()
-    recorded.abort({"a", "who has ended"})
+    recorded.abort({"a", "ended"})
     recorded.loaded(1)
     recorded.submit(rows("c"))
-    events = recorded.recorded()
+    events = recorded.drain_events()
     assert [event.at for event in events] == [0, 0, 2, 2, 2]
-    assert not recorded.recorded()
+    assert not recorded.drain_events()
 
     decoder = Decoder()
     gate = Gate(decoder, records=True)
-    gate.follow(events)
+    gate.replay_events(events)
     # All of it comes too early, and in another order.
     gate.submit(rows("c"))
     gate.submit(rows("b"))
@@ -69,9 +69,9 @@ async def test_a_script_is_kept_to() -> None:
     assert gate.waits
     await gate.may_load(0)
     gate.loaded(0)
-    assert decoder.told == []
+    assert decoder.calls == []
     gate.submit(rows("a"))
-    assert decoder.told == [["a", "b"]]
+    assert decoder.calls == [["a", "b"]]
     assert not gate.waits
     gate.stepped()
     await asyncio.sleep(0)
@@ -79,17 +79,17 @@ async def test_a_script_is_kept_to() -> None:
     assert not later.done()
     gate.stepped()
     # Nothing is decoded until the weights are there.
-    assert decoder.told == [["a", "b"], {"a"}]
+    assert decoder.calls == [["a", "b"], {"a"}]
     assert gate.waits
     await later
     gate.loaded(1)
-    assert decoder.told == [["a", "b"], {"a"}, ["c"]]
+    assert decoder.calls == [["a", "b"], {"a"}, ["c"]]
     assert not gate.waits
     assert not gate.scripted
-    assert gate.recorded() == events
-    # What no script speaks of is let in at once.
+    assert gate.drain_events() == events
+    # What is not in the script is passed on at once.
     gate.submit(rows("d"))
-    assert decoder.told[-1] == ["d"]
+    assert decoder.calls[-1] == ["d"]
 
 
 async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
@@ -97,7 +97,7 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
 
     decoder = Decoder()
     gate = Gate(decoder, records=True)
-    gate.follow(
+    gate.replay_events(
         [
             EngineEvent(0, EventKind.SUBMIT, ("a",)),
             EngineEvent(0, EventKind.RESTART),
@@ -107,18 +107,18 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
     gate.submit(rows("a"))
     gate.submit(rows("b"))
     gate.stepped()
-    assert decoder.told == [["a"]]
+    assert decoder.calls == [["a"]]
     # What the process before has must end by itself: nothing else ever ends it.
     assert not gate.waits
     decoder.request_ids.clear()
     gate.stepped()
-    assert decoder.told == [["a"], ["b"]]
+    assert decoder.calls == [["a"], ["b"]]
 
 
-async def test_what_nobody_asks_for_is_not_kept() -> None:
-    """In a run that records no schedule, which goes on for weeks."""
+async def test_events_are_not_kept_unless_recorded() -> None:
+    """A run that records no schedule may run for weeks."""
     gate = Gate(Decoder(), records=False)
     gate.loaded(0)
     gate.submit(rows("a", "b"))
     gate.abort({"a"})
-    assert gate.recorded() == []
+    assert gate.drain_events() == []

@@ -35,11 +35,11 @@ def test_other_threads_keep_theirs():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("asked", "parameters", "wanted"), [(0, 10**6, 1), (0, 10**9, 3), (2, 10**6, 2)])
-def test_small_models_take_one(asked, parameters, wanted):
+@pytest.mark.parametrize(("asked", "parameters", "expected"), [(0, 10**6, 1), (0, 10**9, 3), (2, 10**6, 2)])
+def test_small_models_take_one(asked, parameters, expected):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert choose_threads(asked, parameters) == wanted
+        assert choose_threads(asked, parameters) == expected
     finally:
         torch.set_num_threads(before)

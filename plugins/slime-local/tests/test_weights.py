@@ -40,9 +40,9 @@ async def test_loaded_weights_are_used(family, engines, request):
     assert await engine.checksum() == expected_checksum(new) != expected_checksum(oracle.plain_model(folder))
     prompts = oracle.prompts(4, seed=30)
     out = await engine.generate([oracle.request(i, p, seed=i) for i, p in enumerate(prompts)])
-    for prompt, answer in zip(prompts, out, strict=True):
-        np.testing.assert_allclose(answer.log_probs, oracle.log_probs(new, prompt, answer.token_ids), atol=1e-5)
-        assert [(s.version, s.start, s.end) for s in answer.spans] == [(4, 0, len(answer.token_ids))]
+    for prompt, response in zip(prompts, out, strict=True):
+        np.testing.assert_allclose(response.log_probs, oracle.log_probs(new, prompt, response.token_ids), atol=1e-5)
+        assert [(s.version, s.start, s.end) for s in response.spans] == [(4, 0, len(response.token_ids))]
     await load(engine, oracle.buckets(new, version=4, count=1))
     assert await engine.version() == 4
 
@@ -73,22 +73,22 @@ async def test_new_weights_under_running_requests(options, engines, qwen3):
         await engine.resume()
     out = await running
     seen = set()
-    for prompt, answer in zip(prompts, out, strict=True):
-        assert answer.spans[0].start == 0
-        assert answer.spans[-1].end == len(answer.token_ids)
-        for one, two in zip(answer.spans, answer.spans[1:], strict=False):
+    for prompt, response in zip(prompts, out, strict=True):
+        assert response.spans[0].start == 0
+        assert response.spans[-1].end == len(response.token_ids)
+        for one, two in zip(response.spans, response.spans[1:], strict=False):
             assert one.end == two.start
             assert one.version < two.version
-        for version, start, end in answer.spans:
-            seen.add((version, len(answer.spans)))
-            expected = oracle.log_probs(versions[version], prompt, answer.token_ids)[start:end]
-            np.testing.assert_allclose(answer.log_probs[start:end], expected, atol=2e-5, rtol=0)
-            others = [oracle.log_probs(m, prompt, answer.token_ids) for v, m in versions.items() if v != version]
+        for version, start, end in response.spans:
+            seen.add((version, len(response.spans)))
+            expected = oracle.log_probs(versions[version], prompt, response.token_ids)[start:end]
+            np.testing.assert_allclose(response.log_probs[start:end], expected, atol=2e-5, rtol=0)
+            others = [oracle.log_probs(m, prompt, response.token_ids) for v, m in versions.items() if v != version]
             assert all(np.abs(other[start:end] - expected).max() > 1e-3 for other in others)
     assert {(0, 3), (1, 3), (2, 3)} <= seen
 
 
-async def test_pause_holds_and_abort_still_answers(engines, qwen3):
+async def test_pause_holds_requests_and_abort_returns_them(engines, qwen3):
     engine = await engines(qwen3)
     running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=50, min_new_tokens=50)]))
     for _ in range(5):
@@ -118,8 +118,8 @@ async def test_half_a_version_is_never_sampled(engines, qwen3):
     with pytest.raises(EngineError, match="partly loaded"):
         await engine.resume()
     await engine.load_bucket(last)
-    answer = (await waiting)[0]
-    np.testing.assert_allclose(answer.log_probs, oracle.log_probs(new, [3, 4], answer.token_ids), atol=1e-5)
+    response = (await waiting)[0]
+    np.testing.assert_allclose(response.log_probs, oracle.log_probs(new, [3, 4], response.token_ids), atol=1e-5)
 
 
 async def test_damaged_bucket(engines, qwen3):
@@ -179,9 +179,9 @@ async def test_bfloat16(engines, qwen3):
     # The odd number of bytes before the second tensor of a mixed bucket may not matter.
     await load(engine, oracle.buckets(model, 1, count=3))
     reference = model.float()
-    answer = (await engine.generate([oracle.request(0, [3, 9, 4], max_new_tokens=12, min_new_tokens=12)]))[0]
-    expected = oracle.log_probs(reference, [3, 9, 4], answer.token_ids)
-    assert np.abs(answer.log_probs - expected).max() < 0.3
+    response = (await engine.generate([oracle.request(0, [3, 9, 4], max_new_tokens=12, min_new_tokens=12)]))[0]
+    expected = oracle.log_probs(reference, [3, 9, 4], response.token_ids)
+    assert np.abs(response.log_probs - expected).max() < 0.3
 
 
 async def test_auto_takes_what_a_trainer_on_the_cpu_sends_to_a_bfloat16_folder(engines, llama, tmp_path):
@@ -197,11 +197,11 @@ async def test_auto_takes_what_a_trainer_on_the_cpu_sends_to_a_bfloat16_folder(e
 async def test_where_weights_begin_in_their_file_changes_no_bit(linear, engines, qwen3, tmp_path):
     """Decoded alone, a token's products have one row."""
 
-    async def answers(num_bytes):
+    async def generated(num_bytes):
         engine = await engines(with_longer_header(qwen3, tmp_path / f"{num_bytes} bytes", num_bytes), linear=linear)
         prompts = oracle.prompts(3, seed=7)
         alone = [await engine.generate([oracle.request(i, prompt, seed=i)]) for i, prompt in enumerate(prompts)]
-        return [(answer.token_ids.tolist(), answer.log_probs.tobytes()) for (answer,) in alone]
+        return [(response.token_ids.tolist(), response.log_probs.tobytes()) for (response,) in alone]
 
-    first, *others = [await answers(num_bytes) for num_bytes in (0, 4, 8, 12)]
+    first, *others = [await generated(num_bytes) for num_bytes in (0, 4, 8, 12)]
     assert all(other == first for other in others)

@@ -29,7 +29,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 class Layouts:
-    """What each case of one model left."""
+    """The results of each case of one model."""
 
     def __init__(self, out, cases):
         self.out = out
@@ -44,7 +44,7 @@ class Layouts:
 
 @functools.cache
 def layout_server():
-    """Ends with this process. One for all files: importing Megatron takes longer than most layouts."""
+    """Ends with this process. There is one for all files: importing Megatron takes longer than most layouts."""
     script = Path(__file__).parent / "layouts.py"
     return RankServer([sys.executable, "-W", "ignore", str(script)], timeout_s=TIMEOUT_S)
 
@@ -81,7 +81,7 @@ checkpoint = { save_interval = 3, keep_checkpoints = 9, save_hf = true }
 
 @dataclass(frozen=True)
 class Project:
-    """A folder with run.toml, base/ (a model), data and a reward, and the `slime` command in it."""
+    """A folder with run.toml, base/ (a model), data and a reward, in which the `slime` command is run."""
 
     folder: Path
 
@@ -100,13 +100,13 @@ class Project:
         return done
 
     def refused(self, *words, **more):
-        """What it says, in one paragraph."""
+        """Returns the error that the command prints, in one paragraph."""
         done = self.slime("run", "run.toml", *words, **more)
         assert done.returncode != 0
         assert "Traceback" not in done.stderr, done.stderr
-        _, found, told = done.stderr.rpartition("error: ")
+        _, found, message = done.stderr.rpartition("error: ")
         assert found, done.stderr
-        return told
+        return message
 
     def metrics(self, run, axis):
         lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Tiny random models of each family, made by transformers, and what transformers alone makes of them."""
+"""Tiny random models of each family, made by transformers, and the reference results of transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LATENT: Final = {
     "n_group": 4,
     "topk_group": 2,
 }
-# Fewer keys than most sequences have; so many heads that scores of zero, which tie, are rare.
+# Fewer keys than most sequences have; enough heads to make ties of zero scores rare.
 INDEXER: Final = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
 FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "llama3": (
@@ -144,7 +144,7 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "head_dim": 8,
             **INDEXER,
             "indexer_types": ["full", "full", "full", "shared"],
-            # As transformers 5.12 computes it, whatever a config says.
+            # transformers 5.12 computes it so, whatever the config has.
             "indexer_rope_interleave": False,
         },
     ),
@@ -155,7 +155,7 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             **{name: value for name, value in LATENT.items() if name != "first_k_dense_replace"},
             "q_lora_rank": 24,
             "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
-            # What transformers always has in the norms of latent queries and keys, where engines take the config's.
+            # The epsilon of transformers in the norms of latent queries and keys, while engines use the config's.
             "rms_norm_eps": 1e-6,
         },
     ),

@@ -1,4 +1,4 @@
-"""Run as a script, served by slime_plugin_kit.rank_server: one optimiser step of each case that it is told, over gloo.
+"""Run as a script, served by slime_plugin_kit.rank_server: one optimizer step of each case that it gets, over gloo.
 
 The ranks of a case are forked after the imports, which take longer than all the rest. Each leaves `NAME/rank_R.pt` in the
 folder `out`: its scores, what it reports, and, from the first rank, weights before and after.
@@ -24,16 +24,16 @@ from slime_plugin_kit.ranks_script import serve
 from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 
 SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
-# A large epsilon: without it rounding turns the direction where a gradient is next to nothing.
+# A large epsilon: otherwise rounding reverses the direction of steps where a gradient is close to zero.
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_eps=1e-2)
 
 
-# So large that routers choose otherwise afterwards.
+# Large enough to change the choice of the routers.
 LARGE_STEPS = OptimizerConfig(optimizer="sgd", lr=3.0, weight_decay=0.0, clip_grad=0.0)
 
 
 def load_torch_dist(backend: Any, folder: Path) -> None:
-    """As another program with Megatron would."""
+    """Loads it in the way of another program with Megatron."""
     from megatron.core import dist_checkpointing
 
     from slime_megatron.checkpoint import model_state, put_model
@@ -43,7 +43,7 @@ def load_torch_dist(backend: Any, folder: Path) -> None:
 
 
 def save_in_shards(backend: Any, folder: Path, shard_bytes: int) -> None:
-    """So small ones that every rank has its own."""
+    """Shards are so small that every rank writes one."""
     from slime_megatron import weights
 
     whole = weights.write_model
@@ -55,7 +55,7 @@ def save_in_shards(backend: Any, folder: Path, shard_bytes: int) -> None:
 
 
 def with_expert_ids(training: TrainingBatch, layers: int, experts: int, top_k: int) -> TrainingBatch:
-    """Random ones, as if an engine had chosen them."""
+    """Adds random expert ids, as if an engine had returned them."""
     rng = np.random.default_rng(33)
     every = np.broadcast_to(np.arange(experts, dtype=np.uint8), (len(training.batch.tokens), layers, experts))
     ids = np.ascontiguousarray(rng.permuted(every, axis=-1)[..., :top_k])
@@ -69,20 +69,20 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
     training = TrainingBatch.make()
     config = Megatron.Config(**case["options"])
     adam = case.get("adam", False)
-    told = {"optimizer": ADAM if adam else SGD}
+    fields = {"optimizer": ADAM if adam else SGD}
     replay = RoutingReplay(case["replay"]) if "replay" in case else None
     if replay is not None:
-        told = {"optimizer": LARGE_STEPS, "routing_replay": replay}
+        fields = {"optimizer": LARGE_STEPS, "routing_replay": replay}
     if replay is RoutingReplay.ROLLOUT:
         training = with_expert_ids(training, *case["sizes"])
-    with opened(Megatron.build(config), place, **told) as one:
+    with opened(Megatron.build(config), place, **fields) as one:
         layout = one.layout
         if (folder := case.get("convert")) is not None:
             load_torch_dist(one.backend, Path(folder))
         mine = tuple(range(layout.dp_rank, len(PROMPTS), layout.dp_size))
         # Every rank has as many micro-batches, uneven, of which one is empty.
         split = (mine[:2], mine[2:], (), mine[:0]) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:], ())
-        # What is recorded is replayed in other micro-batches.
+        # The recorded ids are replayed in other micro-batches.
         scores = one.scores(training, split[::-1] if replay else split, entropy=True)
         before = one.weights()
         reports = [
@@ -98,7 +98,7 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
             write = one.backend.stage(staged)
         if (folder := case.get("load")) is not None:
             one.backend.load(Path(folder))
-            # The layouts' batches are the same; only one step more is told.
+            # The layouts' batches are the same; only one more step is reported.
             reports = [one.backend.train_step(training.micros(split), objective_of())]
         state = {
             "layout": {"reports": layout.reports, "dp_rank": layout.dp_rank},
@@ -117,10 +117,10 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         torch.save(state, out / f"rank_{rank}.pt")
 
 
-def run_cases(told: dict[str, Any]) -> None:
+def run_cases(request: dict[str, Any]) -> None:
     start: Any = mp.start_processes
-    for name, case in told["cases"].items():
-        out = Path(told["out"]) / name
+    for name, case in request["cases"].items():
+        out = Path(request["out"]) / name
         out.mkdir()
         try:
             start(run_rank, (case, out), nprocs=case["world_size"], start_method="fork")
@@ -130,7 +130,7 @@ def run_cases(told: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Built once here, so that what it imports is imported before the ranks are forked.
+    # Built once here, so that its imports are done before the ranks are forked.
     Megatron.build(Megatron.Config())
     serve(run_cases)
 

@@ -1,4 +1,4 @@
-"""What Megatron.memory tells, as a function that a process started for it can be asked for."""
+"""Calls Megatron.memory, as a function that a separate process can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron trains as slime-fsdp does: every installed algorithm, on the same batch, by a step of plain descent."""
+"""Megatron trains like slime-fsdp: every installed algorithm, on the same batch, by a step of plain descent."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from slime_plugin_kit.trial import Trial
 pytestmark = pytest.mark.megatron
 
 FLOAT32 = 2e-5
-"""What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
+"""Tolerance for sums in another order, relative to the largest number; for log-probs in nats."""
 REGISTRY = Registry()
 ALGORITHMS = {entry.name: entry for entry in REGISTRY.entries(groups.ALGORITHMS)}
 BACKENDS = ("fsdp", "megatron")
@@ -38,7 +38,7 @@ def built(name):
 
 @pytest.fixture(scope="module")
 def trial(place):
-    """Uneven lengths, an empty response, fully masked samples; scores near to what the model gives."""
+    """Uneven lengths, an empty response, fully masked samples; log-probs close to those of the model."""
     fresh = Trial.fresh()
     # The trial's tokens are those of a larger vocabulary.
     batch = replace(fresh.batch, tokens=3 + fresh.batch.tokens % 20)
@@ -70,13 +70,13 @@ def trial(place):
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_it_trains_as_fsdp_does(name, place, trial, tmp_path):
+def test_it_trains_like_fsdp(name, place, trial, tmp_path):
     entry = ALGORITHMS[name]
     (case, *_) = Subject(entry, REGISTRY, tmp_path / "files", (entry,)).cases
-    # As it is, and with every term that it can have.
+    # Once unchanged, and once with every term that it can have.
     for dress in dressed(case):
         for role, objective in dress.objectives(everything=False):
-            told = f"{name}, {dress.told}, {role}"
+            case = f"{name}, {dress.setting}, {role}"
             credited = dress.credited(trial, role=role)
             training = TrainingBatch(batch=credited.batch, columns=credited.columns)
             split = ((0, 3, 4), (), (1, 2, 5, 6), (7, 8, 9, 10))
@@ -84,7 +84,7 @@ def test_it_trains_as_fsdp_does(name, place, trial, tmp_path):
                 one_step(backend, place, "value" if role == "critic" else "lm", training.micros(split), objective)
                 for backend in BACKENDS
             )
-            assert_same_step(told, got, expected)
+            assert_same_step(case, got, expected)
 
 
 def one_step(name, place, head, micros, objective):
@@ -95,18 +95,18 @@ def one_step(name, place, head, micros, objective):
         return report, {name: tensor - after[name] for name, tensor in before.items()}
 
 
-def assert_same_step(told, got, expected):
+def assert_same_step(case, got, expected):
     (report, gradients), (of_fsdp, expected_gradients) = got, expected
     assert not report.skipped
     assert not of_fsdp.skipped
-    assert dict(report.sums) == pytest.approx(dict(of_fsdp.sums), rel=1e-4, abs=1e-5), told
-    assert report.grad_norm == pytest.approx(of_fsdp.grad_norm, rel=1e-4), told
+    assert dict(report.sums) == pytest.approx(dict(of_fsdp.sums), rel=1e-4, abs=1e-5), case
+    assert report.grad_norm == pytest.approx(of_fsdp.grad_norm, rel=1e-4), case
     assert gradients.keys() == expected_gradients.keys()
     scale = max(float(tensor.abs().max()) for tensor in expected_gradients.values())
-    assert scale > 1e-4, f"{told}: nothing is trained"
+    assert scale > 1e-4, f"{case}: nothing is trained"
     for name, tensor in expected_gradients.items():
         apart = float((gradients[name] - tensor).abs().max())
         assert apart <= FLOAT32 * max(scale, 1.0), (
-            f"{told}: the gradient of {name} is off by {apart:.3g} of {scale:.3g}"
+            f"{case}: the gradient of {name} is off by {apart:.3g} of {scale:.3g}"
         )
     assert torch.isfinite(torch.tensor(report.grad_norm))

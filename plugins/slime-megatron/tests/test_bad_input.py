@@ -1,4 +1,4 @@
-"""What `slime run` says to what Megatron cannot do: one paragraph with the thing and the fix, before anything is started."""
+"""Errors of `slime run` for what Megatron cannot do: one paragraph with the key and the fix, before anything is started."""
 
 import json
 import shutil
@@ -36,61 +36,62 @@ def model_with(project, name, *, config=None, weights=None):
 def test_a_layout_that_divides_nothing(project):
     experts = {"num_experts": 6, "moe_intermediate_size": 24, "model_type": "qwen3_moe", "num_hidden_layers": 10}
     model = model_with(project, "experts", config={**experts, "layer_types": None})
-    told = project.refused(
+    message = project.refused(
         *("--hf-checkpoint", model, "--launcher", "ray", "--actor-num-gpus-per-node", "7"),
         *("--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "4"),
         *("--expert-model-parallel-size", "4", "--context-parallel-size", "2"),
     )
-    for said in (
+    for given in (
         "tensor_model_parallel_size = 3: does not divide the model's 4 attention heads; the nearest that do: 2 or 4",
         "4 pieces do not divide the model's 10 layers; the nearest that do: 2 or 5 pieces",
         "expert_model_parallel_size = 4: does not divide the model's 6 experts; the nearest that do: 3 or 6",
-        "with experts Megatron wants sequence_parallel = true",
+        "with experts Megatron requires sequence_parallel = true",
         "3 x 4 x 2 = 24: does not divide the 7 ranks; the nearest numbers of ranks: 24",
     ):
-        assert said in told
-    told = project.refused("--hf-checkpoint", model, "--tensor-model-parallel-size", "3")
-    assert "say --launcher ray" in told
-    assert "does not divide the model's 4 attention heads" in told
+        assert given in message
+    message = project.refused("--hf-checkpoint", model, "--tensor-model-parallel-size", "3")
+    assert "Pass --launcher ray" in message
+    assert "does not divide the model's 4 attention heads" in message
     assert not (project.folder / "runs").exists()
 
 
 def test_a_family_without_a_bridge(project):
     model = model_with(project, "gemma", config={"model_type": "gemma3_text"})
-    told = project.refused("--hf-checkpoint", model)
-    assert 'model_type = "gemma3_text": backend megatron has no bridge for this family' in told
-    assert "qwen3_moe" in told
-    assert "slime_megatron.bridges" in told
+    message = project.refused("--hf-checkpoint", model)
+    assert "in the model's config.json: backend megatron has no bridge for this family" in message
+    assert 'model_type = "gemma3_text"' in message
+    assert "qwen3_moe" in message
+    assert "slime_megatron.bridges" in message
 
 
-def test_weights_that_are_missing_and_weights_that_are_too_many(project):
+def test_missing_and_extra_weights(project):
     def change(tensors):
         del tensors["model.layers.1.self_attn.q_norm.weight"]
         tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(3, 3)
 
-    told = project.refused("--hf-checkpoint", model_with(project, "torn", weights=change))
-    assert "1 weights are missing from its files: model.layers.1.self_attn.q_norm.weight" in told
-    assert "the model has no place for 1 of its weights: model.layers.7.mlp.up_proj.weight" in told
+    message = project.refused("--hf-checkpoint", model_with(project, "torn", weights=change))
+    assert "1 weights are missing from its files: model.layers.1.self_attn.q_norm.weight" in message
+    assert "the model has no place for 1 of its weights: model.layers.7.mlp.up_proj.weight" in message
 
 
 def test_megatron_is_not_installed(project, tmp_path):
-    # A namespace of someone else's comes first, as where megatron-core was removed and something else of it stayed.
+    # The namespace of another package comes first, as after megatron-core was removed and another part of it stayed.
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron/__init__.py").touch()
-    told = project.refused("--dry-run", site=tmp_path)
-    assert 'Megatron-core is not installed here: pip install "slime-megatron[core]".' in told
+    message = project.refused("--dry-run", site=tmp_path)
+    assert 'Megatron-core is not installed here: pip install "slime-megatron[core]".' in message
 
 
 def test_a_checkpoint_of_another_architecture(project):
     project.run("--name", "whole", "--num-rollout", "1", "--save-interval", "1")
     (project.folder / "runs/whole/summary.json").unlink()
-    # Another model where the first one was.
+    # Another model in the folder of the first one.
     shutil.rmtree(project.folder / "base")
     sizes = ModelSizes(
         hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=64, max_length=MAX_LENGTH
     )
     new_model(project.folder / "base", "qwen3", sizes, alphabet=ALPHABET)
-    told = project.refused("--name", "whole", "--num-rollout", "2", "--save-interval", "1")
-    assert "another architecture or optimiser" in told
-    assert "ffn_hidden_size is 48 there and 64 here" in told
-    assert "num_query_groups is 2 there and 4 here" in told
+    message = project.refused("--name", "whole", "--num-rollout", "2", "--save-interval", "1")
+    assert "another architecture or optimizer" in message
+    assert "ffn_hidden_size is 48 there and 64 here" in message
+    assert "num_query_groups is 2 there and 4 here" in message

@@ -1,4 +1,4 @@
-"""Auxiliary losses of experts, beside their formulas over what transformers routes."""
+"""Auxiliary losses of experts, against their formulas over the routing of transformers."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def step(folder, split, options):
 
 
 def by_formula(folder, split):
-    """Mean over the step's tokens, prompts included, of Switch's load balancing (arXiv 2101.03961, equation 4, for several
-    experts a token) over each micro-batch, and of the router's squared log-sum-exp (arXiv 2202.08906, equation 5)."""
+    """Mean over the step's tokens, including prompts, of Switch's load balancing (arXiv 2101.03961, equation 4, for several
+    experts per token) over each micro-batch, and of the router's squared log-sum-exp (arXiv 2202.08906, equation 5)."""
     model = load_family(folder, torch.float64)
     config = model.config
     micros = TrainingBatch.make().micros(split)
@@ -62,7 +62,8 @@ def test_auxiliary_losses_are_means_over_the_steps_tokens(folder, split):
     for name, gradient in expected.items():
         if name not in plain or not gradient.abs().max() > 1e-3:
             continue
-        # Beside the first row of the embedding, which transformers keeps as it is: an empty micro-batch's one token counts.
+        # Except the first row of the embedding, which transformers does not train: the one token of an empty micro-batch
+        # counts.
         first = 1 if name == "model.embed_tokens.weight" else 0
         apart = (balanced[name] - plain[name] - gradient)[first:].abs().max()
         assert apart <= 2e-5 * max(1.0, float(gradient.abs().max())), f"{name} is off by {apart:.3g}"

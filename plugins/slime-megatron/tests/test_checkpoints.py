@@ -1,4 +1,4 @@
-"""A checkpoint of one layout goes on in another as it would have in its own."""
+"""A run resumed in another layout continues like one that kept its layout."""
 
 import json
 from datetime import timedelta
@@ -23,11 +23,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 LOOP = {"moe_grouped_gemm": False}
-"""Megatron's experts, one after the other: what they leave goes on with grouped ones, and the other way."""
+"""Megatron's experts, one after the other: a run with them resumes with grouped ones, and the reverse."""
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 WEIGHTS = MOMENTS | {"bf16": True, "main_params_dtype": "bf16"}
 FLOAT32 = 1e-4
-"""Of a weight after a step of Adam, whose direction rounding can turn where a gradient is next to nothing."""
+"""Tolerance of a weight after a step of Adam, whose direction rounding can reverse where a gradient is close to zero."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_adam_steps_are_those_of_one_rank(layouts, other):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("case", ["one", "tp2-sp", "dp2-distributed", "moments", "weights"])
-def test_what_was_written_beside_a_step_is_what_was_saved(layouts, case):
-    """But for `.metadata`, in which torch gives each save a number and notes its folder."""
+def test_a_checkpoint_written_during_a_step_equals_a_direct_one(layouts, case):
+    """Except `.metadata`, in which torch gives each save a number and stores its folder."""
     layouts.ranks(case)
     folder = Path(layouts.cases[case]["save"])
     saved, staged = (
@@ -100,7 +100,7 @@ def assert_same_tensors(one, other):
 
 
 def test_moments_in_bfloat16_are_near(layouts):
-    """And are those: a whole step is 1e-2, and rounding moves one by a hundredth."""
+    """Close, and yet rounded: a whole step is 1e-2, and rounding changes it by a hundredth."""
     (one, *_), (got, *_) = layouts.ranks("one"), layouts.ranks("moments")
     apart = max(float((got["after"][name] - tensor).abs().max()) for name, tensor in one["after"].items())
     assert 1e-6 < apart < 5e-4
@@ -108,7 +108,7 @@ def test_moments_in_bfloat16_are_near(layouts):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("kept", ["moments", "weights"])
-def test_what_is_kept_in_bfloat16_goes_on_to_the_bit(layouts, kept):
+def test_bfloat16_state_resumes_to_the_bit(layouts, kept):
     (expected, *_), (got, *_) = layouts.ranks(kept), layouts.ranks(f"{kept} to itself")
     assert all(torch.equal(got["after"][name], tensor) for name, tensor in expected["next"].items())
 
@@ -129,7 +129,7 @@ def test_what_is_kept_in_bfloat16_goes_on_to_the_bit(layouts, kept):
         "moments to tp2-sp",
     ],
 )
-def test_it_goes_on_in_another_layout(layouts, move):
+def test_it_continues_in_another_layout(layouts, move):
     """Two steps, saved, loaded elsewhere after two steps there, and one more."""
     (expected, *_), (got, *_) = layouts.ranks(move.split(" to ")[0]), layouts.ranks(move)
     moved = max(float((expected["next"][name] - tensor).abs().max()) for name, tensor in expected["after"].items())
@@ -152,21 +152,21 @@ def saved(folder, tmp_path):
 
 
 def test_ranks_that_have_written_wait_for_one_that_writes_for_hours(folder, monkeypatch, tmp_path):
-    """In a group of the thread's own where it writes beside training."""
+    """A thread that writes beside training uses a group of its own."""
     from slime_megatron import checkpoint
 
-    groups, save, on_all_ranks = [], dcp.save, checkpoint.on_all_ranks
+    groups, save, raise_on_all_ranks = [], dcp.save, checkpoint.raise_on_all_ranks
 
-    def note_save(*given, process_group, **told):
+    def note_save(*given, process_group, **kwargs):
         groups.append(process_group)
-        return save(*given, process_group=process_group, **told)
+        return save(*given, process_group=process_group, **kwargs)
 
     def note_rest(work, group, world_size):
         groups.append(group)
-        on_all_ranks(work, group, world_size)
+        raise_on_all_ranks(work, group, world_size)
 
     monkeypatch.setattr(dcp, "save", note_save)
-    monkeypatch.setattr(checkpoint, "on_all_ranks", note_rest)
+    monkeypatch.setattr(checkpoint, "raise_on_all_ranks", note_rest)
     with opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=ADAM) as one:
         for name in ("at_once", "later"):
             (tmp_path / name).mkdir()
@@ -196,8 +196,8 @@ def test_saved_before_the_first_step(folder, saved):
 
 
 class GroupAdam(torch.optim.Optimizer):
-    """Counts as Transformer Engine's FusedAdam and Apex's do: in each group that has parameters, from 1 on where there is
-    no count."""
+    """Counts steps like the FusedAdam of Transformer Engine and Apex: in each group that has parameters, from 1 if there is no
+    count."""
 
     def __init__(self, params, *, lr, weight_decay, betas, eps, adam_w_mode):
         assert adam_w_mode
@@ -221,8 +221,8 @@ class GroupAdam(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, DISTRIBUTED], ids=["plain", "bf16", "distributed"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_adam_that_counts_by_group_goes_on(folder, monkeypatch, tmp_path, options, steps):
-    """Into a run that has taken steps of its own too."""
+def test_an_adam_that_counts_by_group_continues(folder, monkeypatch, tmp_path, options, steps):
+    """Also in a run that has taken steps of its own before."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -259,7 +259,7 @@ def test_an_adam_that_counts_by_group_goes_on(folder, monkeypatch, tmp_path, opt
 
 
 @pytest.mark.bits
-def test_a_critic_goes_on(folder, tmp_path):
+def test_a_critic_continues(folder, tmp_path):
     training = TrainingBatch.make()
     objective = TokenObjective(loss=SquaredError(), needs=EVERY_NEED, reads_values=True)
 
@@ -279,7 +279,7 @@ def test_a_critic_goes_on(folder, tmp_path):
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
 
 
-def test_another_architecture_is_told(saved, tmp_path):
+def test_another_architecture_is_an_error(saved, tmp_path):
     other = make_family(tmp_path / "other", "qwen2.5")
     with (
         opened(Megatron.build(Megatron.Config()), Place(model=other), optimizer=ADAM) as one,
@@ -288,7 +288,7 @@ def test_another_architecture_is_told(saved, tmp_path):
         one.backend.load(saved)
 
 
-def test_another_optimiser_is_told(folder, saved):
+def test_another_optimizer_is_an_error(folder, saved):
     with (
         opened(Megatron.build(Megatron.Config()), Place(model=folder), optimizer=SGD) as one,
         pytest.raises(CheckpointError, match="optimizer is adam there and sgd here"),
@@ -296,11 +296,10 @@ def test_another_optimiser_is_told(folder, saved):
         one.backend.load(saved)
 
 
-@pytest.mark.parametrize(("there", "here", "said"), [(None, True, "false"), (True, None, "true")])
+@pytest.mark.parametrize(("there", "here", "bf16"), [(None, True, "false"), (True, None, "true")])
 @pytest.mark.parametrize(("role", "table"), [("actor", "backend"), ("critic", "roles.critic.backend")])
-def test_another_dtype_is_told_with_what_to_type(folder, tmp_path, there, here, said, role, table):
-    """As where a run moves between a CPU and GPUs, which choose another one by themselves. A role may have options of its
-    own."""
+def test_the_error_for_another_dtype_has_the_flags_to_pass(folder, tmp_path, there, here, bf16, role, table):
+    """A run that moves between a CPU and GPUs gets another default dtype. A role may have options of its own."""
 
     def one(bf16):
         return opened(Megatron.build(Megatron.Config(bf16=bf16)), Place(model=folder), optimizer=ADAM, role=role)
@@ -309,14 +308,14 @@ def test_another_dtype_is_told_with_what_to_type(folder, tmp_path, there, here, 
         saved.backend.save(tmp_path)
     with (
         one(here) as other,
-        pytest.raises(CheckpointError, match=rf"To go on as it began: .* --{table}\.bf16 {said}\."),
+        pytest.raises(CheckpointError, match=rf"To keep the dtype of the checkpoint, pass .* --{table}\.bf16 {bf16}\."),
     ):
         other.backend.load(tmp_path)
-    with one(said == "true") as same:
+    with one(bf16 == "true") as same:
         same.backend.load(tmp_path)
 
 
-def test_a_later_format_is_told(folder, saved):
+def test_a_later_format_is_an_error(folder, saved):
     manifest = saved / "megatron.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 9}))
     with (

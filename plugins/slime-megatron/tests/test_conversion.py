@@ -12,7 +12,7 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.errors import CheckpointError, ModelError
 from slime_core.registry import Registry
 from slime_models.convert import convert
@@ -23,9 +23,9 @@ FAMILY, EXPERTS, LINEAR = "qwen3", "qwen3-moe", "qwen3-next"
 
 
 class HereExecutor(Executor):
-    """In this process: a worker would import Megatron anew."""
+    """Runs in this process: a worker would import Megatron again."""
 
-    def __init__(self, *told, **named):
+    def __init__(self, *args, **kwargs):
         pass
 
     def submit(self, function, *words):
@@ -36,7 +36,7 @@ class HereExecutor(Executor):
 
 @pytest.fixture(scope="module", autouse=True)
 def without_workers():
-    """They are tested with the command."""
+    """Workers are tested with the command."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slime_models.convert.ProcessPoolExecutor", HereExecutor)
         yield
@@ -48,13 +48,13 @@ def without_workers():
 
 
 def part(name, **options):
-    return PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+    return PluginSpec(group="slime.converters", name=name, options=options).resolve(Registry())
 
 
 def run(name, source, target, **options):
-    told = []
-    done = convert(part(name, **options), source, target, workers=1, tell=lambda *news: told.append(news))
-    assert told[-1] == ("comparing", told[-1][2], told[-1][2])
+    events = []
+    done = convert(part(name, **options), source, target, workers=1, report=lambda *news: events.append(news))
+    assert events[-1] == ("comparing", events[-1][2], events[-1][2])
     return done
 
 
@@ -92,13 +92,13 @@ def test_there_and_back_by_the_command(make_project, model, tmp_path):
         (model, "there", ("--to", "torch_dist", "--workers", "1")),
         ("there", "back", ("--to", "hf")),
     ):
-        told = project.slime("convert", str(source), target, *words)
-        assert told.returncode == 0, told.stderr
-        assert "read back and equal" in told.stdout
+        done = project.slime("convert", str(source), target, *words)
+        assert done.returncode == 0, done.stderr
+        assert "read back and equal" in done.stdout
     assert_equal(tmp_path / "project/back", model)
     config = json.loads((tmp_path / "project/back/config.json").read_text())
     assert config == json.loads((model / "config.json").read_text())
-    for words, said in {
+    for words, expected in {
         ("convert", "base", "x", "--to", "torch_dits"): "close match: torch_dist",
         ("convert", "base", "x", "--to", "hf", "--hf-checkpiont", "y"): "close match: --hf-checkpoint",
         (
@@ -111,13 +111,13 @@ def test_there_and_back_by_the_command(make_project, model, tmp_path):
             "y",
         ): "unknown flag. `slime plugins show hf` lists every key",
     }.items():
-        told = project.slime(*words)
-        assert told.returncode != 0
-        assert "Traceback" not in told.stderr
-        assert said in told.stderr
+        done = project.slime(*words)
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        assert expected in done.stderr
 
 
-def test_what_cannot_be_converted_is_told(model, torch_dist, tmp_path):
+def test_what_cannot_be_converted_is_an_error(model, torch_dist, tmp_path):
     with pytest.raises(ModelError, match="exists already"):
         run("hf", torch_dist, model)
     with pytest.raises(CheckpointError, match="no torch_dist checkpoint there"):
@@ -132,8 +132,8 @@ def test_weights_of_another_shape_are_named(model, name, tmp_path):
     name = f"model.layers.1.{name}.weight"
     shape, tensors[name] = tuple(tensors[name].shape), torch.zeros(3, 3)
     save_file(tensors, file)
-    said = f"{folder}: 1 weights have other shapes than its config.json says: {name} (is (3, 3), should be {shape})."
-    with pytest.raises(ModelError, match=re.escape(said)):
+    expected = f"{folder}: 1 weights do not have the shapes of its config.json: {name} (is (3, 3), should be {shape})."
+    with pytest.raises(ModelError, match=re.escape(expected)):
         run("torch_dist", folder, tmp_path / "out")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"damaged or cut short.*it has 1000 bytes"):
@@ -158,7 +158,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def layouts(torch_dist, model, tmp_path_factory):
-    """Each layout reads it into its own parts of the model, and saves it again as it would in training."""
+    """Each layout loads the checkpoint into its own parts of the model, and saves it again as in training."""
     from conftest import run_layouts
 
     kept = tmp_path_factory.mktemp("kept")
@@ -170,16 +170,16 @@ def layouts(torch_dist, model, tmp_path_factory):
     others = {family: make_family(tmp_path_factory.mktemp("other") / family, family, seed=8) for family in sources}
     cases = {}
     for name, (family, options) in LAYOUTS.items():
-        told = {"convert": str(sources[family][1]), "save": str(kept / name)}
-        cases[name] = {"model": str(others[family]), "world_size": 2, "options": options, **told}
-    # Megatron's way to write layers that are alike as if they were not.
-    told = {"options": {"hetereogenous_dist_checkpoint": True}, "save": str(kept / "apart")}
-    cases["apart"] = {"model": str(model), "world_size": 1, **told}
+        folders = {"convert": str(sources[family][1]), "save": str(kept / name)}
+        cases[name] = {"model": str(others[family]), "world_size": 2, "options": options, **folders}
+    # Megatron's format in which equal layers are separate tensors.
+    apart = {"options": {"hetereogenous_dist_checkpoint": True}, "save": str(kept / "apart")}
+    cases["apart"] = {"model": str(model), "world_size": 1, **apart}
     return run_layouts(tmp_path_factory.mktemp("layouts"), cases), kept, sources
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "apart"])
-def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, layout, tmp_path):
+def test_every_layout_loads_it_and_saves_it_unchanged(layouts, layout, tmp_path):
     ranks, kept, sources = layouts
     model, _ = sources[LAYOUTS[layout][0] if layout in LAYOUTS else FAMILY]
     (first, *_) = ranks.ranks(layout)
@@ -195,31 +195,31 @@ def test_every_layout_reads_it_and_what_it_saves_comes_back(layouts, layout, tmp
 
 
 @pytest.mark.parametrize(
-    ("family", "changed", "said"),
+    ("family", "changed", "expected"),
     [
         ("qwen2.5", {}, r"2 tensors: decoder.layers.self_attention.k_layernorm.weight, "),
         (FAMILY, {"num_hidden_layers": 2}, r"input_layernorm.weight is \(4, 32\) there and \(2, 32\) in the model"),
         (FAMILY, {"vocab_size": 24}, r"its vocabulary is 25 there and 24 in that config"),
-        (EXPERTS, {}, r"of the model's tensors are not there: decoder.layers.0.input_layernorm.weight, "),
+        (EXPERTS, {}, r"of the model's tensors are missing: decoder.layers.0.input_layernorm.weight, "),
     ],
 )
-def test_a_config_of_another_model_is_told_before_anything_is_made(layouts, family, changed, said, tmp_path):
+def test_a_config_of_another_model_is_an_error_before_anything_is_written(layouts, family, changed, expected, tmp_path):
     _, kept, _ = layouts
     other = make_family(tmp_path / "other", family)
     config = json.loads((other / "config.json").read_text())
     config.pop("layer_types", None)
     (other / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=expected):
         run("hf", kept / "tp2-sp", tmp_path / "back", hf_checkpoint=str(other))
     assert not list(tmp_path.glob("back*"))
 
 
-def test_a_killed_conversion_goes_on(model, tmp_path, monkeypatch):
+def test_a_killed_conversion_continues(model, tmp_path, monkeypatch):
     from slime_megatron.conversion import ToTorchDist
 
     target = tmp_path / "out"
 
-    def killed(*told):
+    def killed(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -230,14 +230,14 @@ def test_a_killed_conversion_goes_on(model, tmp_path, monkeypatch):
     journal = work / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     assert len(lines) == 6
-    # The last line but one is whole, the last one was being written.
+    # The last line but one is complete, the last one was being written.
     journal.write_text("".join(lines[:4]) + lines[4][:20])
     done = run("torch_dist", model, target)
     assert (done.num_resumed, done.num_pieces) == (3, 5)
     assert not work.exists()
 
 
-def test_what_the_disk_lost_is_found(model, tmp_path, monkeypatch):
+def test_data_lost_on_disk_is_detected(model, tmp_path, monkeypatch):
     from slime_megatron.conversion import ToTorchDist
 
     finish = ToTorchDist.finish
@@ -247,17 +247,17 @@ def test_what_the_disk_lost_is_found(model, tmp_path, monkeypatch):
         largest = max(FileSystemReader(target).read_metadata().storage_data.values(), key=lambda part: part.length)
         file = target / largest.relative_path
         content = bytearray(file.read_bytes())
-        # Inside of a tensor, behind the header of its archive.
+        # Inside a tensor, behind the header of its archive.
         content[largest.offset + largest.length // 2] ^= 1
         file.write_bytes(content)
 
     monkeypatch.setattr(ToTorchDist, "finish", damaged)
-    with pytest.raises((ModelError, CheckpointError), match=r"read back|is not there"):
+    with pytest.raises((ModelError, CheckpointError), match=r"read back|is missing"):
         run("torch_dist", model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_another_source_does_not_go_on_with_it(model, tmp_path):
+def test_another_source_does_not_continue_with_it(model, tmp_path):
     other = make_family(tmp_path / "other", FAMILY, seed=8)
     shutil.copytree(model, tmp_path / "model")
     work = tmp_path / "out.converting"

@@ -1,5 +1,5 @@
-"""Bridges: a model of each family, made by transformers, gives the same log-probs and gradients here, and comes back to the
-bit."""
+"""Bridges: a model of each family, made by transformers, gives the same log-probs and gradients here, and is saved to the same
+bits."""
 
 import json
 import shutil
@@ -26,11 +26,11 @@ def family(request, tmp_path_factory):
     return make_family(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
-def opened_one(folder, **told):
-    return opened(Megatron.build(Megatron.Config()), Place(model=folder), **told)
+def opened_one(folder, **kwargs):
+    return opened(Megatron.build(Megatron.Config()), Place(model=folder), **kwargs)
 
 
-def test_it_computes_what_transformers_does(family):
+def test_it_computes_the_same_as_transformers(family):
     training = TrainingBatch.make()
     model = load_family(family, torch.float64)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_it_computes_what_transformers_does(family):
                 assert apart <= 1e-4 * scale, f"the gradient of {name} is off by {apart:.3g}"
 
 
-def test_it_comes_back_to_the_bit(family, tmp_path):
+def test_it_is_saved_to_the_same_bits(family, tmp_path):
     with opened_one(family) as one:
         exported = one.weights()
         one.backend.save_hf(tmp_path / "saved")
@@ -81,7 +81,7 @@ def test_it_comes_back_to_the_bit(family, tmp_path):
 
 
 def test_what_is_saved_is_gathered_piece_by_piece(tmp_path, monkeypatch):
-    """A layer with experts is not held at once, as it is for engines."""
+    """A layer with experts is not gathered as a whole, unlike in an export to engines."""
     from slime_megatron import weights
 
     folder = make_family(tmp_path / "model", "deepseek-v3")
@@ -94,7 +94,7 @@ def test_what_is_saved_is_gathered_piece_by_piece(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(weights.WeightTable, "_wholes", counted)
-    # Smaller than any tensor, so that each is gathered by itself.
+    # Smaller than any tensor, so that each is gathered alone.
     monkeypatch.setattr(weights, "JOINT_BYTES", 1)
     with opened_one(folder) as one:
         table = one.backend._trainer.table
@@ -110,7 +110,7 @@ def test_what_is_saved_is_gathered_piece_by_piece(tmp_path, monkeypatch):
 
 
 def test_positions_of_chosen_keys_may_be_embedded_in_neighbours(tmp_path, monkeypatch):
-    """As they are in GLM-5, where its config says nothing. transformers 5.12 has to be told."""
+    """GLM-5 has them, without a key in its config. transformers 5.12 has to be patched."""
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 
     folder, training = make_family(tmp_path / "model", "glm-5"), TrainingBatch.make()
@@ -131,7 +131,7 @@ def test_positions_of_chosen_keys_may_be_embedded_in_neighbours(tmp_path, monkey
     assert abs(got - neighbours.numpy()).max() <= LOGITS
 
 
-def test_keys_chosen_on_another_stage_are_told(tmp_path):
+def test_keys_chosen_on_another_stage_are_an_error(tmp_path):
     from slime_megatron.bridges.bridge import Architecture, Rotary
     from slime_megatron.layers import chooser_of
 
@@ -146,13 +146,13 @@ def test_keys_chosen_on_another_stage_are_told(tmp_path):
     )
     assert [chooser_of(architecture, layer, 0) for layer in range(4)] == [1, 1, 3, 3]
     assert chooser_of(architecture, 3, 2) == 3
-    with pytest.raises(ConfigError, match=r"layer 1 takes the keys that layer 0 chooses.*start at layers 0, 2"):
+    with pytest.raises(ConfigError, match=r"layer 1 uses the keys that layer 0 chooses.*start at layers 0, 2"):
         chooser_of(architecture, 1, 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5-tied"])
 def test_the_padding_token_is_not_trained(name, tmp_path):
-    """Nor is it in transformers, wherever a model samples it; a tied head is."""
+    """transformers does not train it either, even if a model samples it; a tied head is trained."""
     family = make_family(tmp_path / name, name)
     plain = TrainingBatch.make()
     tokens = plain.batch.tokens.copy()
@@ -188,9 +188,11 @@ def test_missing_and_extra_weights_are_named(folder):
         weights["model.layers.9.mlp.up_proj.weight"] = torch.zeros(3, 3)
 
     changed(folder, change)
-    with pytest.raises(ModelError, match=r"missing.*layers\.2\.self_attn\.q_norm\.weight.*no place.*layers\.9") as told:
+    with pytest.raises(
+        ModelError, match=r"missing.*layers\.2\.self_attn\.q_norm\.weight.*no place.*layers\.9"
+    ) as error:
         opened_one(folder).__enter__()
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(error.value)
 
 
 def test_weights_of_another_shape_are_named(folder):
@@ -200,21 +202,21 @@ def test_weights_of_another_shape_are_named(folder):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "full attention"),
         ({"model_type": "qwen9"}, "no bridge.*qwen3"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
     ],
 )
-def test_what_is_not_computed_is_refused(folder, fields, told):
+def test_what_is_not_computed_is_refused(folder, fields, expected):
     file = folder / "config.json"
     raw = json.loads(file.read_text()) | fields
     raw.pop("layer_types", None)
     file.write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=expected):
         opened_one(folder).__enter__()
 
 
@@ -223,43 +225,45 @@ def test_dense_layers_come_before_those_with_experts(tmp_path):
     file = folder / "config.json"
     raw = json.loads(file.read_text()) | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
     file.write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match=r"mlp_layer_types = \['sparse', 'dense', .*only dense layers before"):
+    with pytest.raises(
+        ModelError, match=r"mlp_layer_types = \['sparse', 'dense', .*all dense layers have to come first"
+    ):
         opened_one(folder).__enter__()
 
 
 @pytest.mark.parametrize("shape", [{"vpp": 2}, {"sequence_parallel": True, "tp": 2}])
 def test_roles_of_one_process_have_one_layout(shape, folder):
-    from slime_megatron.layout import Shape
+    from slime_megatron.layout import ParallelDims
     from slime_megatron.process import join
 
     with opened_one(folder), pytest.raises(ConfigError, match=r"role critic: .* another role .* another layout"):
-        join(Place(model=folder).setup(role="critic"), Shape(**shape))
+        join(Place(model=folder).setup(role="critic"), ParallelDims(**shape))
 
 
 def test_a_copy_of_another_architecture_is_refused(folder, tmp_path):
     other = make_family(tmp_path / "other", "qwen2.5")
     with pytest.raises(ModelError, match="another architecture"):
-        opened_one(folder, copies={"teacher": other}).__enter__()
+        opened_one(folder, frozen_models={"teacher": other}).__enter__()
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
         ({"rms_norm_eps": 1e-3}, "layernorm_epsilon"),
     ],
 )
-def test_a_copy_that_computes_otherwise_is_refused(change, told, folder, tmp_path):
+def test_a_copy_with_another_config_is_refused(change, expected, folder, tmp_path):
     """Its weights would fit."""
     other = shutil.copytree(folder, tmp_path / "other")
     file = other / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ModelError, match=rf"another architecture than the trained one \({told}\)"):
-        opened_one(folder, copies={"teacher": other}).__enter__()
+    with pytest.raises(ModelError, match=rf"another architecture than the trained one \({expected}\)"):
+        opened_one(folder, frozen_models={"teacher": other}).__enter__()
 
 
-def test_layers_of_multi_token_prediction_travel_along(tmp_path):
-    """They are not trained, and not lost."""
+def test_layers_of_multi_token_prediction_are_saved_unchanged(tmp_path):
+    """They are saved unchanged, not trained."""
     folder = make_family(tmp_path / "model", "glm-4.5")
     extra = "model.layers.4.eh_proj.weight"
     changed(folder, lambda weights: weights.update({extra: torch.arange(6.0).view(2, 3)}))
@@ -279,7 +283,7 @@ def test_kimi_is_read_as_deepseek(tmp_path):
     file.write_text(json.dumps(raw))
     (folder / "configuration.py").write_text("X = None\n")
     check_model(folder, training, expected, log_probs, saved=tmp_path / "saved")
-    # Whoever loads it runs the code that its config names.
+    # Loading the folder runs the code that its config names.
     assert (tmp_path / "saved" / "configuration.py").read_text() == "X = None\n"
 
 
@@ -294,7 +298,7 @@ def check_model(folder, training, expected, log_probs, *, saved):
 
 
 def test_mimo_is_read_as_qwen2(tmp_path):
-    """transformers has no such family: its config, as published, brings code of its own, which nobody runs here."""
+    """transformers has no such family: its released config names code of its own, which is not run here."""
     folder, training = make_family(tmp_path / "model", "qwen2.5"), TrainingBatch.make()
     expected = load_file(folder / "model.safetensors")
     file = folder / "config.json"
@@ -305,8 +309,8 @@ def test_mimo_is_read_as_qwen2(tmp_path):
         log_probs, _ = training.by_transformers(load_family(folder, torch.float64))
     extra = "model.mtp_layers.0.input_proj.weight"
     changed(folder, lambda weights: weights.update({extra: torch.ones(2, 3)}))
-    published = {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1, "rope_theta": 640000}
-    file.write_text(json.dumps(raw | published | {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}))
+    released = {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1, "rope_theta": 640000}
+    file.write_text(json.dumps(raw | released | {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}))
     check_model(folder, training, expected, log_probs, saved=tmp_path / "saved")
     assert extra in load_file(tmp_path / "saved/model.safetensors")
 

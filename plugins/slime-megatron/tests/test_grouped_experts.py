@@ -1,5 +1,5 @@
-"""Experts of a layer as two grouped products, and tokens ordered without Megatron's dispatcher: they compute what Megatron's
-experts one after the other do."""
+"""Experts of a layer as two grouped products, and tokens permuted without Megatron's dispatcher: they compute the same as
+Megatron's experts one after the other."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ from slime_plugin_kit.tiny_training import SPLITS, Place, SquaredError, Training
 pytestmark = pytest.mark.megatron
 
 FLOAT32 = 1e-5
-"""Of the largest number."""
+"""Tolerance relative to the largest number."""
 HIDDEN, FEATURES, EXPERTS, TOP_K = 24, 12, 6, 2
 COUNTS = {
     "uneven": [1, 9, 4, 17, 2, 3],
@@ -35,13 +35,13 @@ def folder(tmp_path_factory):
     return make_family(tmp_path_factory.mktemp("model") / "qwen3-moe", "qwen3-moe")
 
 
-def opened_one(folder, options, **told):
-    return opened(Megatron.build(Megatron.Config(**options)), Place(model=folder), **told)
+def opened_one(folder, options, **kwargs):
+    return opened(Megatron.build(Megatron.Config(**options)), Place(model=folder), **kwargs)
 
 
 @pytest.fixture
 def one_rank(folder):
-    """Megatron's groups, as a backend of this process makes or finds them."""
+    """Creates Megatron's groups for one rank, or uses those of this process."""
     with opened_one(folder, {}):
         yield
 
@@ -53,7 +53,7 @@ def make_layer(*, grouped, here=True, **more):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from slime_megatron.layers import PackedLayers
-    from slime_megatron.token_order import order_tokens_here
+    from slime_megatron.token_permutation import order_tokens_here
 
     config = TransformerConfig(
         num_layers=1,
@@ -96,7 +96,7 @@ def make_layer(*, grouped, here=True, **more):
 
 
 def by_expert(experts):
-    """Weights and their gradients, as stacks."""
+    """Weights and their gradients, stacked."""
     kinds = ("linear_fc1", "linear_fc2")
     if hasattr(experts, "local_experts"):
         weights = [[getattr(expert, kind).weight for expert in experts.local_experts] for kind in kinds]
@@ -105,8 +105,8 @@ def by_expert(experts):
     return weights + [weight.grad for weight in weights]
 
 
-def assert_near(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
+def assert_near(found, expected):
+    for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert float((one - other).detach().abs().max() if one.numel() else 0.0) <= FLOAT32 * max(
             1.0, float(other.detach().abs().max()) if other.numel() else 0.0
@@ -115,8 +115,8 @@ def assert_near(found, wanted):
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("again", [False, True], ids=["", "activation computed again"])
-def test_experts_compute_what_megatrons_do(one_rank, counts, again):
-    """Outputs, gradients and weights after a step of descent; beside float64, which torch computes by itself."""
+def test_experts_compute_the_same_as_megatrons(one_rank, counts, again):
+    """Compares outputs, gradients and weights after a step of descent, also with torch in float64."""
     torch.manual_seed(0)
     more = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]} if again else {}
     drawn, weights = torch.randn(sum(counts), HIDDEN), torch.rand(sum(counts))
@@ -139,10 +139,10 @@ def test_experts_compute_what_megatrons_do(one_rank, counts, again):
     for rows, probs, fc1, fc2 in zip(exact[0].split(counts), exact[1].split(counts), exact[2], exact[3], strict=True):
         gate, up = (rows @ fc1.t()).chunk(2, -1)
         parts.append((torch.nn.functional.silu(gate) * up * probs[:, None]) @ fc2.t())
-    wanted = torch.cat(parts)
-    gradients = torch.autograd.grad(wanted.square().sum(), exact)
+    expected = torch.cat(parts)
+    gradients = torch.autograd.grad(expected.square().sum(), exact)
     stepped = [exact[2] - 0.1 * gradients[2], exact[3] - 0.1 * gradients[3]]
-    assert_near(found[True], [wanted, *gradients[:2], *stepped, *gradients[2:]])
+    assert_near(found[True], [expected, *gradients[:2], *stepped, *gradients[2:]])
 
 
 def by_expert_before(experts):
@@ -181,8 +181,8 @@ def test_tokens_are_ordered_as_by_megatron(one_rank, shared, one_expert):
         assert_near(other, found[0])
 
 
-def test_a_token_sent_to_too_few_experts_is_told(one_rank):
-    from slime_megatron.token_order import TokenOrder
+def test_a_token_sent_to_too_few_experts_is_an_error(one_rank):
+    from slime_megatron.token_permutation import TokenOrder
 
     sent = torch.tensor([[True, False, True], [False, True, False]])
     with pytest.raises(RuntimeError, match="another number of experts than the router's"):
@@ -191,7 +191,7 @@ def test_a_token_sent_to_too_few_experts_is_told(one_rank):
 
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bfloat16"])
 def test_a_model_trains_either_way(folder, half):
-    """With float32 sums of gradients and weights in the optimiser."""
+    """With float32 sums of gradients and weights in the optimizer."""
     training = TrainingBatch.make()
     scores, moved = [], []
     for options in ({}, LOOP):
@@ -210,7 +210,7 @@ def test_copies_are_scored_with_their_own_experts(folder, tmp_path):
     other, training = make_family(tmp_path / "other", "qwen3-moe", seed=5), TrainingBatch.make()
     with opened_one(other, LOOP) as one:
         expected = one.scores(training)["log_probs"]
-    with opened_one(folder, {}, copies={"teacher": other}) as one:
+    with opened_one(folder, {}, frozen_models={"teacher": other}) as one:
         before = one.weights()
         got = one.scores(training, weights="teacher")["log_probs"]
         assert abs(got - expected).max() <= FLOAT32
@@ -229,7 +229,7 @@ def test_a_critic_has_them(folder):
 
 
 def trained_parts(folder, options):
-    """Of the layers' experts: numbers and kinds of weights that a step has moved in any layer. Some experts get no tokens."""
+    """Numbers and kinds of weights of experts that a step has changed in any layer. Some experts get no tokens."""
     training = TrainingBatch.make()
     with opened_one(folder, options) as one:
         before = one.weights()
@@ -247,22 +247,22 @@ def test_they_are_frozen_by_megatrons_names(folder, options):
     assert trained_parts(folder, {**options, **frozen}) == {part for part in everything if part[1] == "down"}
 
 
-def test_freezing_some_experts_wants_them_apart(folder):
+def test_freezing_some_experts_requires_them_apart(folder):
     some = {"freeze_params_name_list": (r"local_experts\.3\.",)}
-    with pytest.raises(ConfigError, match=r"tell experts of .* apart.*Say backend\.moe_grouped_gemm = false"):
+    with pytest.raises(ConfigError, match=r"select some experts of .*Set backend\.moe_grouped_gemm = false"):
         opened_one(folder, some).__enter__()
     assert {number for number, _ in trained_parts(folder, {**some, **LOOP})} == set("0124567")
 
 
 def test_experts_with_biases_are_refused(folder):
-    from slime_megatron.chunks import Placement, make_config
     from slime_megatron.folder import open_folder
-    from slime_megatron.layout import Shape
+    from slime_megatron.layout import ParallelDims
+    from slime_megatron.model_chunks import Placement, make_config
 
     architecture = open_folder(folder).bridge.architecture()
     biased = replace(architecture, options={**architecture.options, "add_bias_linear": True})
     place = Placement(device=torch.device("cpu"), dtype=torch.float32)
-    assert make_config(architecture, Megatron.Config(), Shape(), place).moe_grouped_gemm
-    assert not make_config(biased, Megatron.Config(), Shape(), place).moe_grouped_gemm
+    assert make_config(architecture, Megatron.Config(), ParallelDims(), place).moe_grouped_gemm
+    assert not make_config(biased, Megatron.Config(), ParallelDims(), place).moe_grouped_gemm
     with pytest.raises(ConfigError, match=r"backend\.moe_grouped_gemm = true: experts of this family have biases"):
-        make_config(biased, Megatron.Config(moe_grouped_gemm=True), Shape(), place)
+        make_config(biased, Megatron.Config(moe_grouped_gemm=True), ParallelDims(), place)

@@ -1,4 +1,4 @@
-"""Every layout trains as one rank does: scores, gradients (weights after a step of plain descent), norms and metrics."""
+"""Every layout trains like one rank: log-probs, gradients (weights after a step of plain descent), norms and metrics."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.megatron
 
 SHARD_BYTES = 2**14
 FLOAT32 = 2e-5
-"""What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
+"""Tolerance for sums in another order, relative to the largest number; for log-probs in nats."""
 
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
@@ -53,12 +53,12 @@ LATENT = {
     "cp2": (2, CP2),
     "dp2-ep2": (2, EP2),
 }
-# What experts are computed with again in the backward.
+# Layouts that recompute experts in the backward.
 EXPERTS_AGAIN = {**LATENT, "pp2": (2, {**PP2, "recompute_granularity": "selective", "recompute_modules": ["moe"]})}
 SILU_AGAIN = {**LATENT, "pp2": (2, {**PP2, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]})}
 # Two tensor-parallel ranks share its one key-value head, context-parallel ones the heads of its delta nets too.
 LINEAR = {**LATENT, "tp2-sp-cp2": (4, {**SP2, **CP2})}
-# Its last layer takes the choice of the one before it.
+# Its last layer uses the choice of the one before it.
 CHOSEN = {**LATENT, "recomputed": DENSE["recomputed"]}
 PLAIN = {"tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2)}
 SANDWICH = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2)}
@@ -70,7 +70,7 @@ BALANCED = {
 }
 SHARED = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2), "tp2-sp-cp2": (4, {**SP2, **CP2})}
 ALWAYS = {"qwen3-moe, balanced": ("qwen3-moe", BALANCED)}
-# States of a delta net are handed on in other pieces, and rounding grows with every one.
+# States of a delta net are passed on in other pieces, and rounding grows with each.
 WIDER = {"qwen3-next": 3}
 MODELS = {
     "qwen3-moe, balanced": SHARED,
@@ -89,7 +89,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Runs a model's layouts when the first of them is asked for."""
+    """Runs a model's layouts when the first of them is requested."""
     from families import make_family
 
     from conftest import run_layouts
@@ -117,7 +117,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "layout"), [(family, name) for family, names in MODELS.items() for name in names])
-def test_it_trains_as_one_rank(made, family, layout):
+def test_it_trains_like_one_rank(made, family, layout):
     tolerance = FLOAT32 * WIDER.get(family, 1)
     (one,), ranks = made(family).ranks("one"), made(family).ranks(layout)
     assert_close("log-probs", joined(ranks, "log_probs"), one["scores"]["log_probs"], tolerance)
@@ -182,4 +182,4 @@ def gradients(rank):
 
 def assert_close(what, got, expected, tolerance):
     apart = float((got - expected).abs().max())
-    assert apart <= tolerance, f"{what} are off by {apart:.3g} (NaN: nobody held the token)"
+    assert apart <= tolerance, f"{what} are off by {apart:.3g} (NaN: no rank held the token)"

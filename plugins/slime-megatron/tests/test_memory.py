@@ -1,4 +1,4 @@
-"""What `Megatron.memory` tells, against trainers that were really built, and against peaks that were measured on GPUs."""
+"""The estimates of `Megatron.memory`, against real trainers, and against peaks that were measured on GPUs."""
 
 import json
 import multiprocessing
@@ -15,7 +15,7 @@ from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
 from slime_megatron.plugin import Megatron
 from slime_plugin_kit.tiny_training import WHOLE, Place, TrainingBatch, objective_of, opened
-from slime_training.memory_plan import Moment, TrainerLoad, bytes_at, peak_of
+from slime_training.memory_plan import MemoryPhase, TrainerLoad, bytes_at, peak_of
 
 pytestmark = pytest.mark.megatron
 
@@ -39,7 +39,7 @@ SHAPES = {
     },
 }  # fmt: skip
 PARAMETERS = {"0.6B": 596_049_920, "4B": 4_022_468_096}
-"""As the model cards have them."""
+"""Numbers of the model cards."""
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 HALF = MOMENTS | {"main_params_dtype": "bf16", "grad_reduce_in_fp32": False}
 AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -81,7 +81,7 @@ MEASURED = {
 
 
 def question(folder, *, tokens=64, micros=1, options=None, **setup):
-    """What `planned` is asked."""
+    """Arguments for `planned`."""
     setup = {"device": "cuda", "optimizer": ADAM} | setup
     world_size = setup.pop("world_size", 1)
     load = TrainerLoad(
@@ -95,13 +95,13 @@ def question(folder, *, tokens=64, micros=1, options=None, **setup):
 
 @pytest.fixture(scope="module")
 def apart():
-    """A process of its own: this one may be a rank, of trainers that other files have built."""
+    """A separate process: this one may be a rank of trainers that other test files have built."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def told(apart):
+def estimated(apart):
     def ask(folder, **asked):
         return apart.submit(planned, *question(folder, **asked)).result()
 
@@ -115,7 +115,7 @@ def of(memory, component):
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Folders with nothing but a config.json."""
+    """Folders with only a config.json."""
     made = {}
     for name, config in SHAPES.items():
         made[name] = tmp_path_factory.mktemp(name)
@@ -124,15 +124,15 @@ def shapes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in MEASURED.items()])
-def test_peaks_are_those_that_were_measured(case, shapes, told):
+def test_peaks_are_those_that_were_measured(case, shapes, estimated):
     shape, tokens, micros, world_size, options, measured = case
-    memory = told(shapes[shape], tokens=tokens, micros=micros, world_size=world_size, options=options)
+    memory = estimated(shapes[shape], tokens=tokens, micros=micros, world_size=world_size, options=options)
     assert peak_of(memory.lines)[1] / GIB == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("shape", PARAMETERS)
-def test_states_are_counted_from_the_published_number_of_parameters(shape, shapes, told):
-    count, memory = PARAMETERS[shape], told(shapes[shape], options=MOMENTS)
+def test_states_are_counted_from_the_released_number_of_parameters(shape, shapes, estimated):
+    count, memory = PARAMETERS[shape], estimated(shapes[shape], options=MOMENTS)
     widths = {"weights": 2, "gradients": 4, "main weights": 4, "first moment": 2, "second moment": 2}
     assert {name: of(memory, name) for name in widths} == {name: width * count for name, width in widths.items()}
 
@@ -144,7 +144,7 @@ def models(tmp_path_factory):
 
 
 def storages(tensors):
-    """Bytes, of what several share once."""
+    """Bytes of the storages; shared ones count once."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -159,7 +159,7 @@ def storages(tensors):
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_bytes_are_those_of_a_trainer(family, options, models, told):
+def test_bytes_are_those_of_a_trainer(family, options, models, estimated):
     with opened(Megatron.build(Megatron.Config(**options)), Place(model=models[family]), optimizer=ADAM) as one:
         one.backend.train_step(TrainingBatch.make().micros(WHOLE), objective_of())
         trainer = one.backend._trainer
@@ -172,8 +172,8 @@ def test_bytes_are_those_of_a_trainer(family, options, models, told):
         own = {parameter.untyped_storage().data_ptr() for parameter in held}
         main = storages(weight for weight, _ in states if weight.untyped_storage().data_ptr() not in own)
         moments = storages(state[name] for _, state in states for name in ("exp_avg", "exp_avg_sq"))
-    memory = told(models[family], device="cpu", options=options)
-    # Megatron pads the buffers that gradients are reduced in, and with it the weights that stand in one.
+    memory = estimated(models[family], device="cpu", options=options)
+    # Megatron pads the buffers that gradients are reduced in, and with it the weights that are in one.
     assert of(memory, "weights") == pytest.approx(weights, rel=0.02)
     assert of(memory, "gradients") == pytest.approx(gradients, rel=0.02)
     assert of(memory, "first moment") + of(memory, "second moment") == moments
@@ -187,42 +187,44 @@ def test_bytes_are_those_of_a_trainer(family, options, models, told):
         (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     ],
 )
-def test_ranks_hold_the_whole_model_together(world_size, options, models, told):
-    """Experts once among the ranks of their group, everything else once among those of a replica, norms on each."""
-    whole = of(told(models["qwen3-moe"], device="cpu"), "weights")
-    part = of(told(models["qwen3-moe"], device="cpu", world_size=world_size, options=options), "weights")
+def test_ranks_hold_the_whole_model_together(world_size, options, models, estimated):
+    """Experts once over the ranks of their group, everything else once over those of a replica, norms on each rank."""
+    whole = of(estimated(models["qwen3-moe"], device="cpu"), "weights")
+    part = of(estimated(models["qwen3-moe"], device="cpu", world_size=world_size, options=options), "weights")
     assert whole / world_size < part < whole * 0.75
 
 
-def test_a_distributed_optimizer_shares_states_and_not_gradients(models, told):
-    alone, shared = told(models["qwen3"]), told(models["qwen3"], world_size=4)
+def test_a_distributed_optimizer_shares_states_and_not_gradients(models, estimated):
+    alone, shared = estimated(models["qwen3"]), estimated(models["qwen3"], world_size=4)
     assert of(shared, "gradients") == of(alone, "gradients")
     assert of(shared, "main weights") == pytest.approx(of(alone, "main weights") / 4, abs=4)
 
 
-def test_offloaded_states_and_copies_are_on_the_host(models, told):
-    memory = told(models["qwen3"], options={"optimizer_cpu_offload": True}, copies={"reference": models["qwen3"]})
+def test_offloaded_states_and_copies_are_on_the_host(models, estimated):
+    memory = estimated(
+        models["qwen3"], options={"optimizer_cpu_offload": True}, frozen_models={"reference": models["qwen3"]}
+    )
     on_device = {line.component for line in memory.lines if line.place == "device"}
     assert not on_device & {"first moment", "second moment", "copy: reference"}
-    assert bytes_at(memory.lines, Moment.IDLE, "host") > of(memory, "weights")
+    assert bytes_at(memory.lines, MemoryPhase.IDLE, "host") > of(memory, "weights")
 
 
-def test_nothing_is_left_of_the_group_that_is_none(models, told, apart):
-    told(models["qwen3"], world_size=8, options={"pipeline_model_parallel_size": 2})
+def test_the_fake_process_group_is_destroyed(models, estimated, apart):
+    estimated(models["qwen3"], world_size=8, options={"pipeline_model_parallel_size": 2})
     assert not apart.submit(torch.distributed.is_initialized).result()
 
 
-def test_a_rank_of_a_trainer_does_not_count(models):
+def test_a_rank_of_a_trainer_cannot_estimate(models):
     with (
         opened(Megatron.build(Megatron.Config()), Place(model=models["qwen3"]), optimizer=ADAM),
-        pytest.raises(ConfigError, match="memory is counted in a process of its own"),
+        pytest.raises(ConfigError, match="memory is estimated in a separate process"),
     ):
         planned(*question(models["qwen3"]))
 
 
-def test_what_megatron_refuses_is_told(models, told):
+def test_errors_of_megatron_are_reported(models, estimated):
     with pytest.raises(ConfigError, match=r"recompute_num_layers.*Given: backend\.recompute_granularity"):
-        told(models["qwen3"], options={"recompute_granularity": "full", "recompute_method": "uniform"})
+        estimated(models["qwen3"], options={"recompute_granularity": "full", "recompute_method": "uniform"})
 
 
 RUN = """\

@@ -1,4 +1,4 @@
-"""Which optimizers Megatron steps with."""
+"""Optimizers that Megatron can step with."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from slime_training.plugin import AdamDriver, SgdDriver
 
 
 class Muon(OptimizerDriver):
-    """One that Megatron has not."""
+    """An optimizer that Megatron does not have."""
 
 
 class MyAdam(OptimizerDriver):
@@ -37,7 +37,7 @@ SETUP = TrainerSetup(
 )
 
 
-def test_those_that_megatron_has():
+def test_optimizers_that_megatron_has():
     assert [optimizer_problems("x", driver) for driver in (AdamDriver, SgdDriver, MyAdam)] == [[], [], []]
     (problem,) = optimizer_problems("muon", Muon)
     assert problem.startswith('train.optimizer = "muon": backend megatron')

@@ -14,7 +14,7 @@ from slime_megatron import config as backend_config
 from slime_megatron import options
 from slime_megatron.config import MegatronOptions, megatron_options, refusal_of
 from slime_megatron.plugin import Megatron
-from slime_megatron.refusals import told_by_megatron
+from slime_megatron.unsupported_options import megatron_errors
 
 pytestmark = pytest.mark.megatron
 
@@ -54,12 +54,12 @@ def test_fields_are_those_of_the_installed_records():
         there = {field.name for field in fields(record)}
         read = {option.name for option in options.installed_options() if option.of == of}
         assert read <= there
-        # What cannot be said in a file: functions, dtypes, process groups.
+        # What cannot be set in a run file: functions, dtypes, process groups.
         assert len(there - read) < 40
         assert not {name for name in there - read if name.startswith(("moe_", "recompute_", "adam_"))}
 
 
-def test_what_the_run_decides_is_refused():
+def test_options_that_the_run_sets_are_refused():
     with pytest.raises(ValidationError, match=r"decided by the model's config\.json"):
         Megatron.Config(num_layers=12)
     with pytest.raises(ValidationError, match=r"decided by train\.lr"):
@@ -84,7 +84,7 @@ def test_binding_imports_no_megatron():
     assert done.stdout.strip() == "[]"
 
 
-def test_without_megatron_its_installation_is_told(monkeypatch):
+def test_without_megatron_the_error_has_its_installation(monkeypatch):
     monkeypatch.setattr(backend_config, "megatron_folder", lambda: None)
     problems = Megatron.problems(Megatron.Config(), 1, MODEL)
     assert any('pip install "slime-megatron[core]"' in problem for problem in problems)
@@ -94,25 +94,25 @@ def test_all_problems_at_once():
     config = Megatron.Config(tensor_model_parallel_size=3, pipeline_model_parallel_size=3, fp16=True, bf16=True)
     problems = Megatron.problems(config, 7, {**MODEL, "model_type": "quen3"})
     text = "\n".join(problems)
-    for told in (
-        "choose one of them",
+    for expected in (
+        "they exclude each other",
         "no bridge for this family; close: qwen3",
         "4 attention heads",
         "4 layers",
         "the 7 ranks",
     ):
-        assert told in text
+        assert expected in text
 
 
 def test_what_megatron_itself_refuses(tmp_path):
-    """Of options that it judges itself, when it makes its records and when it builds the model."""
+    """Options that Megatron checks when it creates its records and when it builds the model."""
     from families import make_family
 
     from slime_core.contracts.optimizer import OptimizerConfig
     from slime_plugin_kit.tiny_training import Place, opened
 
     folder = make_family(tmp_path / "model", "qwen3")
-    for asked, told in (
+    for asked, expected in (
         ({"recompute_granularity": "full"}, "recompute_method must be.*Given: backend.recompute_granularity = full"),
         ({"gradient_accumulation_fusion": True}, "APEX.*Given: backend.gradient_accumulation_fusion = True"),
         ({"use_precision_aware_optimizer": True}, "distributed optimizer"),
@@ -120,19 +120,19 @@ def test_what_megatron_itself_refuses(tmp_path):
         ({"sgd_momentum": 0.5}, "it has no sgd_momentum"),
     ):
         backend = Megatron.build(Megatron.Config(**asked))
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             opened(backend, Place(model=folder), optimizer=OptimizerConfig()).__enter__()
         backend.close()
 
 
-def test_errors_that_are_not_of_options_are_left_alone():
+def test_errors_that_are_not_about_options_are_unchanged():
     import torch
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    with pytest.raises(ConfigError, match="Invalid layer character"), told_by_megatron({}, options.megatron_folder()):
+    with pytest.raises(ConfigError, match="Invalid layer character"), megatron_errors({}, options.megatron_folder()):
         PipelineParallelLayerLayout.parse_str_to_list("x")
     for error in (torch.OutOfMemoryError("full"), RuntimeError("ours")):
-        with pytest.raises(type(error), match=str(error)), told_by_megatron({}, options.megatron_folder()):
+        with pytest.raises(type(error), match=str(error)), megatron_errors({}, options.megatron_folder()):
             raise error
 
 
@@ -144,13 +144,13 @@ FLEX = {"moe_token_dispatcher_type": "flex"}
 OFFLOADED = {"optimizer_cpu_offload": True}
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 TAKEN = {
-    # Which layer lies where: tested in test_layout_problems.py and test_layouts.py.
+    # The placement of layers: tested in test_layout_problems.py and test_layouts.py.
     "num_layers_in_first_pipeline_stage": (1, PP2),
     "num_layers_in_last_pipeline_stage": (1, PP2),
     "pipeline_model_parallel_layout": ("Et|tttL", PP2),
     "account_for_embedding_in_pipeline_split": (True, {**PP2, "account_for_loss_in_pipeline_split": True}),
     "account_for_loss_in_pipeline_split": (True, {**PP2, "account_for_embedding_in_pipeline_split": True}),
-    # How ranks talk: the same gradients.
+    # Communication of ranks: the same gradients.
     "batch_p2p_sync": (False, PP2),
     "deallocate_pipeline_outputs": (True, PP2),
     "overlap_p2p_comm_warmup_flush": (True, VPP2),
@@ -166,28 +166,28 @@ TAKEN = {
     "bucket_size": (100, {}),
     "pad_buckets_for_high_nccl_busbw": (True, {}),
     "reduce_scatter_with_fp32_accumulation": (True, {}),
-    # What is computed again.
+    # Recomputation.
     "recompute_granularity": ("full", {}),
     "recompute_method": ("uniform", FULL),
     "recompute_num_layers": (2, FULL),
     "distribute_saved_activations": (True, FULL),
     "recompute_modules": (["mlp", "moe"], SELECTIVE),
     "moe_layer_recompute": (True, {}),
-    # Fused and rounded otherwise.
+    # Fusion, which rounds differently.
     "bias_activation_fusion": (True, {}),
     "activation_func_fp8_input_store": (True, {"bias_activation_fusion": True}),
     "bias_dropout_fusion": (True, {}),
     "disable_bf16_reduced_precision_matmul": (True, {}),
     "gradient_accumulation_fusion": (True, {}),
     "moe_router_dtype": ("fp64", {}),
-    # How layers are written in a checkpoint: tested in test_conversion.py.
+    # The format of layers in a checkpoint: tested in test_conversion.py.
     "hetereogenous_dist_checkpoint": (True, {}),
-    # Other terms of the loss, which the run asks for.
+    # Other terms of the loss, which the run sets.
     "moe_router_load_balancing_type": ("aux_loss", BALANCED),
     "moe_aux_loss_coeff": (0.1, BALANCED),
     "moe_z_loss_coeff": (0.1, {}),
     "moe_router_bias_update_rate": (0.1, {}),
-    # The optimiser.
+    # The optimizer.
     "decoupled_lr": (0.1, {}),
     "decoupled_min_lr": (0.1, {"decoupled_lr": 0.2}),
     "apply_wd_to_qk_layernorm": (True, {}),
@@ -207,12 +207,12 @@ TAKEN = {
     "loss_scale_window": (8.0, {"fp16": True}),
     "hysteresis": (3, {"fp16": True}),
 }
-"""Options of Megatron's that do here what they say: a value other than the default, and what it stands beside."""
+"""Options of Megatron that work here: a value other than the default, with the options that it requires."""
 NOT_INSTALLED = {"moe_permute_fusion": True, "moe_router_fusion": True}
 
 
-def test_every_option_of_megatron_is_taken_or_refused():
-    """A new one of a new Megatron is neither."""
+def test_every_option_of_megatron_is_supported_or_refused():
+    """A new option of a newer Megatron would be neither."""
     names = {option.name for option in options.installed_options()} - set(MegatronOptions.model_fields)
     refused = {name for name in names if refusal_of(name) is not None}
     assert sorted(refused | set(TAKEN) | set(NOT_INSTALLED)) == sorted(names)
@@ -225,32 +225,32 @@ def test_every_option_of_megatron_is_taken_or_refused():
         assert Megatron.problems(config, 2, EXPERTS) == [], name
         assert any(megatron_options(config, of).get(name) == value for of in options.RECORDS), name
     for name, value in NOT_INSTALLED.items():
-        (told,) = Megatron.problems(Megatron.Config(**{name: value}), 2, EXPERTS)
-        assert told == f"backend.{name} = true: Transformer Engine is not installed here; leave it out."
+        (problem,) = Megatron.problems(Megatron.Config(**{name: value}), 2, EXPERTS)
+        assert problem == f"backend.{name} = true: requires Transformer Engine, which is not installed. Leave it out."
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
         ({"loss_scale": 8.0, "bf16": True}, "loss_scale: does nothing without backend.fp16 = true"),
         ({"recompute_modules": ["mlp"]}, "does nothing without backend.recompute_granularity = selective"),
         ({"decoupled_min_lr": 0.1}, "does nothing without backend.decoupled_lr"),
-        ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "Transformer Engine is not installed"),
+        ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "requires Transformer Engine"),
         ({"moe_aux_loss_coeff": 0.1}, "without backend.moe_router_load_balancing_type = aux_loss"),
         ({"moe_router_load_balancing_type": "aux_loss"}, "without a backend.moe_aux_loss_coeff"),
-        ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, '"global_aux_loss": use none or aux_loss'),
-        ({"moe_token_dispatcher_type": "allgather"}, "use alltoall or flex"),
+        ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, "Set none or aux_loss"),
+        ({"moe_token_dispatcher_type": "allgather"}, "Set alltoall or flex"),
         ({"decoupled_weight_decay": False, "exp_avg_sq_dtype": "bf16"}, "the step is AdamW"),
     ],
 )
-def test_what_would_do_nothing_is_refused(asked, told):
+def test_options_without_effect_are_refused(asked, expected):
     (problem,) = Megatron.problems(Megatron.Config(**asked), 2, EXPERTS)
-    assert told in problem
+    assert expected in problem
 
 
-def test_options_of_experts_want_experts():
-    (told,) = Megatron.problems(Megatron.Config(moe_z_loss_coeff=0.1), 1, MODEL)
-    assert told == "backend.moe_z_loss_coeff: the model has no experts; leave it out."
+def test_options_of_experts_require_experts():
+    (problem,) = Megatron.problems(Megatron.Config(moe_z_loss_coeff=0.1), 1, MODEL)
+    assert problem == "backend.moe_z_loss_coeff: the model has no experts. Leave it out."
 
 
 def test_values_that_megatron_lists_are_checked_before_it_is_imported():

@@ -1,4 +1,4 @@
-"""Half precision beside float32, and the loss scale of float16."""
+"""Half precision against float32, and the loss scale of float16."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def step(place, **options):
     ids=["bf16", "fp16"],
 )
 def test_gradients_are_near_to_those_in_float32(place, options, apart):
-    """The optimiser steps on float32 weights; what is exported is rounded."""
+    """The optimizer steps on float32 weights; exports are rounded."""
     expected, _ = step(place)
     got, report = step(place, **options)
     assert not report.skipped
@@ -52,7 +52,7 @@ def test_gradients_are_near_to_those_in_float32(place, options, apart):
 
 @pytest.fixture(scope="module")
 def with_biases(tmp_path_factory):
-    """In bfloat16, but for the biases of its routers, as published."""
+    """In bfloat16, except for the biases of its routers, like the released model."""
     folder = make_family(tmp_path_factory.mktemp("model") / "deepseek", "deepseek-v3")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name in filter(BIAS.search, weights):
@@ -64,7 +64,7 @@ def with_biases(tmp_path_factory):
 
 
 def test_routers_keep_their_biases_in_float32(with_biases, tmp_path):
-    """Between 7 and 8 bfloat16 has 32 numbers. What routers count must not be rounded either: 256 and one are 256 there."""
+    """Between 7 and 8 bfloat16 has 32 numbers. The counts of routers must not be rounded either: 256 + 1 is 256 in bfloat16."""
     folder, weights = with_biases
     training = TrainingBatch.make()
     with opened(backend(bf16=True), Place(model=folder)) as one:
@@ -107,7 +107,7 @@ def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
 
 
 def test_gradients_that_overflow_halve_the_loss_scale(place):
-    """No weight moves until they fit."""
+    """No weight changes until they fit."""
     training = TrainingBatch.make()
     with opened(backend(fp16=True, initial_loss_scale=2.0**20, hysteresis=1), place) as one:
         scale = one.backend._trainer.optimizer.get_loss_scale
@@ -118,28 +118,28 @@ def test_gradients_that_overflow_halve_the_loss_scale(place):
             expected /= 2
             assert float(scale()) == expected
             assert all(torch.equal(tensor, before[name]) for name, tensor in one.weights().items())
-        # What a mean over tokens bears: no logit has a larger gradient than its token's share.
+        # The limit of a mean over tokens: no logit has a larger gradient than its token's share.
         assert 2.0**14 <= expected < 2.0**20
         assert float(scale()) == expected
 
 
 @pytest.fixture
 def experts_apart(monkeypatch):
-    """The MLPs, that is, marked as Megatron marks experts that are on ranks of their own."""
+    """Marks the MLPs in the way in which Megatron marks experts that are sharded over other ranks."""
     from slime_megatron import trainer
 
     wrap = trainer.wrap
 
-    def wrap_marked(bare, *given, **told):
+    def wrap_marked(bare, *given, **kwargs):
         for name, parameter in bare[0].named_parameters():
             parameter.allreduce = ".mlp." not in name
-        return wrap(bare, *given, **told)
+        return wrap(bare, *given, **kwargs)
 
     monkeypatch.setattr(trainer, "wrap", wrap_marked)
 
 
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_experts_with_an_optimiser_of_their_own_have_the_same_loss_scale(
+def test_experts_with_an_optimizer_of_their_own_have_the_same_loss_scale(
     place, experts_apart, monkeypatch, overflowing
 ):
     from slime_megatron.optimizer import parts_of
@@ -161,7 +161,7 @@ def test_experts_with_an_optimiser_of_their_own_have_the_same_loss_scale(
 
 
 def test_a_loss_that_is_not_finite_leaves_the_loss_scale(place):
-    """Which it was computed without: a smaller one mends nothing."""
+    """The loss was computed without the scale: a smaller one fixes nothing."""
     training = TrainingBatch.make()
     with opened(backend(fp16=True, initial_loss_scale=2.0**10, hysteresis=1), place) as one:
         before = one.weights()
@@ -171,8 +171,8 @@ def test_a_loss_that_is_not_finite_leaves_the_loss_scale(place):
         assert not one.backend.train_step(training.micros(), objective_of()).skipped
 
 
-def test_tokens_that_are_not_trained_leave_the_loss_scale_alone(place):
-    """Gradients are as large as those of the loss, times the scale, however long the prompts are: ten times the tokens here."""
+def test_tokens_that_are_not_trained_do_not_change_the_loss_scale(place):
+    """Gradients are as large as those of the loss, times the scale, for prompts of any length: ten times the tokens here."""
     training = TrainingBatch.make()
     prompts = ((MASKED,),) * 64
     norms = []
@@ -188,7 +188,7 @@ def test_tokens_that_are_not_trained_leave_the_loss_scale_alone(place):
 
 
 def test_moments_in_bfloat16(place):
-    """Beside float32 weights, whatever is computed in; the state has half the bytes."""
+    """With float32 weights, in any compute dtype; the state has half the bytes."""
     training = TrainingBatch.make()
     weights = {}
     for name, options in {"float32": {}, "moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}}.items():
@@ -205,8 +205,8 @@ def test_moments_in_bfloat16(place):
 
 
 def test_weights_in_bfloat16(place):
-    """The optimiser has no copy of them, and goes where the one with float32 weights goes, whose steps are a neighbour's
-    distance or less; gradients are added in float32 as before."""
+    """The optimizer has no copy of the weights, and follows the one with float32 weights, whose steps are at most the distance
+    of two bfloat16 neighbours; gradients are summed in float32 as before."""
     training = TrainingBatch.make()
     kept = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "bf16"}
     before, after, norms = {}, {}, {}
@@ -233,8 +233,8 @@ def test_weights_in_bfloat16(place):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fp16": True}, "say bf16 = true"),
-        ({"bf16": False}, "say bf16 = true"),
+        ({"fp16": True}, "Set bf16 = true"),
+        ({"bf16": False}, "Set bf16 = true"),
         ({"use_distributed_optimizer": True}, "one of them out"),
         ({"optimizer_cpu_offload": True}, "backend.optimizer_cpu_offload = true"),
     ],
@@ -243,7 +243,10 @@ def test_weights_in_bfloat16_are_refused_beside(options, words, place):
     config = Megatron.Config(main_params_dtype="bf16", **options)
     (problem,) = Megatron.problems(config, 1, {"model_type": "qwen3"})
     assert words in problem
-    with pytest.raises(ConfigError, match="on the CPU it needs bf16"), opened(backend(main_params_dtype="bf16"), place):
+    with (
+        pytest.raises(ConfigError, match="on the CPU it requires bf16"),
+        opened(backend(main_params_dtype="bf16"), place),
+    ):
         pass
 
 
@@ -255,7 +258,7 @@ def test_moments_are_refused_where_there_are_none(place):
         opened(backend(optimizer_cpu_offload=True), place),
     ):
         pass
-    told = Megatron.problems(
+    problems = Megatron.problems(
         Megatron.Config(exp_avg_dtype="bf16", optimizer_cpu_offload=True), 1, {"model_type": "qwen3"}
     )
-    assert "backend.optimizer_cpu_offload = true" in told[0]
+    assert "backend.optimizer_cpu_offload = true" in problems[0]

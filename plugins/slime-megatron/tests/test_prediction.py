@@ -1,4 +1,4 @@
-"""Layers of multi-token prediction, beside transformers' decoder layers put together as DeepSeek's report says."""
+"""Layers of multi-token prediction, against transformers' decoder layers combined by the formula of DeepSeek's report."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from test_layouts import CP2, EP2, PP2, SP2, VPP2, assert_close, gradients
 from test_routing_replay import as_in_folders
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
 from slime_megatron.plugin import Megatron
@@ -41,18 +41,18 @@ QWEN_NEXT = dict(
 
 
 def config_of(family, count):
-    """transformers' config of all layers, those that predict further ahead behind the others."""
+    """transformers' config of all layers, with the prediction layers behind the others."""
     model_type, sizes = FAMILIES[{"mimo": "qwen2.5"}.get(family, family)]
-    told = {**COMMON, **sizes, "num_hidden_layers": LAYERS + count}
+    fields = {**COMMON, **sizes, "num_hidden_layers": LAYERS + count}
     if family == "qwen3-next":
-        told["layer_types"] = ["linear_attention"] * (LAYERS - 1) + ["full_attention"] * (1 + count)
+        fields["layer_types"] = ["linear_attention"] * (LAYERS - 1) + ["full_attention"] * (1 + count)
     if "mlp_layer_types" in sizes:
-        told["mlp_layer_types"] = [*sizes["mlp_layer_types"], *["sparse"] * count]
-    return AutoConfig.for_model(model_type, **told)
+        fields["mlp_layer_types"] = [*sizes["mlp_layer_types"], *["sparse"] * count]
+    return AutoConfig.for_model(model_type, **fields)
 
 
 def make_folder(folder, family, count):
-    """A model whose last `count` layers predict further ahead, as it is published; beside it, in `exact`, the same weights by
+    """A model whose last `count` layers predict further ahead, in the released form; beside it, in `exact`, the same weights by
     DeepSeek's names."""
     config = config_of(family, count)
     torch.manual_seed(5)
@@ -72,8 +72,8 @@ def make_folder(folder, family, count):
             value = torch.randn(shape) * 0.2
             weights[f"model.layers.{layer}.{name}"] = value if len(shape) == 2 else 1 + value / 2
     save_file(weights, exact / "model.safetensors", metadata={"format": "pt"})
-    published = {name: tensor.contiguous() for name, tensor in map(as_published(family), weights.items())}
-    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    released = {name: tensor.contiguous() for name, tensor in map(as_released(family), weights.items())}
+    save_file(released, folder / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((exact / "config.json").read_text())
     raw |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": count}
     for kinds in ("layer_types", "mlp_layer_types"):
@@ -87,8 +87,8 @@ def make_folder(folder, family, count):
     return folder
 
 
-def as_published(family):
-    """From DeepSeek's name and tensor to the family's own."""
+def as_released(family):
+    """Converts DeepSeek's name and tensor to the family's own."""
 
     def moved(item):
         name, tensor = item
@@ -120,7 +120,7 @@ def folder_of(tmp_path_factory):
 
 
 class Exact:
-    """In float64: all layers as one transformers model, and what stands between the last ones."""
+    """Reference in float64: all layers as one transformers model, and the connections between the last ones."""
 
     def __init__(self, folder, family, count):
         folder, config = folder / "exact", config_of(family, count)
@@ -135,7 +135,7 @@ class Exact:
         self.model, self.config, self.count = whole.eval(), config, count
 
     def trained(self):
-        """Weights of the layers that predict, by folder names."""
+        """Weights of the prediction layers, by names of the folder."""
         ours = tuple(f"model.layers.{LAYERS + number}." for number in range(self.count))
         return {
             name: parameter
@@ -147,17 +147,17 @@ class Exact:
         return self.scale_of(weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
 
     def loss_sums(self, tokens, prompt, mask):
-        """Of one sequence: sum and count of each depth's cross-entropies."""
+        """Sum and count of each depth's cross-entropies for one sequence."""
         inner, length = self.model.model, len(tokens)
         ids = torch.tensor(tokens)[None]
         positions = torch.arange(length)[None]
         causal = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-        told = {"attention_mask": causal, "position_ids": positions}
+        arguments = {"attention_mask": causal, "position_ids": positions}
         with torch.no_grad():
             hidden = inner.embed_tokens(ids)
-            told["position_embeddings"] = inner.rotary_emb(hidden, positions)
+            arguments["position_embeddings"] = inner.rotary_emb(hidden, positions)
             for layer in inner.layers[:LAYERS]:
-                hidden = layer(hidden, **told)
+                hidden = layer(hidden, **arguments)
             hidden = inner.norm(hidden)
         sums = []
         for depth in range(1, self.count + 1):
@@ -170,7 +170,7 @@ class Exact:
                 self.norm(hidden, self.extra[place + "hnorm.weight"]),
             ]
             hidden = torch.cat(both, -1) @ self.extra[place + "eh_proj.weight"].t()
-            hidden = inner.layers[LAYERS + depth - 1](hidden, **told)
+            hidden = inner.layers[LAYERS + depth - 1](hidden, **arguments)
             hidden = self.norm(hidden, self.extra[place + "shared_head.norm.weight"])
             log_p = (hidden[0] @ self.model.lm_head.weight.detach().t()).log_softmax(-1)
             total, count = torch.zeros((), dtype=torch.float64), 0
@@ -184,7 +184,7 @@ class Exact:
 
 
 def by_formula(folder, family, count):
-    """Means, and gradients of the loss by folder names."""
+    """Means, and gradients of the loss by names of the folder."""
     exact, batch = Exact(folder, family, count), TrainingBatch.make().batch
     for tensor in exact.trained().values():
         tensor.requires_grad_(True)
@@ -199,7 +199,7 @@ def by_formula(folder, family, count):
     means = [total / number for total, number in zip(totals, counts, strict=True)]
     (FACTOR * sum(means) / count).backward()
     grads = {name: tensor.grad for name, tensor in exact.trained().items() if tensor.grad is not None}
-    return [float(mean) for mean in means], dict(map(as_published(family), as_in_folders(grads).items()))
+    return [float(mean) for mean in means], dict(map(as_released(family), as_in_folders(grads).items()))
 
 
 def after_step(folder, count, *, split=WHOLE, factor=FACTOR, **options):
@@ -224,7 +224,7 @@ def after_step(folder, count, *, split=WHOLE, factor=FACTOR, **options):
         ("qwen3-next", 1),
     ],
 )
-def test_they_learn_what_the_formula_says_and_nothing_else_does(folder_of, family, count):
+def test_they_learn_by_the_formula_and_nothing_else_changes(folder_of, family, count):
     folder = folder_of(family, count)
     means, expected = by_formula(folder, family, count)
     scores, before, after, report = after_step(folder, count, split=SPLITS[1])
@@ -234,7 +234,7 @@ def test_they_learn_what_the_formula_says_and_nothing_else_does(folder_of, famil
     assert report.sums["mtp_loss"] == pytest.approx(sum(means), rel=1e-5)
     assert "mtp_loss" not in plain_report.sums
     assert np.array_equal(scores["log_probs"], plain["log_probs"])
-    # Trunk, embedding and head learn as without.
+    # Trunk, embedding and head learn the same as without these layers.
     assert after.keys() - plain_after.keys() == {
         name
         for name in before
@@ -263,19 +263,19 @@ CASES = {
 }
 
 
-def test_layouts_learn_as_one_rank_does(folder_of, tmp_path):
+def test_layouts_learn_like_one_rank(folder_of, tmp_path):
     from conftest import run_layouts
 
-    told = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": FACTOR}
+    predicting = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": FACTOR}
     cases = {
-        name: {"model": str(folder_of("glm-4.5", 2)), "world_size": count, "options": {**told, **options}}
+        name: {"model": str(folder_of("glm-4.5", 2)), "world_size": count, "options": {**predicting, **options}}
         for name, (count, options) in CASES.items()
     }
-    # Two steps: the last stage reads rows that the first one has trained. Then another layout goes on.
+    # Two steps: the last stage reads rows that the first one has trained. Then another layout continues.
     kept, twice = str(tmp_path / "kept"), {"adam": True, **cases["one"]}
     cases |= {
         "twice": {**twice, "save": str(tmp_path / "unread")},
-        "twice, pp2": {**twice, "world_size": 2, "options": {**told, **PP2}, "save": kept},
+        "twice, pp2": {**twice, "world_size": 2, "options": {**predicting, **PP2}, "save": kept},
         "pp2 to one": {**twice, "load": kept},
     }
     done = run_layouts(tmp_path, cases)
@@ -297,7 +297,7 @@ def test_layouts_learn_as_one_rank_does(folder_of, tmp_path):
             assert total == pytest.approx(one["sums"][metric], rel=1e-5)
 
 
-def test_they_are_saved_and_come_back(folder_of, tmp_path):
+def test_they_are_saved_and_loaded(folder_of, tmp_path):
     folder, training = folder_of("glm-4.5", 1), TrainingBatch.make()
     config = Megatron.Config(mtp_num_layers=1)
     with opened(Megatron.build(config), Place(model=folder)) as one:
@@ -324,15 +324,15 @@ def test_they_are_saved_and_come_back(folder_of, tmp_path):
 
 
 def convert_to(name, source, target, **options):
-    part = PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
-    convert(part, source, target, workers=1, tell=lambda *news: None)
+    part = PluginSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+    convert(part, source, target, workers=1, report=lambda *news: None)
 
 
 def weights_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_they_are_converted_there_and_back(folder_of, tmp_path):
+def test_they_are_converted_and_back(folder_of, tmp_path):
     folder = folder_of("glm-4.5", 2)
     convert_to("torch_dist", folder, tmp_path / "torch_dist")
     convert_to("hf", tmp_path / "torch_dist", tmp_path / "back")
@@ -341,10 +341,10 @@ def test_they_are_converted_there_and_back(folder_of, tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_cannot_be_trained_is_told(folder_of, tmp_path):
+def test_what_cannot_be_trained_is_an_error(folder_of, tmp_path):
     raw = json.loads((folder_of("glm-4.5", 1) / "config.json").read_text())
-    (told,) = Megatron.problems(Megatron.Config(mtp_num_layers=2), 1, raw)
-    assert told.startswith(
+    (problem,) = Megatron.problems(Megatron.Config(mtp_num_layers=2), 1, raw)
+    assert problem.startswith(
         "backend.mtp_num_layers = 2: the model has 1 layers of multi-token prediction (num_nextn_predict_layers in its "
         "config.json)"
     )

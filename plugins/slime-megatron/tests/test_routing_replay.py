@@ -1,4 +1,4 @@
-"""Replayed expert choices, beside transformers' models that are made to take the same experts."""
+"""Routing replay, against transformers' models that are forced to use the same experts."""
 
 import types
 from dataclasses import replace
@@ -19,7 +19,7 @@ from slime_plugin_kit.tiny_training import SPLITS, WHOLE, Place, TrainingBatch, 
 pytestmark = pytest.mark.megatron
 
 FLOAT32 = 1e-4
-"""What float32 may be off beside float64, in nats; of gradients, relative to the largest."""
+"""Tolerance of float32 against float64, in nats; for gradients, relative to the largest."""
 MOES = ["qwen3-moe", "qwen3-moe-plain-gates", "qwen3-next", "glm-4.5", "deepseek-v3"]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SOME = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
@@ -27,9 +27,9 @@ OF_EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]
 
 
 def sizes(family):
-    """(layers, experts, experts a token)"""
-    _, told = FAMILIES[family]
-    return COMMON["num_hidden_layers"], 8, told["num_experts_per_tok"]
+    """(layers, experts, experts per token)"""
+    _, config = FAMILIES[family]
+    return COMMON["num_hidden_layers"], 8, config["num_experts_per_tok"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def folder_of(tmp_path_factory):
 
 
 class Forced:
-    """A transformers model that takes given experts, by sequence, or (without) its own and writes them down."""
+    """A transformers model that uses given experts, by sequence, or (without) its own and records them."""
 
     def __init__(self, model, batch, ids=None):
         """`ids`: (N, L, K) for the tokens of the batch."""
@@ -96,7 +96,7 @@ class Forced:
         return self.model(input_ids=input_ids, **more)
 
     def choices(self, batch):
-        """(N, L, K) of its own, once it was called for every sample; 0 in dense layers."""
+        """(N, L, K) of its own, after it was called for every sample; 0 in dense layers."""
         layers = len(self.model.model.layers)
         rows = []
         for start, end in zip(batch.token_offsets, batch.token_offsets[1:], strict=False):
@@ -124,7 +124,7 @@ def own_choices(folder, batch):
 
 
 def after_steps(folder, training, replay, *, split=WHOLE, scored=WHOLE, steps=1, **options):
-    """Scores, and weights before and after."""
+    """Log-probs, and weights before and after."""
     with opened(
         Megatron.build(Megatron.Config(**options)), Place(model=folder), optimizer=LARGE_STEPS, routing_replay=replay
     ) as one:
@@ -135,7 +135,7 @@ def after_steps(folder, training, replay, *, split=WHOLE, scored=WHOLE, steps=1,
 
 
 def assert_same_step(before, after, expected, tolerance=FLOAT32):
-    """A step of plain descent takes the learning rate times the gradient off."""
+    """A step of plain descent subtracts learning rate times gradient."""
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
     expected = as_in_folders(expected)
     assert expected.keys() == before.keys() - {name for name in before if name.endswith("e_score_correction_bias")}
@@ -146,7 +146,7 @@ def assert_same_step(before, after, expected, tolerance=FLOAT32):
 
 
 def as_in_folders(tensors):
-    """transformers holds the experts of a layer together."""
+    """Splits the experts of a layer, which transformers holds in one tensor."""
     found = {}
     for name, tensor in tensors.items():
         place, _, kind = name.rpartition(".experts.")
@@ -162,7 +162,7 @@ def as_in_folders(tensors):
 
 
 @pytest.mark.parametrize("family", MOES)
-def test_the_engines_choice_is_taken_and_gates_are_the_trainers(folder_of, family):
+def test_the_engines_choice_is_used_and_gates_are_the_trainers(folder_of, family):
     folder = folder_of(family)
     training = with_expert_ids(TrainingBatch.make(), *sizes(family))
     model = exact(folder, training.batch, training.batch.routed_experts)
@@ -176,7 +176,7 @@ def test_the_engines_choice_is_taken_and_gates_are_the_trainers(folder_of, famil
     gates = [gradient for name, gradient in expected.items() if name.endswith("mlp.gate.weight")]
     assert all(float(gradient.abs().max()) > 0 for gradient in gates)
     assert len(gates) in (3, 4)
-    # float32 grows through states of linear attention, which transformers too computes in it, whatever the model's precision.
+    # Rounding grows in the states of linear attention, which transformers computes in float32 in any precision.
     assert_same_step(before, after, expected, 10 * FLOAT32 if family == "qwen3-next" else FLOAT32)
 
 
@@ -199,7 +199,7 @@ def test_the_trainers_own_choice_replayed_is_no_replay_to_the_bit(folder_of):
 @pytest.mark.parametrize("family", ["glm-4.5", "deepseek-v3"])
 def test_recorded_under_the_same_weights_is_no_replay_to_the_bit(folder_of, family):
     plain = TrainingBatch.make()
-    # Expert ids of an engine, which are not asked for here.
+    # Expert ids of an engine, which are not used here.
     given = with_expert_ids(plain, *sizes(family))
     _, _, after, _ = after_steps(folder_of(family), plain, None, split=SPLITS[0])
     _, _, replayed, _ = after_steps(folder_of(family), given, RoutingReplay.RECORDED, split=SPLITS[0], scored=SPLITS[1])
@@ -234,7 +234,7 @@ def test_copies_choose_by_themselves(folder_of):
     given = with_expert_ids(plain, *sizes("qwen3-moe"))
     with opened(
         Megatron.build(Megatron.Config()), Place(model=folder), routing_replay=RoutingReplay.ROLLOUT,
-        copies={REFERENCE: folder},
+        frozen_models={REFERENCE: folder},
     ) as one:  # fmt: skip
         reference = one.scores(given, weights=REFERENCE)["log_probs"]
         free = one.scores(plain)["log_probs"]
@@ -274,9 +274,9 @@ def layouts(folder_of, tmp_path_factory):
 
     def of(family, replay):
         if (family, replay) not in done:
-            told = {"model": str(folder_of(family)), "replay": replay, "sizes": sizes(family)}
+            case = {"model": str(folder_of(family)), "replay": replay, "sizes": sizes(family)}
             cases = {
-                name: {**told, "world_size": CASES[name][0], "options": CASES[name][1]}
+                name: {**case, "world_size": CASES[name][0], "options": CASES[name][1]}
                 for name in REPLAYED[family, replay]
             }
             done[family, replay] = run_layouts(tmp_path_factory.mktemp("layouts"), cases)
@@ -286,7 +286,7 @@ def layouts(folder_of, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "replay"), list(REPLAYED))
-def test_layouts_replay_as_one_rank_does(layouts, family, replay):
+def test_layouts_replay_like_one_rank(layouts, family, replay):
     (one,) = layouts(family, replay).ranks("one")
     expected = gradients(one)
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
@@ -298,29 +298,29 @@ def test_layouts_replay_as_one_rank_does(layouts, family, replay):
             assert apart <= 1e-4 * scale, f"{name}: the gradient of {tensor} is off by {apart:.3g} of {scale:.3g}"
 
 
-def test_what_cannot_be_replayed_is_told(folder_of, tiny_base):
+def test_what_cannot_be_replayed_is_an_error(folder_of, tiny_base):
     folder, plain = folder_of("qwen3-moe"), TrainingBatch.make()
 
     def micros(*shape):
         return with_expert_ids(plain, *shape).micros()
 
     with opened(Megatron.build(Megatron.Config()), Place(model=folder), routing_replay=RoutingReplay.ROLLOUT) as one:
-        with pytest.raises(TrainingError, match=r"of 3 layers, 2 experts a token .* has 4 layers and takes 2 of 8"):
-            one.backend.score(micros(3, 8, 2))
-        with pytest.raises(TrainingError, match=r"ids up to 8; .* takes 2 of 8"):
+        with pytest.raises(TrainingError, match=r"of 3 layers, 2 experts per token .* has 4 layers and uses 2 of 8"):
+            one.backend.forward_only(micros(3, 8, 2))
+        with pytest.raises(TrainingError, match=r"ids up to 8; .* uses 2 of 8"):
             one.backend.train_step(micros(4, 9, 2), objective_of())
     with opened(Megatron.build(Megatron.Config()), Place(model=folder), routing_replay=RoutingReplay.RECORDED) as one:
         one.scores(plain, ((0, 1),))
-        with pytest.raises(TrainingError, match="sample 2 of the shard was trained and not scored"):
+        with pytest.raises(TrainingError, match="sample 2 of the shard was trained, but its old log-probs"):
             one.backend.train_step(plain.micros(), objective_of())
     refused = [
         (tiny_base, {}, ModelError, "the model has no experts"),
         (folder, {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, ConfigError, "sinkhorn"),
     ]
-    for model, options, kind, told in refused:
+    for model, options, kind, message in refused:
         backend = Megatron.build(Megatron.Config(**options))
         with (
-            pytest.raises(kind, match=told),
+            pytest.raises(kind, match=message),
             opened(backend, Place(model=model), routing_replay=RoutingReplay.RECORDED),
         ):
             pass

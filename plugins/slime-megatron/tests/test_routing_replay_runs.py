@@ -1,4 +1,4 @@
-"""Whole runs of a mixture of experts, with an engine that tells which experts it chose."""
+"""Whole runs of a mixture of experts, with an engine that returns the experts that it chose."""
 
 import json
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.megatron
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 ENGINE = '''
-"""The embedded engine, which also tells what the routers of its model choose, or others. It keeps its weights:
+"""The embedded engine, which also returns what the routers of its model choose, or others. It keeps its weights:
 transformers holds the experts of a layer together, and exports have them apart."""
 from dataclasses import replace
 
@@ -24,18 +24,18 @@ from slime_core.contracts.engine import Capability
 from slime_core.plugin import driver
 from slime_local.plugin import Local
 
-TELLS = frozenset({Capability.ROUTED_EXPERTS})
+RECORDS = frozenset({Capability.ROUTED_EXPERTS})
 
 
-class TellingConfig(Local.Config):
+class RecordingConfig(Local.Config):
     shift_from: int = Field(10**9, ge=0)
-    """The first sample of which others are told."""
+    """The first sample for which other experts are returned."""
 
 
-@driver("slime.engines", "telling")
-class Telling(Local):
-    Config = TellingConfig
-    may_offer = Local.may_offer | TELLS
+@driver("slime.engines", "recording")
+class Recording(Local):
+    Config = RecordingConfig
+    optional_capabilities = Local.optional_capabilities | RECORDS
 
     @classmethod
     def build(cls, config):
@@ -45,19 +45,19 @@ class Telling(Local):
         class Engine(LocalEngine):
             async def start(self, setup):
                 info = await super().start(setup)
-                return replace(info, capabilities=info.capabilities | TELLS)
+                return replace(info, capabilities=info.capabilities | RECORDS)
 
             async def stream(self, requests):
                 asked = {request.request_id: request for request in requests}
-                async for answer in super().stream(requests):
-                    request = asked[answer.request_id]
+                async for response in super().stream(requests):
+                    request = asked[response.request_id]
                     if request.routed_experts_from is None:
-                        yield answer
+                        yield response
                         continue
-                    tokens = np.concatenate([request.token_ids, answer.token_ids])
+                    tokens = np.concatenate([request.token_ids, response.token_ids])
                     index = int(request.request_id.split("/")[1])
                     ids = (self.chosen(tokens)[:-1] + (index >= config.shift_from)) % 8
-                    yield replace(answer, routed_experts=ids[request.routed_experts_from :].astype(np.uint8))
+                    yield replace(response, routed_experts=ids[request.routed_experts_from :].astype(np.uint8))
 
             async def load_bucket(self, bucket):
                 if bucket.last:
@@ -106,15 +106,21 @@ def differences(project, run):
     return [step["train/train_rollout_logprob_abs_diff"] for step in project.metrics(run, "train/step")]
 
 
-TELLING = ("--plugin", "reward.py", "engine.py", "--engine", "telling", "--num-rollout", "1")
+RECORDING = ("--plugin", "reward.py", "engine.py", "--engine", "recording", "--num-rollout", "1")
 
 
 def test_the_engines_choice_reaches_the_trainer(project):
     project.run(
-        *TELLING, "--name", "rollout", "--use-rollout-routing-replay", "--telling-shift-from", "32", "--dump-rollouts"
+        *RECORDING,
+        "--name",
+        "rollout",
+        "--use-rollout-routing-replay",
+        "--recording-shift-from",
+        "32",
+        "--dump-rollouts",
     )
-    # Two optimiser steps: in the first the trainer says what the engine said. Of the second's samples the engine tells
-    # experts that it did not take, which make another model of the trainer.
+    # Two optimizer steps: in the first the trainer's log-probs are the engine's. For the second's samples the engine returns
+    # experts that it did not use, with which the trainer is another model.
     first, second = differences(project, "rollout")
     assert first < 1e-4
     assert second > 0.1
@@ -127,8 +133,8 @@ def test_the_engines_choice_reaches_the_trainer(project):
 
 
 def test_the_trainers_own_choice_is_recorded_and_replayed(project):
-    """One optimiser step, for which nothing but the replay asks for old log-probs."""
-    project.run(*TELLING, "--name", "recorded", "--use-routing-replay", "--num-steps-per-rollout", "1")
+    """One optimizer step, for which only the replay requires old log-probs."""
+    project.run(*RECORDING, "--name", "recorded", "--use-routing-replay", "--num-steps-per-rollout", "1")
     (gap,) = differences(project, "recorded")
     assert gap < 1e-4
     (step,) = project.metrics("recorded", "train/step")

@@ -1,4 +1,4 @@
-"""Whole runs of the `slime` command: on two ranks under Ray, gone on with in other layouts, and mixed with another backend."""
+"""Whole runs of the `slime` command: on two ranks under Ray, continued in other layouts, and mixed with another backend."""
 
 import json
 import shutil
@@ -16,7 +16,8 @@ TYPED = ("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tens
 STEPS = 6
 HALF = 3
 FLOAT32 = 2e-4
-"""Of rewards and losses some optimiser steps on: until a sampled token differs, sums in another order alone do."""
+"""Tolerance of rewards and losses after some optimizer steps: until a sampled token differs, they differ only by sums in
+another order."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def project(make_project, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(project):
-    """As a user types it: two ranks of a private Ray cluster."""
+    """Runs the command of a user: two ranks of a private Ray cluster."""
     return project.run(*TYPED, "--name", "tp2")
 
 
@@ -40,7 +41,7 @@ def weights(project, run, role="hf"):
 
 
 def halfway(project, run, to):
-    """A copy of the run as if it had been killed after half of its steps."""
+    """A copy of the run, in the state of a run that was killed after half of its steps."""
     folder = project.folder / "runs" / to
     shutil.copytree(project.folder / "runs" / run, folder)
     shutil.rmtree(folder / "hf")
@@ -49,7 +50,7 @@ def halfway(project, run, to):
     return folder
 
 
-def test_two_ranks_under_ray_learn_as_fsdp_does(project, finished):
+def test_two_ranks_under_ray_learn_like_fsdp(project, finished):
     assert "backend megatron x 2" in finished.stdout
     project.run("--backend", "fsdp", "--name", "fsdp")
     rewards = project.rewards("tp2")
@@ -61,10 +62,10 @@ def test_two_ranks_under_ray_learn_as_fsdp_does(project, finished):
     assert weights(project, "tp2").keys() == weights(project, "fsdp").keys()
 
 
-def test_its_checkpoint_becomes_a_folder(project, finished):
+def test_its_checkpoint_is_converted_to_a_folder(project, finished):
     words = ("--to", "hf", "--hf-checkpoint", "base", "--workers", "1")
-    told = project.slime("convert", f"runs/tp2/checkpoints/step_{STEPS}/trainer/actor", "converted", *words)
-    assert told.returncode == 0, told.stderr
+    done = project.slime("convert", f"runs/tp2/checkpoints/step_{STEPS}/trainer/actor", "converted", *words)
+    assert done.returncode == 0, done.stderr
     got, expected = {}, weights(project, "tp2")
     for file in (project.folder / "converted").glob("*.safetensors"):
         got |= load_file(file)
@@ -73,8 +74,8 @@ def test_its_checkpoint_becomes_a_folder(project, finished):
 
 
 @pytest.mark.bits
-def test_it_goes_on_with_the_same_bits(project, finished):
-    """And writes its checkpoints while it does."""
+def test_it_continues_with_the_same_bits(project, finished):
+    """The resumed run writes its checkpoints during steps."""
     halfway(project, "tp2", "again")
     project.run(*TYPED, "--name", "tp2", "--resume", "runs/again", "--async-save")
     assert (project.folder / f"runs/again/checkpoints/step_{STEPS}/COMPLETE").exists()
@@ -83,8 +84,8 @@ def test_it_goes_on_with_the_same_bits(project, finished):
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
 
 
-def test_it_goes_on_in_another_layout(project, finished):
-    """Two ranks that shared matrices, one rank that has them all."""
+def test_it_continues_in_another_layout(project, finished):
+    """From two ranks that share matrices to one rank that has all of them."""
     halfway(project, "tp2", "one")
     project.run("--name", "tp2", "--resume", "runs/one")
     steps = 2 * HALF
@@ -95,21 +96,21 @@ def test_it_goes_on_in_another_layout(project, finished):
     assert config["backend"]["tensor_model_parallel_size"] == 1
 
 
-def test_a_run_that_moves_to_another_device_says_what_it_is_computed_in(project, finished):
-    """Here bfloat16 is asked for, which GPUs choose by themselves."""
+def test_a_run_that_moves_to_another_device_has_to_set_its_dtype(project, finished):
+    """Here bfloat16 is set, which is the default on GPUs."""
     folder = halfway(project, "tp2", "moved")
     words = (*TYPED, "--name", "tp2", "--resume", "runs/moved")
-    told = project.refused(*words, "--backend.bf16", "true")
-    assert "--resume with the run's folder, and --backend.bf16 false." in " ".join(told.split())
+    message = project.refused(*words, "--backend.bf16", "true")
+    assert "--resume with the run's folder, and --backend.bf16 false." in " ".join(message.split())
     project.run(*words, "--backend.bf16", "false")
     assert (folder / f"checkpoints/step_{STEPS}/COMPLETE").exists()
     assert curves(project, "moved") == curves(project, "tp2")
 
 
-def test_what_is_trained_may_not_change(project, finished):
-    told = project.refused("--backend", "megatron", "--name", "tp2", "--lr", "1e-3", "--resume", "runs/tp2")
-    assert "another run" in told
-    assert "train.lr: 0.01 -> 0.001" in told
+def test_a_resumed_run_may_not_change_its_training(project, finished):
+    message = project.refused("--backend", "megatron", "--name", "tp2", "--lr", "1e-3", "--resume", "runs/tp2")
+    assert "another run" in message
+    assert "train.lr: 0.01 -> 0.001" in message
 
 
 def test_an_actor_on_megatron_and_a_critic_on_fsdp(project):
@@ -119,10 +120,10 @@ def test_an_actor_on_megatron_and_a_critic_on_fsdp(project):
     expected = project.metrics("fsdp-fsdp", "train/step")
     assert expected[-1]["train/critic-value_loss"] > 0
     for run in ("megatron-fsdp", "fsdp-megatron"):
-        for got, wanted in zip(project.metrics(run, "train/step"), expected, strict=True):
+        for got, required in zip(project.metrics(run, "train/step"), expected, strict=True):
             for name in ("train/loss", "train/critic-loss", "train/critic-value_loss", "train/critic-grad_norm"):
-                assert got[name] == pytest.approx(wanted[name], rel=2e-3, abs=FLOAT32), (run, name)
-        # A critic of one backend is a folder that the other one loads.
+                assert got[name] == pytest.approx(required[name], rel=2e-3, abs=FLOAT32), (run, name)
+        # A critic of one backend is a folder that the other one can load.
         critics = [weights(project, name, "hf-critic") for name in (run, "fsdp-fsdp")]
         assert critics[0].keys() == critics[1].keys()
 
@@ -148,7 +149,7 @@ from slime_megatron.plugin import Megatron
 
 class AcmeConfig(Megatron.Config):
     log: str = "acme.log"
-    \"\"\"File that gets a line for each optimiser step.\"\"\"
+    \"\"\"File that gets a line for each optimizer step.\"\"\"
 
 
 class Acme(Megatron):
@@ -178,7 +179,7 @@ class AcmeBackend(MegatronBackend):
 }
 
 
-def test_a_backend_from_a_strangers_wheel(project, tmp_path):
+def test_a_backend_of_another_distribution(project, tmp_path):
     for name, text in THIRD_PARTY.items():
         file = tmp_path / "source" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.data.model_folder import load_tokenizer
 from slime_core.data.render import PromptRenderer
@@ -120,7 +120,7 @@ def test_a_turned_photograph_is_turned_upright(renderer, folder):
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ({"input": "<image>", "images": ["gone.png"]}, r'line 3: image 0 of "images": .*gone\.png cannot be read'),
         ({"input": "<image>", "images": b"no image"}, r"8 bytes that are no image; they begin with b'no image'"),
@@ -131,7 +131,7 @@ def test_a_turned_photograph_is_turned_upright(renderer, folder):
         ({"input": "<image>"}, r"0 images, and 1 places"),
         ({"input": "<image><|image_pad|>", "images": SMALL.data}, r"1 images, and 2 times <\|image_pad\|>"),
         ({"input": "<image>", "images": "https://example.org/a.png"}, r"images are read from files alone; download it"),
-        ({"input": "<image>", "images": "data:image/png,abc"}, r"must say ;base64"),
+        ({"input": "<image>", "images": "data:image/png,abc"}, r"must contain ;base64"),
         ({"input": "<image>", "images": "data:image/png;base64,a=b"}, r"valid base64"),
         ({"input": "<image>", "images": {"url": "a"}}, r'neither "bytes" nor "path"; it has url'),
         ({"input": "<image>", "images": 7}, r"a path, bytes, base64, a data URL or an object .* found 7"),
@@ -141,8 +141,8 @@ def test_a_turned_photograph_is_turned_upright(renderer, folder):
         ),
     ],
 )
-def test_what_is_wrong_names_the_row_and_the_image(renderer, tmp_path, row, told):
-    with pytest.raises(DataError, match=told) as error:
+def test_errors_name_the_row_and_the_image(renderer, tmp_path, row, expected):
+    with pytest.raises(DataError, match=expected) as error:
         render(renderer, tmp_path, **row)
     assert str(error.value).startswith("train.jsonl, line 3: ")
 
@@ -160,7 +160,7 @@ def test_rows_with_damaged_images_are_left_out_and_counted(renderer, tmp_path):
         Files.build(Files.Config(prompt_data=str(path)))(renderer, seed=0)
 
 
-def test_a_model_or_folder_without_images_is_told(tmp_path, folder):
+def test_a_model_or_folder_without_images_is_an_error(tmp_path, folder):
     with pytest.raises(ModelError, match=r"a model of type qwen3 takes no images"):
         ImageProcessor(make_tiny_model(tmp_path / "text"))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -212,7 +212,7 @@ def test_groups_hold_each_image_once_in_a_file(some_groups, tmp_path, monkeypatc
 
 
 def test_batches_take_only_the_images_of_their_samples(some_groups, tmp_path):
-    batch = assemble(some_groups)
+    batch = build_batch(some_groups)
     assert len(batch.images) == 2
     assert batch.images.counts.tolist() == [2, 2, 2, 0, 1, 1]
     last = batch.take(np.array([5, 3]))
@@ -225,8 +225,8 @@ def test_batches_take_only_the_images_of_their_samples(some_groups, tmp_path):
         np.testing.assert_array_equal(getattr(read.images, name), getattr(batch.images, name))
 
 
-def test_a_micro_batch_has_each_image_once_and_says_which_token_is_what(some_groups, folder):
-    batch = assemble(some_groups)
+def test_a_micro_batch_has_each_image_once_and_the_feature_of_each_token(some_groups, folder):
+    batch = build_batch(some_groups)
     opened = []
     cache = PixelCache(lambda: opened.append(1) or ImageProcessor(folder))
     micro = pack_micro_batch(batch, np.array([4, 3, 1]), pixels=cache)
@@ -242,18 +242,18 @@ def test_a_micro_batch_has_each_image_once_and_says_which_token_is_what(some_gro
         pack_micro_batch(broken, np.array([4]), pixels=cache)
 
 
-def test_images_may_stand_behind_what_is_learnt(some_groups, folder):
-    """And where no place is told, the image tokens of the prompt are theirs."""
+def test_images_may_come_after_trained_tokens(some_groups, folder):
+    """Without `places`, the image tokens of the prompt get the features."""
     processor = ImageProcessor(folder)
-    told = sample_of(replace(some_groups[1].prompt, images=(replace(SMALL, places=(6,)),)), 0, 9, PAD, 9, PAD, 9)
-    assert told.prompt_length == 3
-    untold = replace(some_groups[2].prompt, images=(WIDE,))
-    samples = [told, sample_of(untold, 1, 9, PAD)]
+    placed = sample_of(replace(some_groups[1].prompt, images=(replace(SMALL, places=(6,)),)), 0, 9, PAD, 9, PAD, 9)
+    assert placed.prompt_length == 3
+    unplaced = replace(some_groups[2].prompt, images=(WIDE,))
+    samples = [placed, sample_of(unplaced, 1, 9, PAD)]
     groups = [SampleGroup(prompt=sample.prompt, samples=(sample,)) for sample in samples]
-    micro = pack_micro_batch(assemble(groups), np.arange(2), pixels=PixelCache(lambda: processor))
+    micro = pack_micro_batch(build_batch(groups), np.arange(2), pixels=PixelCache(lambda: processor))
     assert micro.images.feature_of_token.tolist() == [*[-1] * 6, 0, -1, -1, -1, *range(1, 9), -1, -1, -1]
-    moved = replace(told, prompt=replace(told.prompt, images=(replace(SMALL, places=(5,)),)))
-    batch = assemble([SampleGroup(prompt=moved.prompt, samples=(moved,))])
+    moved = replace(placed, prompt=replace(placed.prompt, images=(replace(SMALL, places=(5,)),)))
+    batch = build_batch([SampleGroup(prompt=moved.prompt, samples=(moved,))])
     with pytest.raises(DataError, match="sample 0: its prompt has 0 image tokens, and its images have 1 features"):
         pack_micro_batch(batch, np.arange(1), pixels=PixelCache(lambda: processor))
 

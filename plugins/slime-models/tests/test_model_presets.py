@@ -1,4 +1,4 @@
-"""Presets have as many parameters as the models were published with, and random models of their shape load."""
+"""Presets have as many parameters as the public models, and random models of their shape load."""
 
 import json
 
@@ -29,7 +29,7 @@ BUILT = [
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_it_has_the_published_number_of_parameters(name):
+def test_it_has_as_many_parameters_as_the_public_model(name):
     preset = PRESETS[name]
     config = AutoConfig.for_model(preset.architecture, **preset.fields)
     for key, value in preset.fields.items():
@@ -48,9 +48,9 @@ def test_list_and_show():
     shown = json.loads(CliRunner().invoke(app, ["models", "show", "qwen3-8B"]).stdout)
     assert shown["model_type"] == "qwen3"
     assert shown["num_hidden_layers"] == 36
-    told = CliRunner().invoke(app, ["models", "show", "qwen3-8b"]).exception
-    assert isinstance(told, ConfigError)
-    assert "close match: qwen3-8B" in str(told)
+    error = CliRunner().invoke(app, ["models", "show", "qwen3-8b"]).exception
+    assert isinstance(error, ConfigError)
+    assert "close match: qwen3-8B" in str(error)
 
 
 def test_new(tmp_path):
@@ -60,5 +60,5 @@ def test_new(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert model.num_parameters() == count
     assert model.dtype == torch.bfloat16
-    said = ["models", "new", str(tmp_path / "x"), "--alphabet", "01", "--preset", "qwen3-4B", "--num-layers", "2"]
-    assert "leave those out" in str(CliRunner().invoke(app, said).exception)
+    given = ["models", "new", str(tmp_path / "x"), "--alphabet", "01", "--preset", "qwen3-4B", "--num-layers", "2"]
+    assert "leave those out" in str(CliRunner().invoke(app, given).exception)

@@ -14,7 +14,7 @@ import PIL.Image
 import pytest
 import torch
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.data.model_folder import load_tokenizer
 from slime_core.data.render import PromptRenderer
@@ -108,13 +108,13 @@ def test_frames_are_a_video_too(renderer):
     frames = [noise(16, 8, number).data for number in range(3)]
     plain = render(renderer, input="<video>", clips=[frames])
     timed = render(renderer, input="<video>", clips={"frames": frames, "fps": 0.5})
-    # At two a second unless it is told; an odd last frame stands for two.
+    # Two frames a second unless fps is given; an odd last frame is used twice.
     assert plain.text == f"<0.2 seconds>{MARK}<1.0 seconds>{MARK}"
     assert timed.text == f"<1.0 seconds>{MARK}<4.0 seconds>{MARK}"
     (video,) = plain.images
     whole = np.asarray(PIL.Image.open(io.BytesIO(video.data)))
-    wanted = [np.asarray(PIL.Image.open(io.BytesIO(frame))) for frame in (*frames, frames[2])]
-    np.testing.assert_array_equal(whole, np.concatenate(wanted))
+    expected = [np.asarray(PIL.Image.open(io.BytesIO(frame))) for frame in (*frames, frames[2])]
+    np.testing.assert_array_equal(whole, np.concatenate(expected))
 
 
 def test_pixels_are_those_of_transformers_formula(renderer, processor):
@@ -125,14 +125,14 @@ def test_pixels_are_those_of_transformers_formula(renderer, processor):
     assert found.grid_thw.tolist() == [2, 2, 4]
     assert found.grids.tolist() == [[1, 2, 4]] * 2
     pictures = np.stack([np.asarray(PIL.Image.open(io.BytesIO(frame)), np.float64) for frame in frames]) / 127.5 - 1
-    wanted = [
+    expected = [
         [pictures[2 * pair + time, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4, channel]
          for channel in range(3) for time in range(2)]
         for pair in range(2)
         # Squares of two by two patches, one after the other.
         for square in range(2) for row in range(2) for column in (2 * square, 2 * square + 1)
     ]  # fmt: skip
-    np.testing.assert_allclose(found.values, np.array(wanted).reshape(16, -1), atol=1e-6)
+    np.testing.assert_allclose(found.values, np.array(expected).reshape(16, -1), atol=1e-6)
 
 
 def test_images_and_videos_in_one_prompt_stand_in_order(renderer):
@@ -155,12 +155,12 @@ def test_a_large_video_is_made_smaller(renderer, processor):
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ({"clips": b"nothing"}, r'line 3: video 0 of "clips": 7 bytes that cannot be decoded as a video'),
         (
             {"clips": film(40)[0][:-1200]},
-            r'line 3: video 0 of "clips": cut short: it says 10.0 s, and its last frame is at',
+            r'line 3: video 0 of "clips": cut short: its header has 10.0 s, and its last frame is at',
         ),
         ({"clips": "gone.mp4"}, r'line 3: video 0 of "clips": gone.mp4 cannot be read'),
         ({"clips": [[]]}, r'line 3: video 0 of "clips": a video without frames'),
@@ -172,8 +172,8 @@ def test_a_large_video_is_made_smaller(renderer, processor):
         ({"clips": [[noise(4, 8, 0).data]]}, r"a video of 4 x 8 pixels"),
     ],
 )
-def test_what_is_wrong_names_the_row_and_the_video(renderer, row, told):
-    with pytest.raises(DataError, match=told):
+def test_errors_name_the_row_and_the_video(renderer, row, expected):
+    with pytest.raises(DataError, match=expected):
         render(renderer, **{"input": "<video>", **row})
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_row_can_be_left_out(renderer, tmp_path):
     assert (source.num_rows, source.metrics["rollout/data/num_bad_rows"]) == (1, 1)
 
 
-def test_without_pyav_it_says_what_to_type(renderer, monkeypatch):
+def test_without_pyav_the_error_names_what_to_install(renderer, monkeypatch):
     assert importlib.metadata.version("av")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ModelError, match=r'pip install "slime-rl\[video\]"'):
@@ -207,13 +207,13 @@ def test_files_and_micro_batches_hold_a_video_once(renderer, processor, tmp_path
     write_groups(tmp_path / "groups.parquet", [group])
     (read,) = read_groups(tmp_path / "groups.parquet")
     assert read.prompt.images == prompt.images
-    write_train_data(tmp_path / "step_000000.parquet", assemble([read]), TokenColumns())
+    write_train_data(tmp_path / "step_000000.parquet", build_batch([read]), TokenColumns())
     batch, _ = read_train_data(tmp_path / "step_000000.parquet")
     micro = pack_micro_batch(batch.take(np.array([1, 0])), np.arange(2), pixels=PixelCache(lambda: processor))
     assert micro.images.grid_thw.tolist() == [[1, 2, 4]] * 2
     of_token = micro.images.feature_of_token.reshape(2, -1)
     assert torch.equal(of_token[0], of_token[1])
-    # The video's token that the model has written stands for itself.
+    # The video token that the model has written gets no feature.
     assert (of_token[0] >= 0).tolist() == [
         token == 5 and at < len(prompt.token_ids) for at, token in enumerate(samples[0].tokens)
     ]

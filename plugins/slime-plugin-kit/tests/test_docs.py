@@ -24,8 +24,8 @@ def listed() -> str:
     parts = []
     for kind in KINDS:
         title = TITLES.get(kind.name, kind.name.capitalize())
-        rows = [f"| `{prop.name}` | {prop.says} |" for prop in kind.properties]
-        parts.append("\n".join([f"### {title}\n", "| property | what it says |", "|---|---|", *rows]))
+        rows = [f"| `{prop.name}` | {prop.description} |" for prop in kind.properties]
+        parts.append("\n".join([f"### {title}\n", "| property | what it requires |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 

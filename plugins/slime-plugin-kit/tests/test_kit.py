@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "an_empty_response_is_scored" in item.name:
             item.add_marker(pytest.mark.skip(reason="some other day"))
-        if "examples_earn" in item.name:
+        if "examples_get_their_rewards" in item.name:
             item.add_marker(pytest.mark.xfail(reason="known"))
     left_out = [item for item in items if "order_changes_nothing" in item.name]
     config.hook.pytest_deselected(items=left_out)
@@ -77,13 +77,13 @@ def test_paths_that_are_given_are_run_too(folder):
 
 
 def test_a_case_that_is_left_out_skipped_or_expected_to_fail_is_a_failure(folder):
-    # Its example says something else than it does, which the other plugin expects to fail.
+    # Its example declares another result, which the other plugin expects to fail.
     (folder / "mine.py").write_text(MINE.replace("-float", "float"))
     (folder / "leaves_out.py").write_text(LEAVES_OUT)
     ran = run_kit(folder, "--slime-plugin", "mine.py", "-p", "leaves_out", path=[folder])
     assert ran.code == 1
     assert not ran.failed
-    for name in ("an_empty_response_is_scored", "order_changes_nothing", "examples_earn_what_they_should"):
+    for name in ("an_empty_response_is_scored", "order_changes_nothing", "examples_get_their_rewards"):
         assert f"NOT RUN rewards::{name}[mine.py/short]: a case that is left out or skipped counts as failed" in ran.out
     assert f"{COUNT - 3} of {COUNT} cases run" in ran.out
 
@@ -100,7 +100,7 @@ def test_it_runs_spread_over_workers(folder):
     assert (ran.code, len(ran.passed)) == (0, COUNT), ran.out
 
 
-def test_a_failure_says_what_is_broken_and_whose_it_is(folder):
+def test_a_failure_names_the_property_and_the_plugin(folder):
     (folder / "mine.py").write_text(MINE.replace("-float(sample.response_length)", "float('nan')"))
     ran = run_kit(folder, "--slime-plugin", "mine.py")
     assert ran.code == 1
@@ -112,7 +112,7 @@ def test_a_failure_says_what_is_broken_and_whose_it_is(folder):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "messages"),
     [
         ("slime-gprot", ['--slime-plugin "slime-gprot": no such distribution is installed', "close match: slime-grpo"]),
         ("pluggy", ['--slime-plugin "pluggy": it is installed and registers nothing']),
@@ -120,11 +120,11 @@ def test_a_failure_says_what_is_broken_and_whose_it_is(folder):
         ("empty.py", ["empty.py: registers nothing"]),
     ],
 )
-def test_what_cannot_be_tested_is_an_error_that_says_what_there_is(tmp_path, asked, told):
+def test_an_unknown_subject_is_an_error_with_the_installed_ones(tmp_path, asked, messages):
     (tmp_path / "empty.py").write_text("x = 1\n")
     ran = run_kit(tmp_path, "--slime-plugin", asked)
     assert ran.code == 4
-    for part in told:
+    for part in messages:
         assert part in ran.out
     if not asked.endswith(".py"):
         assert "Installed, with plugins: " in ran.out
@@ -153,4 +153,4 @@ def test_names_are_given_once():
     for kind in KINDS:
         of_kind = [prop.name for prop in kind.properties]
         assert len(set(of_kind)) == len(of_kind)
-        assert all(prop.says and not prop.says.endswith(".") for prop in kind.properties)
+        assert all(prop.description and not prop.description.endswith(".") for prop in kind.properties)

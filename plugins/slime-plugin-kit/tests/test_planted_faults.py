@@ -1,4 +1,4 @@
-"""Each plugin of acme-faults has one thing wrong: the kit finds that, says so by name, and finds nothing else."""
+"""Each plugin of acme-faults has one thing wrong: the kit reports that property by name, and no other."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "square": set(),
         "wrong_sign": {"positive_on_average"},
         "half_the_kl": {"anchored_by_hand"},
-        "says_never_negative": {"never_negative"},
+        "wrongly_never_negative": {"never_negative"},
         "ignores_ratio": {"the_ratio_makes_it_exact_off_policy"},
         "not_zero": {"zero_at_equality"},
         "explodes": {"extreme_log_probs_stay_finite"},
-        "averages_tokens": {"every_token_stands_alone"},
+        "averages_tokens": {"tokens_are_independent"},
         "rounded_kl": {"float32_agrees_with_float64"},
         "wrong_slope": {"gradient_equals_finite_differences"},
         "writes_ratio": {"inputs_are_left_alone"},
@@ -132,7 +132,7 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "stumbles_on_empty": {"an_empty_response_is_scored"},
         "writes_metadata": {"groups_are_left_alone"},
         "keeps_state": {"scores_the_same_in_a_worker_process"},
-        "mistaken": {"examples_earn_what_they_should"},
+        "mistaken": {"examples_get_their_rewards"},
     },
     "generators": {
         "one_turn": set(),
@@ -142,23 +142,23 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "hides_aborts": {"an_abort_ends_it"},
         "swallows_errors": {"engine_errors_surface"},
         "mixes_episodes": {"episodes_keep_apart"},
-        "changes_its_mind": {"a_retry_repeats_the_answer"},
-        "starts_anew": {"a_partial_rollout_goes_on"},
-        "needs_room": {"an_answer_without_room_is_a_sample"},
+        "changes_its_mind": {"a_retry_repeats_the_response"},
+        "starts_anew": {"a_partial_rollout_continues"},
+        "needs_room": {"a_response_without_room_is_a_sample"},
     },
     "collectors": {
         "collects": set(),
-        "last_first": {"a_step_has_the_groups_that_were_asked_for"},
+        "last_first": {"a_step_has_the_requested_groups"},
         "rerolls": {"collects_the_same_twice"},
-        "tells_nobody": {"its_observer_hears_of_every_step"},
+        "skips_its_observer": {"its_observer_gets_every_step"},
         "loses_prompts": {"no_prompt_is_lost_or_used_twice"},
         "ignores_filters": {"refused_groups_are_replaced"},
-        "makes_do": {"the_end_of_the_data_is_told"},
+        "makes_do": {"the_end_of_the_data_is_an_error"},
     },
     "sources": {
         "counts": set(),
         "ignores_seed": {"another_seed_gives_another_order"},
-        "forgets_position": {"a_restored_source_goes_on", "a_state_of_other_data_is_refused"},
+        "forgets_position": {"a_restored_source_continues", "a_state_of_other_data_is_refused"},
         "renumbers": {"draws_are_numbered_for_ever"},
         "with_replacement": {"an_epoch_has_every_row_once"},
         "wide_tokens": {"prompts_are_rendered"},
@@ -167,19 +167,19 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "by_chance": {
             "the_same_seed_gives_the_same_draws",
             "draws_do_not_depend_on_how_many_are_taken",
-            "a_restored_source_goes_on",
+            "a_restored_source_continues",
         },
         # Sorted, all seeds give one order.
         "sorts_chunks": {"draws_do_not_depend_on_how_many_are_taken", "another_seed_gives_another_order"},
     },
     "media": {
         "sees": set(),
-        "needs_a_word": {"it_says_what_engines_must_offer"},
+        "needs_a_word": {"it_declares_an_engine_capability"},
         "shifts_places": {"an_image_has_its_places", "pixels_fit_the_tokens"},
         "leaves_one_out": {"pixels_fit_the_tokens"},
         "greets": {"rows_without_media_are_text"},
         "renames": {"renders_the_same_twice"},
-        "raises_as_it_comes": {"damaged_media_are_told"},
+        "raises_as_it_comes": {"damaged_media_are_an_error"},
     },
     "middlewares": {
         "passes": set(),
@@ -192,17 +192,17 @@ FAULTS: dict[str, dict[str, set[str]]] = {
     "trackers": {
         "takes_notes": set(),
         "leaves_open": {"it_logs_and_closes"},
-        "averages_nothing": {"a_run_without_a_word_is_closed_too"},
+        "averages_nothing": {"a_run_without_steps_is_closed_too"},
         "clears_metrics": {"metrics_are_left_alone"},
-        "wants_finite": {"numbers_that_are_not_finite_are_taken"},
-        "starts_once": {"a_resumed_run_goes_on"},
+        "requires_finite": {"numbers_that_are_not_finite_are_accepted"},
+        "starts_once": {"a_resumed_run_continues"},
         "tidies_up": {"other_files_are_left_alone"},
     },
     "transports": {
         "carries": set(),
-        "rounds": {"what_arrives_is_what_was_exported", "pushing_again_changes_nothing"},
+        "rounds": {"what_arrives_is_what_was_exported", "sending_again_changes_nothing"},
         "boasts": {"its_report_is_true"},
-        "only_once": {"pushing_again_changes_nothing"},
+        "only_once": {"sending_again_changes_nothing"},
         "forgives": {"a_refused_bucket_surfaces"},
         "looks_away": {"an_engine_that_stays_behind_is_an_error"},
         "carries_nothing": {"no_weights_are_an_error"},
@@ -215,9 +215,9 @@ FAULTS: dict[str, dict[str, set[str]]] = {
     "optimizers": {
         "signs": set(),
         "fixed_rate": {"the_learning_rate_is_that_of_the_groups"},
-        "noisy_steps": {"a_step_repeats_to_the_bit", "saved_and_loaded_it_goes_on_to_the_bit"},
-        "hides_momentum": {"saved_and_loaded_it_goes_on_to_the_bit"},
-        "tells_no_moment": {"its_moments_are_as_told"},
+        "noisy_steps": {"a_step_repeats_to_the_bit", "saved_and_loaded_it_continues_to_the_bit"},
+        "hides_momentum": {"saved_and_loaded_it_continues_to_the_bit"},
+        "declares_no_moment": {"its_moments_are_as_declared"},
         "widens": {"bfloat16_stays_bfloat16"},
     },
 }
@@ -232,14 +232,14 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
         "unrepeatable": {
             "a_step_repeats_to_the_bit",
             "a_step_that_is_not_finite_changes_nothing",
-            "saved_and_loaded_it_goes_on_to_the_bit",
+            "saved_and_loaded_it_continues_to_the_bit",
             "sleep_loses_nothing",
             "what_is_staged_is_of_that_instant",
         },
         "careless_state": {
             "export_equals_what_transformers_loads",
             "gradients_equal_those_of_transformers",
-            "saved_and_loaded_it_goes_on_to_the_bit",
+            "saved_and_loaded_it_continues_to_the_bit",
             "sleep_loses_nothing",
             "what_is_staged_is_of_that_instant",
         },
@@ -257,38 +257,38 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "log_probs_equal_those_of_transformers",
             "an_abort_returns_what_there_is",
             "new_weights_are_used_under_their_version",
-            "spans_tell_versions_apart",
+            "spans_separate_versions",
         },
         "careless_sampling": {
             "temperature_zero_takes_the_likeliest_token",
             "the_seed_decides_the_tokens",
             "company_changes_no_draw",
-            "stop_strings_end_an_answer",
-            "an_answer_ends_where_it_should",
-            "its_stream_has_every_answer_once",
+            "stop_strings_end_a_response",
+            "a_response_ends_where_it_should",
+            "its_stream_has_every_response_once",
         },
         "careless_control": {
-            "pause_holds_every_answer",
+            "pause_holds_every_response",
             "a_damaged_bucket_is_refused",
             "sleep_loses_nothing",
-            "a_stopped_engine_says_so",
+            "a_stopped_engine_fails_its_requests",
         },
         "careless_versions": {
-            "answers_come_in_the_order_of_requests",
+            "responses_come_in_the_order_of_requests",
             "new_weights_are_used_under_their_version",
             "a_damaged_bucket_is_refused",
             "an_abort_returns_what_there_is",
             "an_abort_at_once_does_no_harm",
-            "spans_tell_versions_apart",
+            "spans_separate_versions",
         },
         # Nothing comes in between, neither an abort nor new weights.
         "blocks": {
-            "the_loop_goes_on_meanwhile",
+            "the_loop_continues_meanwhile",
             "an_abort_returns_what_there_is",
             "an_abort_at_once_does_no_harm",
-            "pause_holds_every_answer",
-            "spans_tell_versions_apart",
-            "a_stopped_engine_says_so",
+            "pause_holds_every_response",
+            "spans_separate_versions",
+            "a_stopped_engine_fails_its_requests",
         },
     },
 }
@@ -333,8 +333,8 @@ def test_the_faults_of_a_model_are_found_by_name_and_nothing_else(models, kind, 
 
 def test_what_ships_with_a_model_keeps_its_contracts(models):
     for dist in shipped(with_a_model=True):
-        told = [f"{case}\n{text}" for case, text in models.failed.items() if f"{dist}/" in case]
-        assert not told, "\n\n".join(told)
+        failures = [f"{case}\n{text}" for case, text in models.failed.items() if f"{dist}/" in case]
+        assert not failures, "\n\n".join(failures)
         assert models.is_sound(dist), f"{dist}\n{models.out}"
     # Some of acme-models, and only they, were to fail.
     assert not models.is_sound("acme-models")

@@ -57,13 +57,13 @@ def test_every_kind_has_a_template_that_names_what_was_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "says"),
+    ("kind", "name", "expected"),
     [
         ("rewards", "x", "unknown kind; close match: reward"),
         ("reward", "My Reward", "cannot be a name"),
         ("reward", "2nd", "begins with a letter"),
     ],
 )
-def test_what_cannot_be_made_is_told(kind, name, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_kinds_and_names_are_errors(kind, name, expected):
+    with pytest.raises(ConfigError, match=expected):
         plan_new(kind, name, None)

@@ -28,7 +28,7 @@ def batch_of(lengths, masks, rewards):
 
 
 class Case:
-    """Uneven lengths; an empty answer; one fully masked; tool tokens at the start, in the middle and at the end."""
+    """Uneven lengths; an empty response; one fully masked; tool tokens at the start, in the middle and at the end."""
 
     def __init__(self, seed=0):
         rng = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ def test_numbers_worked_by_hand(part):
 
 
 def test_without_discount_it_is_the_reward_minus_the_value(part):
-    """gamma = lambda = 1: what the answer earned from here on, minus what was expected."""
+    """gamma = lambda = 1: what the response earned from here on, minus what was expected."""
     case = Case()
     credit = case.estimate(part("slime.advantages", "gae"))
     earned = np.repeat(case.rewards, case.lengths)
@@ -145,7 +145,7 @@ def test_nothing_trained_is_legal(part, lengths, masks):
     assert credit.metrics == {"rollout/explained_variance": 0.0}
 
 
-def test_a_long_answer_is_fast_and_exact(part):
+def test_a_long_response_is_fast_and_exact(part):
     """16 thousand tokens beside short ones, against the same recursion."""
     case = Case()
     case.lengths, case.masks, case.rewards = [16384, 3, 700], [[1] * 16384, [1] * 3, [1] * 700], [1.0, 0.0, -1.0]
@@ -156,7 +156,7 @@ def test_a_long_answer_is_fast_and_exact(part):
 
 
 def test_explained_variance(part):
-    """Returns are the rewards 0 and 1, one token each: a critic that knows them, one that says the mean, one that is
+    """Returns are the rewards 0 and 1, one token each: a critic that predicts them, one that predicts the mean, one that is
     wrong the other way round (1 - 1/0.25 x var of (-1, 1))."""
     batch = batch_of([1, 1], [[1], [1]], [0.0, 1.0])
 

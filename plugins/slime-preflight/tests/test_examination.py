@@ -26,7 +26,7 @@ def test_this_machine_is_well(monkeypatch):
     }
 
 
-def test_what_is_missing_is_told_with_what_to_type(monkeypatch):
+def test_missing_things_are_reported_with_advice(monkeypatch):
     requires = importlib.metadata.requires
     monkeypatch.setattr(importlib.metadata, "requires", lambda dist: UNFIT.get(dist) or requires(dist))
     find_spec = importlib.util.find_spec
@@ -36,18 +36,18 @@ def test_what_is_missing_is_told_with_what_to_type(monkeypatch):
     monkeypatch.setattr(examination, "PYTHONS", ((4, 0), (4, 1)))
     monkeypatch.setattr(examination, "FEW_FILES", 2**62)
     found = examine(Registry(deny=["slime-grpo"]))
-    assert {(one.told, one.advice) for one in by(found, "packages")} == {
-        (f"slime-rl wants torch>=99, and there is {torch.__version__}", "pip install 'torch>=99'"),
-        ("slime-rl wants no-such-thing>=1, and there is none", "pip install 'no-such-thing>=1'"),
+    assert {(one.detail, one.advice) for one in by(found, "packages")} == {
+        (f"slime-rl requires torch>=99, and there is {torch.__version__}", "pip install 'torch>=99'"),
+        ("slime-rl requires no-such-thing>=1, and there is none", "pip install 'no-such-thing>=1'"),
     }
     assert by(found, "ray")[0].advice == "pip install 'slime-rl[ray]'"
-    assert "built for CUDA 13.0 and sees no device" in by(found, "devices")[0].told
+    assert "built for CUDA 13.0 and sees no device" in by(found, "devices")[0].detail
     assert by(found, "python")[0].state is State.BAD
     assert by(found, "open files")[0].advice.startswith("ulimit -n")
 
 
-def test_a_foreign_kernel_and_what_requires_it_are_told(tmp_path, monkeypatch):
-    """slime-core is on PyPI, and a stranger's; a wheel that asks for it as an extra alone can still be used."""
+def test_a_foreign_kernel_and_distributions_that_require_it_are_reported(tmp_path, monkeypatch):
+    """slime-core on PyPI is another project; a wheel that requires it only for an extra can still be used."""
     for name, requires in (
         ("slime-core", ""),
         ("acme-old", "slime-core>=0.1,<0.2"),
@@ -60,10 +60,10 @@ def test_a_foreign_kernel_and_what_requires_it_are_told(tmp_path, monkeypatch):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.1\n{required}")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = by(examine(Registry()), "slime-core")
-    assert sorted((one.told.split()[0], one.state) for one in found) == [
+    assert sorted((one.detail.split()[0], one.state) for one in found) == [
         ("acme-extra", State.NOTE),
         ("acme-old", State.BAD),
         ("slime-core", State.BAD),
     ]
-    (foreign,) = [one for one in found if one.told.startswith("slime-core 3.1 is installed beside slime-rl")]
+    (foreign,) = [one for one in found if one.detail.startswith("slime-core 3.1 is installed beside slime-rl")]
     assert foreign.advice.startswith("pip uninstall slime-core && ")

@@ -1,4 +1,4 @@
-"""Quantised folders beside a float64 oracle of the published layouts, and beside transformers, which reads some of them."""
+"""Quantized folders beside a float64 oracle of the documented layouts, and beside transformers, which reads some of them."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
 from slime_models.convert import convert
@@ -21,7 +21,7 @@ E4M3_MAX = 448.0
 
 
 def converter(name, **options):
-    return PartSpec(group="slime.converters", name=name, options=options).resolve(Registry())
+    return PluginSpec(group="slime.converters", name=name, options=options).resolve(Registry())
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def assert_float8(weight, scale, expected_scale, original):
     assert np.allclose(scale, expected_scale, rtol=1e-6)
     got = weight.float().double().numpy()
     # Beside the middle of two numbers, one float32 division may fall to the other side.
-    wanted = e4m3(original / scale)
-    same = got == wanted
+    expected = e4m3(original / scale)
+    same = got == expected
     assert same.mean() > 0.99
     assert np.abs(got * scale - original).max() <= np.abs(original).max() / 16 * 1.01
 
@@ -108,7 +108,7 @@ def test_int4(model, tmp_path):
     groups = original.reshape(32, 3, 16)
     assert np.allclose(scale, np.abs(groups).max(2) / 7.5, rtol=1e-6)
     expected = np.clip(np.round(groups / scale[:, :, None]), -8, 7).reshape(32, 48)
-    # The largest of a group stands at 7.5 steps, in the middle between two numbers.
+    # The largest of a group is at 7.5 steps, in the middle between two numbers.
     assert (numbers == expected).mean() > 0.98
     spread = np.repeat(scale, 16, axis=1)
     assert (np.abs(numbers * spread - original) <= spread * 0.50001).all()
@@ -146,15 +146,19 @@ def test_by_the_command(model, tmp_path):
     (tmp_path / "fp8.converting").mkdir()
     (tmp_path / "fp8.converting" / "journal.jsonl").write_text('{"options": {"block_size": 20}}\n')
     done = convert(
-        converter("fp8", block_size=16), model, tmp_path / "fp8", workers=1, tell=lambda *told: news.append(told)
+        converter("fp8", block_size=16),
+        model,
+        tmp_path / "fp8",
+        workers=1,
+        report=lambda *progress: news.append(progress),
     )
     assert (done.num_pieces, done.num_resumed) == (1, 0)
     assert [what for what, *_ in news] == ["converting"] * 2 + ["comparing"] * 2
     assert not (tmp_path / "fp8.converting").exists()
     with pytest.raises(ModelError, match="exists already"):
-        convert(converter("fp8"), model, tmp_path / "fp8", workers=1, tell=print)
-    with pytest.raises(ModelError, match="quantised already"):
-        convert(converter("fp8"), tmp_path / "fp8", tmp_path / "again", workers=1, tell=print)
+        convert(converter("fp8"), model, tmp_path / "fp8", workers=1, report=print)
+    with pytest.raises(ModelError, match="quantized already"):
+        convert(converter("fp8"), tmp_path / "fp8", tmp_path / "again", workers=1, report=print)
 
 
 def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
@@ -167,7 +171,7 @@ def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
     for file in model.iterdir():
         (trained / file.name).write_bytes(file.read_bytes())
     save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
-    wanted = tensors(
+    expected = tensors(
         quantized(trained, trained / "converted", "fp8", block_size=20, ignore=["lm_head", "embed", r"o_proj$"])
     )
 
@@ -177,8 +181,8 @@ def test_what_is_trained_becomes_what_its_folder_would_hold(model, tmp_path):
         made = format_.converted({name: weights[name] for name in layer})
         assert list(made) == [part for name in layer for part in format_.names(name)]
         found |= made
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)) for name in wanted)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
     assert (
         found["model.layers.0.self_attn.o_proj.weight"].dtype == weights["model.layers.0.self_attn.o_proj.weight"].dtype
     )
@@ -223,13 +227,13 @@ def test_which_folders_can_be_trained_for(model, tmp_path, name, options, writes
     assert [converter(known).driver.writes(made) for known in ("fp8", "int4")] == [writes, False]
 
 
-def test_a_folder_that_only_says_that_it_is_quantized(model, tmp_path):
+def test_a_folder_that_declares_quantized_weights_without_scales(model, tmp_path):
     config = json.loads((model / "config.json").read_text())
     known = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": known}))
     (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     with pytest.raises(
-        ModelError, match=r"says that its weights are quantised, but it has no scales \(weight_scale_inv\)"
+        ModelError, match=r"declares quantized weights, but the folder has no scales \(weight_scale_inv\)"
     ):
         converter("fp8").driver.tensor_format(tmp_path)
 
@@ -253,7 +257,7 @@ def test_what_cannot_be_quantized(model, tmp_path):
     weights[MATRIX][3, 4] = torch.nan
     save_file(weights, broken / "model.safetensors")
     with pytest.raises(ModelError, match=r"down_proj.weight: it holds numbers that are not finite"):
-        convert(converter("fp8"), broken, tmp_path / "other", workers=1, tell=print)
+        convert(converter("fp8"), broken, tmp_path / "other", workers=1, report=print)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"], "what is left of it is in the way of the next try"
     (broken / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"damaged or cut short"):

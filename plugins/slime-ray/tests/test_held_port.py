@@ -1,4 +1,4 @@
-"""A port that is told to others before anybody listens on it."""
+"""A port that other processes get before one listens on it."""
 
 import socket
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from slime_ray.actors import held_port, port_of
 
 
-def test_nobody_else_gets_it():
+def test_no_other_socket_gets_it():
     with held_port() as held, socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port_of(held)))
 

@@ -116,7 +116,7 @@ def test_equal_rewards_give_exactly_zero(part, make_batch, name, value):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_singletons_get_zero_and_are_counted(part, make_batch, name):
-    # Key 1: one rollout of two samples. Key 2: one scored of two. Key 3: nobody scored. Key 4: a pair.
+    # Key 1: one rollout of two samples. Key 2: one scored of two. Key 3: none scored. Key 4: a pair.
     rewards = [0.0, 9.0, 5.0, NAN, NAN, 1.0, 2.0]
     batch = singles(make_batch, rewards, credit_key=[1, 1, 2, 2, 3, 4, 4], rollout_id=[0, 0, 1, 2, 3, 4, 5])
     credit = credit_of(part, name, batch)

@@ -47,7 +47,7 @@ def test_a_reward_is_discounted_from_the_last_token_back(part, make_batch):
 
 
 def test_tool_tokens_neither_receive_nor_discount(part, make_batch):
-    # The last token of the first sample is a tool's: its reward stands at the fourth, two trainable tokens from the first.
+    # The last token of the first sample is a tool's: its reward is at the fourth, two trainable tokens from the first.
     batch = make_batch([8.0, 4.0], [[1, 0, 1, 1, 0], [0, 0, 1]])
     assert returns_of(part, batch, gamma=0.5).advantages.tolist() == [2.0, 0.0, 4.0, 8.0, 0.0, 0.0, 0.0, 4.0]
 

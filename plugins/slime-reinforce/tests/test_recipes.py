@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slime_core import API_VERSION
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.config.algo import AlgoConfig
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.algorithm import Recipe
@@ -125,12 +125,12 @@ def test_credit_of_a_whole_batch(part, make_batch, name, gamma, kl_coef):
     rng = np.random.default_rng(1)
     mask = batch.mask.astype(bool)
     old, ref = (rng.normal(-1, 0.5, len(FLAT)).astype(np.float32) for _ in range(2))
-    # What stands at a tool's tokens may not matter.
+    # What is at a tool's tokens may not matter.
     old[~mask], ref[~mask] = np.nan, np.inf
     driver = driver_of("slime.advantages", recipe.advantage)
     with_kl = driver.accepts_kl_penalty and kl_coef > 0
     options = {"gamma": gamma} if "gamma" in driver.Config.model_fields else {}
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=part("slime.advantages", recipe.advantage, **options),
         kl_reward=part("slime.kl", recipe.options["kl_reward_type"]) if with_kl else None,
         kl_coef=kl_coef if with_kl else 0.0,
@@ -139,7 +139,7 @@ def test_credit_of_a_whole_batch(part, make_batch, name, gamma, kl_coef):
         rollouts_per_step=7,
         max_response_len=8,
     )
-    made = assign_credit(batch, TokenColumns(old_log_probs=old, ref_log_probs=ref), rules)
+    made = compute_advantages_and_returns(batch, TokenColumns(old_log_probs=old, ref_log_probs=ref), rules)
     # k1 is the log-ratio itself.
     kl = [kl_coef * (float(o) - float(r)) if with_kl and m else 0.0 for o, r, m in zip(old, ref, mask, strict=True)]
     plain = oracle(name, kl, gamma)
@@ -153,11 +153,11 @@ def test_credit_of_a_whole_batch(part, make_batch, name, gamma, kl_coef):
 def test_equal_rewards_train_nothing(part, make_batch, name):
     recipe = recipe_of(name)
     batch = make_batch([0.1] * 7, MASKS, KEYS)
-    rules = CreditRules(
+    rules = AdvantageConfig(
         advantage=part("slime.advantages", recipe.advantage),
         normalize_advantages=recipe.options.get("normalize_advantages", False),
         rollouts_per_step=7,
         max_response_len=8,
     )
-    advantages = assign_credit(batch, TokenColumns(), rules).columns.advantages
+    advantages = compute_advantages_and_returns(batch, TokenColumns(), rules).columns.advantages
     np.testing.assert_allclose(advantages, 0.0, atol=1e-9)

@@ -80,7 +80,7 @@ def running_service() -> Iterator[ScriptedService]:
                 self.end_headers()
                 self.wfile.write(data)
             except OSError:
-                # Whoever asked has not waited.
+                # The client has closed the connection.
                 return
 
         def log_message(self, format: str, *args: object) -> None:

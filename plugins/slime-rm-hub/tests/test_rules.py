@@ -67,23 +67,23 @@ def test_gpqa(make_group: Any, label: Any, metadata: dict[str, Any], response: s
 
 
 @pytest.mark.parametrize("label", [None, "", 10, -1, True, 1.5, ["A"]])
-def test_labels_that_say_nothing_name_the_prompt(make_group: Any, label: Any) -> None:
+def test_unusable_labels_name_the_prompt(make_group: Any, label: Any) -> None:
     with pytest.raises(RewardError, match=r"'gpqa': train\.jsonl:12"):
         GPQA.score(make_group(label, "A"))
-    with pytest.raises(RewardError, match="it is a letter of A, B, its number"):
+    with pytest.raises(RewardError, match="it must be a letter of A, B, its number"):
         GPQA.score(make_group("J", "J", metadata={"valid_letters": ["A", "B"]}))
     if label is None or label is True:
         with pytest.raises(RewardError, match=r"'f1': train\.jsonl:12"):
             F1_REWARD.score(make_group(label, "A"))
 
 
-def test_only_the_box_where_asked(make_group: Any) -> None:
+def test_with_boxed_only_the_last_box_is_graded(make_group: Any) -> None:
     reward = Gpqa.build(Gpqa.Config(boxed=True, think_end="[/t]"))
     responses = ("\\boxed{A}[/t] \\boxed{B} \\boxed{A", "B", "[/t]\\boxed{A}\\fbox{{B}}")
     assert reward.score(make_group("B", *responses)) == [1.0, 0.0, 1.0]
 
 
-def test_random_is_a_coin_by_seed_and_sample(make_group: Any) -> None:
+def test_random_rewards_depend_on_seed_and_sample(make_group: Any) -> None:
     group = make_group(None, *["x"] * 2000)
     draws = list(Random.build(Random.Config()).score(group))
     assert set(draws) == {0.0, 1.0}
@@ -103,7 +103,7 @@ IFEVAL = {
         {"num_words": 3, "relation": "at least", "capital_frequency": None},
         {"forbidden_words": ["rain"]},
         {"end_phrase": "the end"},
-        {"prompt_to_repeat": "Tell it"},
+        {"prompt_to_repeat": "Name it"},
     ],
 }
 
@@ -113,9 +113,9 @@ def test_ifbench_checks_every_instruction(make_group: Any) -> None:
     assert IfBench.reward_key == "score"
     group = make_group(
         None,
-        "Tell it: sun, the end",
-        "hm</think>Tell it: sun, the end",
-        "Tell it: rain, the end",
+        "Name it: sun, the end",
+        "hm</think>Name it: sun, the end",
+        "Name it: rain, the end",
         "rain",
         "",
         metadata=IFEVAL,
@@ -124,9 +124,9 @@ def test_ifbench_checks_every_instruction(make_group: Any) -> None:
     assert [value["followed"] for value in reward.score(group)] == [1.0, 1.0, 0.75, 0.0, 0.0]
 
 
-def test_ifbench_says_what_data_lacks(make_group: Any) -> None:
+def test_ifbench_reports_what_the_data_lacks(make_group: Any) -> None:
     reward = IfBench.build(IfBench.Config())
-    for metadata, says in (
+    for metadata, states in (
         ({}, "has no metadata.instruction_id_list"),
         ({"instruction_id_list": []}, "has no metadata.instruction_id_list"),
         (
@@ -134,12 +134,12 @@ def test_ifbench_says_what_data_lacks(make_group: Any) -> None:
             "has 1 instructions, and metadata.kwargs",
         ),
     ):
-        with pytest.raises(RewardError, match=rf"'ifbench': train\.jsonl:12 {says}"):
+        with pytest.raises(RewardError, match=rf"'ifbench': train\.jsonl:12 {states}"):
             reward.score(make_group(None, "x", metadata=metadata))
 
 
 def test_ifbench_never_downloads(make_group: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own checkers read data of NLTK: missing, it says how to get them; there, they work by their published names."""
+    """Its checkers read data of NLTK. If it is missing, the error names the command; otherwise they work by their names."""
     import nltk
 
     from slime_rm_hub import ifbench

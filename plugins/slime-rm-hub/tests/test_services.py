@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, ServedModel
 from slime_core.errors import ConfigError
 from slime_core.rollout.rewards import OwnLimit, RewardPool
@@ -56,24 +56,24 @@ def test_a_service_that_comes_back_is_asked_again(scripted: Any, make_group: Any
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome", "says", "asked"),
+    ("answer", "outcome", "message", "asked"),
     [
-        ((500, "broken  pipe", 0.0), Outcome.INFRA, r"answered 500 broken pipe, after 3 tries", 3),
-        ((200, "<html>no</html>", 0.0), Outcome.INFRA, r"gave no JSON: <html>no</html>, after 3 tries", 3),
-        ((422, "no label", 0.0), Outcome.WRONG, r"refused: 422 no label", 1),
-        ((200, '"good"', 0.0), Outcome.WRONG, r"answered 'good', which is neither a number nor has any", 1),
-        ((200, '{"why": "x"}', 0.0), Outcome.WRONG, r"which is neither a number nor has any", 1),
-        ((200, "NaN", 0.0), Outcome.WRONG, r"answered 'nan', which is neither", 1),
-        ((200, "1", 6.5), Outcome.TIMEOUT, r"gave no answer within 5 s, after 3 tries", 3),
+        ((500, "broken  pipe", 0.0), Outcome.INFRA, r"returned status 500 broken pipe, after 3 tries", 3),
+        ((200, "<html>no</html>", 0.0), Outcome.INFRA, r"returned no JSON: <html>no</html>, after 3 tries", 3),
+        ((422, "no label", 0.0), Outcome.WRONG, r"refused: status 422 no label", 1),
+        ((200, '"good"', 0.0), Outcome.WRONG, r"returned 'good', which is neither a number nor has one", 1),
+        ((200, '{"why": "x"}', 0.0), Outcome.WRONG, r"which is neither a number nor has one", 1),
+        ((200, "NaN", 0.0), Outcome.WRONG, r"returned 'nan', which is neither", 1),
+        ((200, "1", 6.5), Outcome.TIMEOUT, r"sent no response within 5 s, after 3 tries", 3),
     ],
 )
-def test_a_service_that_does_not_answer_fails_the_sample(
+def test_a_service_that_fails_fails_only_the_sample(
     scripted: Any,
     make_group: Any,
     monkeypatch: pytest.MonkeyPatch,
     answer: Any,
     outcome: Outcome,
-    says: str,
+    message: str,
     asked: int,
 ) -> None:
     with asyncio.Runner() as runner:
@@ -84,8 +84,8 @@ def test_a_service_that_does_not_answer_fails_the_sample(
             nonlocal ahead
             if body["response"] == "good":
                 return 200, "1", 0.0
-            # For whoever asks, and is woken to see it, the time passes at once: a limit that is waited for is too short for
-            # a busy machine, or too long for a test.
+            # Moves the clock of the client and wakes its loop: a real limit would be too short for a busy machine, or too
+            # long for a test.
             ahead += answer[2]
             loop.call_soon_threadsafe(int)
             return answer
@@ -99,14 +99,14 @@ def test_a_service_that_does_not_answer_fails_the_sample(
     assert isinstance(bad, RewardFailure)
     assert bad.outcome is outcome
     assert bad.message.startswith(f"{scripted.url}/score ")
-    assert re.search(says, bad.message)
+    assert re.search(message, bad.message)
     assert len(scripted.asked) == asked + 1
 
 
-def test_nobody_there(make_group: Any) -> None:
+def test_a_service_that_cannot_be_reached_is_an_infra_failure(make_group: Any) -> None:
     (failure,) = remote("http://127.0.0.1:1").score(make_group("4", "a"))
     assert failure.outcome is Outcome.INFRA
-    assert "cannot be asked" in failure.message
+    assert "cannot be reached" in failure.message
 
 
 def test_the_time_for_a_group_covers_every_try_of_samples_that_wait_for_each_other() -> None:
@@ -124,7 +124,7 @@ async def test_a_slow_and_healthy_service_has_its_time(scripted: Any, make_group
     """One request after the other, each within its time: together they take longer than one may."""
     scripted.script = lambda path, body, tries: (200, "1", 0.2)
     config = Remote.Config(rm_url=scripted.url, request_timeout=3.0, tries=1, concurrency=1)
-    spec = PartSpec(group="slime.rewards", name="remote", options=config.model_dump(mode="json"))
+    spec = PluginSpec(group="slime.rewards", name="remote", options=config.model_dump(mode="json"))
     pool = RewardPool((), workers=1)
     try:
         await pool.warm(spec, own=OwnLimit(seconds=partial(Remote.timeout_s, config)))
@@ -146,7 +146,7 @@ def test_a_classifier_reads_prompt_and_response(scripted: Any, make_group: Any) 
 @pytest.mark.parametrize(
     "answer", ['{"embedding": []}', "[]", '{"score": 1}', '{"embedding": ["x"]}', '{"embedding": [NaN]}']
 )
-def test_an_answer_without_a_score_is_told(scripted: Any, make_group: Any, answer: str) -> None:
+def test_a_response_without_a_score_is_reported(scripted: Any, make_group: Any, answer: str) -> None:
     scripted.script = lambda path, body, tries: (200, answer, 0.0)
     (failure,) = Served.build(Served.Config(rm_url=scripted.url)).score(make_group(None, "a"))
     assert failure.outcome is Outcome.WRONG
@@ -201,13 +201,13 @@ def test_engines_of_the_run_are_asked_in_turn_and_the_next_one_when_one_fails(
         ServedModel(url=f"{scripted.url}/{name}", token=f"secret-{name}", model_path=str(tmp_path)) for name in "ab"
     ]
     config = Served.Config(first_pause=0.01)
-    assert Served.asks_engines(config)
-    assert not Served.asks_engines(Served.Config(rm_url=scripted.url))
-    assert Served.build_asking(config, servers).score(make_group("4", "r", "s", text="q")) == [2.0, 2.0]
+    assert Served.needs_reward_model(config)
+    assert not Served.needs_reward_model(Served.Config(rm_url=scripted.url))
+    assert Served.build_with_servers(config, servers).score(make_group("4", "r", "s", text="q")) == [2.0, 2.0]
     assert {body["text"] for _, body, _ in scripted.asked} == {"<user>q<assistant>r", "<user>q<assistant>s"}
     asked = sorted((path, head["Authorization"]) for path, _, head in scripted.asked)
     # One of the two began at the wrong one, wherever the worker began.
     assert asked == [("/a/classify", "Bearer secret-a")] * 2 + [("/b/classify", "Bearer secret-b")]
-    (gone,) = Served.build_asking(config, servers[1:]).score(make_group("4", "r"))
+    (gone,) = Served.build_with_servers(config, servers[1:]).score(make_group("4", "r"))
     assert isinstance(gone, RewardFailure)
     assert "after 2 tries" in gone.message

@@ -222,7 +222,7 @@ def test_agrees_with_math_verify(at: int) -> None:
     label, gold = EXPRESSIONS[at], parse(f"${EXPRESSIONS[at]}$")
     answers = [EXPRESSIONS[(at + offset) % len(EXPRESSIONS)] for offset in (-2, -1, 0, 1, 2)]
     expected = [verify(gold, parse(f"${answer}$")) for answer in answers]
-    # Every expression stands beside one that it equals, and among some that it does not.
+    # Each expression is compared with an equal one and with unequal ones.
     assert 2 <= sum(expected) <= 4
     assert [equal(answer, label, max_symbolic_chars=256) for answer in answers] == expected
 

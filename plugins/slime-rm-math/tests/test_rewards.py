@@ -100,7 +100,7 @@ def test_deepscaler_with_another_tag(make_group: Any) -> None:
         ("34.0", "Answer: 34", True),
         ("034", "Answer: 34", True),
         ("-3", "Answer: −3", True),
-        # Labels that are no integers are compared as normalised text, never by algebra.
+        # Labels that are no integers are compared as normalized text, never by algebra.
         (r"\frac{1}{2}", "Answer: 1/2", True),
         (r"\frac{1}{2}", "Answer: 0.5", False),
         ("0.5", "Answer: .50", True),

@@ -29,18 +29,18 @@ class Router:
         self.session, self.url, self.upstreams = session, url, upstreams
 
     async def post(self, body, path="/generate", **options):
-        async with self.session.post(self.url + path, json=body, **options) as answer:
-            data = await answer.read()
-            return answer.status, data, answer.headers
+        async with self.session.post(self.url + path, json=body, **options) as response:
+            data = await response.read()
+            return response.status, data, response.headers
 
     async def generate(self, body, **options):
-        async with self.session.post(self.url + "/generate", json=body, **options) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
+        async with self.session.post(self.url + "/generate", json=body, **options) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
 
     async def get(self, path, **options):
-        async with self.session.get(self.url + path, **options) as answer:
-            return answer.status, await answer.read()
+        async with self.session.get(self.url + path, **options) as response:
+            return response.status, await response.read()
 
     async def counter(self, line):
         """The value of one line of /metrics."""
@@ -59,7 +59,7 @@ async def routed(*upstreams, middlewares=(), **settings):
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http="httptools", log_level="warning", lifespan="on"))
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:  # noqa: ASYNC110 - uvicorn says it in no other way
+    while not server.started:  # noqa: ASYNC110 - uvicorn reports it in no other way
         await asyncio.sleep(0.005)
     try:
         async with aiohttp.ClientSession() as session:
@@ -92,7 +92,7 @@ PIECES = ["<end>", "42", *"0123456789", *"+=? "]
 @pytest.fixture(scope="session")
 def characters(tmp_path_factory):
     """A folder with a tokenizer: a token for each character, and one for "42", so that an engine that writes 4 and 2 is
-    tokenised otherwise. A token's id is its place in PIECES."""
+    tokenized otherwise. A token's id is its place in PIECES."""
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(PIECES)}, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("42|."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

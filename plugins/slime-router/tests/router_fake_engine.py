@@ -1,4 +1,4 @@
-"""A fake SGLang server: its answers are a script, written down here without slime's code."""
+"""A fake SGLang server: its responses are a script, written down here without slime's code."""
 
 import asyncio
 import json
@@ -12,14 +12,14 @@ ASKED = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8, "tempe
 
 
 def events(data):
-    """Of a stream, as SGLang ends it."""
+    """The events of a stream, which must end as SGLang's do."""
     pieces = data.decode().split("\n\n")
     assert pieces[-2:] == ["data: [DONE]", ""]
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces[:-2]]
 
 
-def answer_to(body, token_ids=(1, 2, 9), version="5"):
-    """As SGLang 0.5.20 writes it."""
+def response_to(body, token_ids=(1, 2, 9), version="5"):
+    """A response in the form of SGLang 0.5.20."""
     return {
         "text": "".join(TEXT.get(token, "?") for token in token_ids),
         "output_ids": list(token_ids),
@@ -37,7 +37,7 @@ def answer_to(body, token_ids=(1, 2, 9), version="5"):
 
 
 class FakeSglang:
-    """`reply(body)` may return a dict, bytes, a web.Response, or raise; `hold` keeps answers back until it is set."""
+    """`reply(body)` may return a dict, bytes, a web.Response, or raise; `hold` keeps responses back until it is set."""
 
     def __init__(self, health=None):
         if health is not None:
@@ -47,7 +47,7 @@ class FakeSglang:
         self.headers = []
         self.aborts = []
         self.gone = []
-        self.reply = answer_to
+        self.reply = response_to
         self.hold = asyncio.Event()
         self.hold.set()
         self.incremental = False
@@ -103,19 +103,19 @@ class FakeSglang:
 
     async def stream(self, request, body):
         whole = self.reply(body)
-        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await answer.prepare(request)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
         ids, log_probs = whole["output_ids"], whole["meta_info"]["output_token_logprobs"]
         for number in range(1, len(ids) + 1):
             if number - 1 == self.break_stream_after:
                 request.transport.abort()
-                return answer
+                return response
             start = number - 1 if self.incremental else 0
             meta = {**whole["meta_info"], "output_token_logprobs": log_probs[start:number], "completion_tokens": number}
             meta["finish_reason"] = whole["meta_info"]["finish_reason"] if number == len(ids) else None
             text = "".join(TEXT.get(token, "?") for token in ids[start:number])
             event = {"text": text, "output_ids": ids[start:number], "meta_info": meta}
-            await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(0)
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
+        await response.write(b"data: [DONE]\n\n")
+        return response

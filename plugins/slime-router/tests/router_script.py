@@ -1,4 +1,4 @@
-"""Requests, and a call_next that answers by a script."""
+"""Requests, and a call_next that responds by a script."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def request(name="a", token_ids=(1, 2), **fields):
     )
 
 
-def answer(asked, token_ids=(7, 8), version=3, **fields):
+def respond(asked, token_ids=(7, 8), version=3, **fields):
     token_ids = np.array(token_ids, np.int32)
     return Completion(
         **{
@@ -35,7 +35,7 @@ def answer(asked, token_ids=(7, 8), version=3, **fields):
 
 
 class Held:
-    """Notes what comes, in order; answers when `finish` says so."""
+    """Records requests in order; `finish` responds to them."""
 
     def __init__(self):
         self.seen = []
@@ -56,7 +56,7 @@ class Held:
     async def finish(self, *names, **fields):
         for name in names:
             (asked,) = [one for one in self.seen if one.request_id == name]
-            self.open[name].set_result(answer(asked, **fields))
+            self.open[name].set_result(respond(asked, **fields))
         await settle()
 
 

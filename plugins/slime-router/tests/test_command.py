@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-c", "from slime_router.server.cli import main; main
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch, capsys):
-    """The command in this process, in a folder of its own: exit code, and what it says of errors."""
+    """The command in this process, in its own folder: exit code, and what it prints on stderr."""
 
     def run(*words):
         monkeypatch.chdir(tmp_path)
@@ -27,15 +27,15 @@ def ended(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(serve, "run", lambda *how, **options: pytest.fail("it serves"))
         with pytest.raises(SystemExit) as exit_code:
             main()
-        said = capsys.readouterr()
-        assert said.out == ""
-        return exit_code.value.code, said.err
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return exit_code.value.code, printed.err
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         (["--middleware", "radix_cash"], 2, "unknown router middleware; close match: radix_cache"),
         (["--middleware", '{ name = "retry", attemps = 3 }'], 2, "attemps"),
@@ -47,33 +47,33 @@ def ended(tmp_path, monkeypatch, capsys):
         (["--token-file", "empty"], 2, "there is no token in it"),
         (["--host", "203.0.113.1"], 2, "cannot listen there"),
         (["--log-level", "loud"], 2, "one of debug"),
-        (["--host", "203.0.113.1", "--no-token"], 2, "whoever reaches this machine"),
+        (["--host", "203.0.113.1", "--no-token"], 2, "all callers that reach this machine"),
     ],
 )
-def test_mistakes_are_told_in_a_paragraph(ended, tmp_path, words, code, said):
+def test_a_mistake_is_reported_in_one_paragraph(ended, tmp_path, words, code, expected):
     (tmp_path / "empty").touch()
-    got, told = ended("--port", "0", *words)
-    assert got == code, told
-    assert told.startswith("error: ")
-    assert said in told
+    got, message = ended("--port", "0", *words)
+    assert got == code, message
+    assert message.startswith("error: ")
+    assert expected in message
 
 
-def test_all_mistakes_are_told_at_once(ended):
-    _, told = ended("--middleware", "nobody", "--middleware", '{ name = "priority", concurrency = 0 }')
-    assert "nobody" in told
-    assert "concurrency" in told
+def test_all_mistakes_are_reported_at_once(ended):
+    _, message = ended("--middleware", "unknown_one", "--middleware", '{ name = "priority", concurrency = 0 }')
+    assert "unknown_one" in message
+    assert "concurrency" in message
 
 
 def test_a_port_in_use(ended):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, told = ended("--port", str(taken.getsockname()[1]))
+        code, message = ended("--port", str(taken.getsockname()[1]))
     assert code == 2
-    assert "cannot listen there: Address already in use. --port 0 takes any free port" in told
+    assert "cannot listen there: Address already in use. Pass --port 0 for any free port" in message
 
 
-def test_it_listens_on_loopback_and_asks_for_a_token(tmp_path):
+def test_it_listens_on_loopback_and_requires_a_token(tmp_path):
     words = [*COMMAND, "--port", "0", "--upstream", "http://127.0.0.1:9", "--middleware", "retry"]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -90,8 +90,8 @@ def test_it_listens_on_loopback_and_asks_for_a_token(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(url, timeout=10)
         asked = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            assert [one["url"] for one in json.load(answer)["workers"]] == ["http://127.0.0.1:9"]
+        with urllib.request.urlopen(asked, timeout=10) as response:
+            assert [one["url"] for one in json.load(response)["workers"]] == ["http://127.0.0.1:9"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) in (0, -signal.SIGTERM)
         assert "Traceback" not in process.stderr.read()

@@ -6,7 +6,7 @@ import json
 import aiohttp
 import pytest
 from aiohttp import web
-from router_fake_engine import ASKED, FakeSglang, answer_to, events
+from router_fake_engine import ASKED, FakeSglang, events, response_to
 
 from slime_core.errors import EngineError
 from slime_router.requests import parse
@@ -20,11 +20,11 @@ async def eventually(condition):
         if condition():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("it has not happened")
+    raise AssertionError("the condition did not become true")
 
 
 async def test_bytes_pass_unread_in_both_directions(route, engine):
-    odd = b'{ "meta_info" : "no answer at all, but nobody looks", "x": 1e400 }\n'
+    odd = b'{ "meta_info" : "no response at all, but nothing reads it", "x": 1e400 }\n'
     engine.reply = lambda body: odd
     asked = {"rid": "a", **ASKED, "image_data": ["aGk="], "custom_params": {"deep": [1, {"x": None}]}}
     async with route(engine) as router:
@@ -35,30 +35,30 @@ async def test_bytes_pass_unread_in_both_directions(route, engine):
 
 async def test_a_request_without_an_id_gets_one(route, engine):
     async with route(engine) as router:
-        answer = await router.generate(ASKED)
+        response = await router.generate(ASKED)
     (seen,) = engine.seen
     assert {**ASKED, "rid": seen["rid"]} == seen
     assert len(seen["rid"]) == 32
-    assert answer == answer_to(seen)
+    assert response == response_to(seen)
 
 
-async def test_the_session_header_goes_on(route, engine):
+async def test_the_session_header_is_forwarded(route, engine):
     async with route(engine) as router:
         await router.generate(ASKED, headers={"X-SMG-Routing-Key": "s7", "X-Other": "1"})
     assert engine.headers[0]["x-smg-routing-key"] == "s7"
     assert "x-other" not in engine.headers[0]
 
 
-async def test_upstreams_take_turns(route, engines):
+async def test_upstreams_are_used_round_robin(route, engines):
     async with route(*engines) as router:
         for _ in range(4):
             await router.generate(ASKED)
     assert [len(engine.seen) for engine in engines] == [2, 2]
 
 
-async def test_a_batch_is_answered_in_order(route, engines):
+async def test_a_batch_is_served_in_order(route, engines):
     for engine in engines:
-        engine.reply = lambda body: answer_to(body, token_ids=(body["input_ids"][0], 9))
+        engine.reply = lambda body: response_to(body, token_ids=(body["input_ids"][0], 9))
     batch = {
         "rid": "b",
         "input_ids": [[1], [2, 2], [3]],
@@ -66,8 +66,8 @@ async def test_a_batch_is_answered_in_order(route, engines):
         "return_logprob": True,
     }
     async with route(*engines) as router:
-        answers = await router.generate(batch)
-    assert [answer["output_ids"] for answer in answers] == [[1, 9], [2, 9], [3, 9]]
+        responses = await router.generate(batch)
+    assert [response["output_ids"] for response in responses] == [[1, 9], [2, 9], [3, 9]]
     seen = sorted((one for engine in engines for one in engine.seen), key=lambda one: one["rid"])
     assert seen == [
         {"rid": f"b_{n}", "input_ids": ids, "sampling_params": {"max_new_tokens": n + 1}, "return_logprob": True}
@@ -77,15 +77,15 @@ async def test_a_batch_is_answered_in_order(route, engines):
 
 async def test_a_batch_of_texts(route, engine):
     async with route(engine) as router:
-        answers = await router.generate({"text": ["one", "two"], "rid": ["x", "y"]})
-    assert [one["meta_info"]["id"] for one in answers] == ["x", "y"]
+        responses = await router.generate({"text": ["one", "two"], "rid": ["x", "y"]})
+    assert [one["meta_info"]["id"] for one in responses] == ["x", "y"]
     assert sorted(one["text"] for one in engine.seen) == ["one", "two"]
 
 
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_a_stream_passes_event_by_event(route, engine, incremental):
     engine.incremental = incremental
-    engine.reply = lambda body: answer_to(body, token_ids=(1, 2, 3, 9))
+    engine.reply = lambda body: response_to(body, token_ids=(1, 2, 3, 9))
     async with route(engine, middlewares=["load_balance"]) as router:
         status, data, headers = await router.post({**ASKED, "stream": True})
     assert status == 200
@@ -95,29 +95,32 @@ async def test_a_stream_passes_event_by_event(route, engine, incremental):
 
 
 async def test_events_reach_the_caller_before_the_last_one_is_made(route, engine):
-    engine.reply = lambda body: answer_to(body, token_ids=(1, 2, 9))
-    go_on = asyncio.Event()
+    engine.reply = lambda body: response_to(body, token_ids=(1, 2, 9))
+    resume = asyncio.Event()
 
     async def slowly(request, body):
-        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await answer.prepare(request)
-        await answer.write(b'data: {"first":1}\n\nda')
-        await go_on.wait()
-        await answer.write(b"ta: [DONE]\n\n")
-        return answer
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"first":1}\n\nda')
+        await resume.wait()
+        await response.write(b"ta: [DONE]\n\n")
+        return response
 
     engine.stream = slowly
-    async with route(engine) as router, router.session.post(router.url + "/generate", json={"stream": True}) as answer:
-        assert await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5) == b'data: {"first":1}\n\n'
-        go_on.set()
-        assert await answer.content.read() == b"data: [DONE]\n\n"
+    async with (
+        route(engine) as router,
+        router.session.post(router.url + "/generate", json={"stream": True}) as response,
+    ):
+        assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5) == b'data: {"first":1}\n\n'
+        resume.set()
+        assert await response.content.read() == b"data: [DONE]\n\n"
 
 
 async def test_a_streamed_batch_numbers_its_events(route, engine):
     def reply(body):
-        answer = answer_to(body, token_ids=tuple(body["input_ids"]))
-        answer["meta_info"]["note"] = 'data: {"x": 1}'
-        return answer
+        response = response_to(body, token_ids=tuple(body["input_ids"]))
+        response["meta_info"]["note"] = 'data: {"x": 1}'
+        return response
 
     engine.reply = reply
     async with route(engine) as router:
@@ -127,7 +130,7 @@ async def test_a_streamed_batch_numbers_its_events(route, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_caller_who_leaves_has_the_request_aborted(route, engine, stream):
+async def test_the_request_of_a_disconnected_caller_is_aborted(route, engine, stream):
     engine.hold.clear()
     async with route(engine) as router:
         task = asyncio.create_task(router.post({"rid": "gone", **ASKED, "stream": stream}))
@@ -138,12 +141,12 @@ async def test_a_caller_who_leaves_has_the_request_aborted(route, engine, stream
         assert engine.gone == ["gone"]
         await eventually(lambda: not any(one.in_flight for one in router.upstreams))
         assert await router.counter('slime_router_requests_total{status="499"}') == 1
-        # The router goes on.
+        # The router continues to serve.
         engine.hold.set()
         await router.generate(ASKED)
 
 
-async def test_behind_sglang_router_each_engine_is_told_to_abort(route, engines):
+async def test_behind_sglang_router_aborts_are_sent_to_each_engine(route, engines):
     router_like, worker = engines
     router_like.routes = {"abort": 404, "workers": {"workers": [{"id": "w", "url": worker.url, "load": 0}], "total": 1}}
     router_like.hold.clear()
@@ -164,7 +167,7 @@ async def test_abort_request_reaches_every_upstream(route, engines):
 
 
 @pytest.mark.parametrize("asked", [{"rid": "waits"}, {"abort_all": True}])
-async def test_abort_request_ends_what_waits_in_a_middleware(route, engine, asked):
+async def test_abort_request_ends_requests_that_wait_in_a_middleware(route, engine, asked):
     engine.hold.clear()
     async with route(engine, middlewares=['{ name = "priority", concurrency = 1 }']) as router:
         first = asyncio.create_task(router.generate({"rid": "first", **ASKED}))
@@ -174,9 +177,9 @@ async def test_abort_request_ends_what_waits_in_a_middleware(route, engine, aske
         while await router.counter(gauge) != 1:  # noqa: ASYNC110 - it has no event for it
             await asyncio.sleep(0.005)
         assert (await router.post(asked, path="/abort_request"))[0] == 200
-        answer = await asyncio.wait_for(waits, 10)
-        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]) == ([], {"type": "abort"})
-        # What is at an engine is for that to end.
+        response = await asyncio.wait_for(waits, 10)
+        assert (response["output_ids"], response["meta_info"]["finish_reason"]) == ([], {"type": "abort"})
+        # The engine itself ends a request that it is serving.
         assert not first.done()
         engine.hold.set()
         assert (await first)["output_ids"] == [1, 2, 9]
@@ -184,16 +187,16 @@ async def test_abort_request_ends_what_waits_in_a_middleware(route, engine, aske
     assert [one["rid"] for one in engine.seen] == ["first"]
 
 
-async def test_a_late_answer_is_an_error_and_aborted(route, engine):
+async def test_a_late_response_is_an_error_and_aborted(route, engine):
     engine.hold.clear()
     async with route(engine, timeout_s=0.2) as router:
         status, data, _ = await router.post({"rid": "late", **ASKED})
         await eventually(lambda: engine.aborts)
-    assert (status, json.loads(data)["error"]["message"]) == (504, "no answer within 0.2 s")
+    assert (status, json.loads(data)["error"]["message"]) == (504, "no response within 0.2 s")
     assert engine.aborts == [{"rid": "late"}]
 
 
-async def test_a_caller_who_never_ends_the_question(route, engine):
+async def test_a_request_body_that_never_ends_times_out(route, engine):
     async with route(engine, timeout_s=0.2) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
         writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -203,7 +206,7 @@ async def test_a_caller_who_never_ends_the_question(route, engine):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         (b"not json", "malformed"),
         (b"[]", "Expected `object`"),
@@ -217,14 +220,14 @@ async def test_a_caller_who_never_ends_the_question(route, engine):
         (b'{"input_ids": [99999999999]}', "99999999999"),
     ],
 )
-async def test_what_cannot_be_understood_is_refused(route, engine, body, said):
+async def test_invalid_requests_are_refused(route, engine, body, expected):
     async with (
         route(engine, middlewares=["load_balance"]) as router,
-        router.session.post(router.url + "/generate", data=body) as answer,
+        router.session.post(router.url + "/generate", data=body) as response,
     ):
-        status, text = answer.status, (await answer.json())["error"]["message"]
+        status, text = response.status, (await response.json())["error"]["message"]
     assert status == 400
-    assert said in text, text
+    assert expected in text, text
     assert engine.seen == []
 
 
@@ -238,13 +241,13 @@ async def test_a_body_that_is_too_large_is_refused(route, engine):
 async def test_an_upstream_that_is_down(route, engine):
     gone = "http://127.0.0.1:9"
     async with route(gone, engine) as router:
-        # An attempt finds out; from then on it is passed by.
+        # An attempt marks it down; after that it gets no requests.
         await eventually(lambda: not next(iter(router.upstreams)).up)
         for upstream in router.upstreams:
             upstream.up = True
-        answers = [await router.post(ASKED) for _ in range(4)]
-        assert sorted(status for status, _, _ in answers) == [200, 200, 200, 503]
-        refused = next(answer for answer in answers if answer[0] == 503)
+        responses = [await router.post(ASKED) for _ in range(4)]
+        assert sorted(status for status, _, _ in responses) == [200, 200, 200, 503]
+        refused = next(response for response in responses if response[0] == 503)
         assert b"127.0.0.1:9" in refused[1]
         assert refused[2]["retry-after"] == "1"
         _, listed = await router.get("/workers")
@@ -252,7 +255,7 @@ async def test_an_upstream_that_is_down(route, engine):
         assert await router.counter('slime_router_upstream_up{url="http://127.0.0.1:9"}') == 0
 
 
-async def test_a_second_attempt_passes_by_what_the_first_found_down(route, engine):
+async def test_a_second_attempt_skips_an_upstream_that_the_first_found_down(route, engine):
     retry = '{ name = "retry", backoff_s = 0.0 }'
     async with route("http://127.0.0.1:9", engine, middlewares=[retry]) as router:
         await eventually(lambda: not next(iter(router.upstreams)).up)
@@ -262,18 +265,18 @@ async def test_a_second_attempt_passes_by_what_the_first_found_down(route, engin
         assert await router.counter('slime_router_middleware{counter="repeated",middleware="retry",place="0"}') == 1
 
 
-async def test_nothing_is_asked_again_once_a_part_of_the_answer_is_out():
+async def test_a_request_is_not_sent_again_once_a_part_of_the_response_was_sent():
     settings = Settings()
     (asked,) = parse(b'{"rid": "a", "input_ids": [1]}', session_id=None, read_tokens=False).requests
-    with pytest.raises(EngineError, match="a part of its answer was sent already"):
+    with pytest.raises(EngineError, match="a part of its response was sent already"):
         await Engines(Upstreams([], settings), settings).generate(asked, Call(stream=True, sent=True))
 
 
 async def test_one_probe_that_is_late_does_not_put_an_upstream_down():
-    answering = asyncio.Event()
+    responding = asyncio.Event()
 
     async def health(request):
-        await answering.wait()
+        await responding.wait()
         return web.Response()
 
     async with FakeSglang(health) as slow, aiohttp.ClientSession() as session:
@@ -282,15 +285,15 @@ async def test_one_probe_that_is_late_does_not_put_an_upstream_down():
         for up in (True, True, False, False):
             await upstreams.probe(upstream, session)
             assert upstream.up is up
-        answering.set()
-    # What answers has the usual time, which a busy machine may need.
+        responding.set()
+    # This probe has the default timeout, which a busy machine may need.
     upstreams = Upstreams([], Settings())
     async with FakeSglang() as well, aiohttp.ClientSession() as session:
         upstream.url = well.url
         await upstreams.probe(upstream, session)
         assert (upstream.up, upstream.missed) == (True, 0)
     async with aiohttp.ClientSession() as session:
-        # Nobody listens there, and nobody begins to meanwhile: that is known at once.
+        # No process listens on this port, or starts to: the probe fails at once.
         upstream.url = "http://127.0.0.1:9"
         await upstreams.probe(upstream, session)
         assert not upstream.up
@@ -325,9 +328,9 @@ async def test_an_upstream_that_refuses_the_routers_token_is_not_the_callers_fau
     async with route(engine) as router:
         status, data, _ = await router.post(ASKED)
     assert status == 502
-    said = json.loads(data)["error"]["message"]
-    assert f"{engine.url} answered with status {refused}" in said
-    assert "--upstream-token-file" in said
+    message = json.loads(data)["error"]["message"]
+    assert f"{engine.url} responded with status {refused}" in message
+    assert "--upstream-token-file" in message
     assert len(engine.seen) == 1
 
 
@@ -336,26 +339,26 @@ async def test_an_upstream_that_refuses_the_routers_token_is_not_the_callers_fau
     [
         (503, {}, True),
         (500, {}, False),
-        # sglang-router, of an engine that it lost, and of a request that it refuses.
+        # sglang-router: for an engine that it lost, and for a request that it refuses.
         (500, {"x-smg-error-code": "call_upstream_request_error"}, True),
         (500, {"x-smg-error-code": "tokenization_failed"}, False),
     ],
 )
-async def test_only_what_is_safe_is_sent_again(route, engine, status, headers, again):
+async def test_only_requests_that_are_safe_to_repeat_are_sent_again(route, engine, status, headers, again):
     replies = [web.Response(status=status, body=b"no", headers=headers), None]
-    engine.reply = lambda body: replies.pop(0) or answer_to(body)
+    engine.reply = lambda body: replies.pop(0) or response_to(body)
     async with route(engine, middlewares=['{ name = "retry", backoff_s = 0.0 }']) as router:
         got, _, _ = await router.post(ASKED)
     assert (got, len(engine.seen)) == ((200, 2) if again else (status, 1))
 
 
-@pytest.mark.parametrize("answer", [b"<html>busy</html>", b"", b'{"output_ids": [1, 2', b"[1]"])
-async def test_garbage_is_not_passed_on(route, engine, answer):
-    engine.reply = lambda body: answer
+@pytest.mark.parametrize("response", [b"<html>busy</html>", b"", b'{"output_ids": [1, 2', b"[1]"])
+async def test_garbage_is_not_passed_on(route, engine, response):
+    engine.reply = lambda body: response
     async with route(engine) as router:
         status, data, _ = await router.post(ASKED)
     assert status == 502
-    assert repr(answer.decode())[1:-1] in json.loads(data)["error"]["message"]
+    assert repr(response.decode())[1:-1] in json.loads(data)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -367,13 +370,13 @@ async def test_garbage_is_not_passed_on(route, engine, answer):
         {"meta_info": None},
     ],
 )
-async def test_garbage_that_a_middleware_looks_into(route, engine, change, tmp_path):
-    engine.reply = lambda body: {**answer_to(body), **change}
+async def test_garbage_that_a_middleware_reads(route, engine, change, tmp_path):
+    engine.reply = lambda body: {**response_to(body), **change}
     (tmp_path / "tokenizer.json").write_text(TOKENIZER)
     async with route(engine, middlewares=[f'{{ name = "radix_cache", tokenizer = "{tmp_path}" }}']) as router:
         status, data, _ = await router.post({"text": "ab"})
     assert status == 502, data
-    assert "no answer to /generate" in json.loads(data)["error"]["message"]
+    assert "no response to /generate" in json.loads(data)["error"]["message"]
 
 
 TOKENIZER = json.dumps(
@@ -388,7 +391,7 @@ TOKENIZER = json.dumps(
 
 
 async def test_a_stream_that_breaks_off(route, engine):
-    """Before its first event it may be sent again; after that the caller is told in the stream, and nothing is repeated."""
+    """Before its first event a request may be sent again. After that the error is an event, and nothing is repeated."""
     retry = '{ name = "retry", backoff_s = 0.0, attempts = 2 }'
     async with route(engine, middlewares=[retry]) as router:
         engine.break_stream_after = 0
@@ -403,7 +406,7 @@ async def test_a_stream_that_breaks_off(route, engine):
     assert "within the stream" in last["error"]["message"]
 
 
-async def test_more_than_the_bound_is_turned_away(route, engine):
+async def test_requests_above_the_limit_are_refused(route, engine):
     engine.hold.clear()
     async with route(engine, max_in_flight=2) as router:
         first = [asyncio.create_task(router.post(ASKED)) for _ in range(2)]
@@ -418,8 +421,8 @@ async def test_more_than_the_bound_is_turned_away(route, engine):
 async def test_the_token(route, engine):
     async with route(engine, token="s3cret", upstream_token="other") as router:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
-            status, data, answered = await router.post(ASKED, headers=headers)
-            assert (status, answered["www-authenticate"]) == (401, "Bearer")
+            status, data, responded = await router.post(ASKED, headers=headers)
+            assert (status, responded["www-authenticate"]) == (401, "Bearer")
             assert b"s3cret" not in data
             assert (await router.get("/workers", headers=headers))[0] == 401
             assert (await router.get("/metrics", headers=headers))[0] == 401
@@ -429,26 +432,26 @@ async def test_the_token(route, engine):
     assert engine.headers[0]["authorization"] == "Bearer other"
 
 
-async def test_workers_come_and_go_in_sglang_routers_form(route, engines):
+async def test_workers_are_added_and_removed_in_sglang_routers_form(route, engines):
     one, other = engines
     async with route(one) as router:
         status, data, headers = await router.post({"url": other.url + "/", "worker_type": "regular"}, path="/workers")
         added = json.loads(data)
         assert (status, added["status"], added["url"]) == (202, "accepted", other.url)
         assert headers["location"] == added["location"] == f"/workers/{added['worker_id']}"
-        # Once more changes nothing.
+        # Adding it again changes nothing.
         await router.post({"url": other.url}, path="/workers")
         listed = json.loads((await router.get("/workers"))[1])
         assert (listed["total"], [worker["url"] for worker in listed["workers"]]) == (2, [one.url, other.url])
         first = listed["workers"][0]
         assert json.loads((await router.get(f"/workers/{first['id']}"))[1]) == first
-        async with router.session.delete(f"{router.url}/workers/{first['id']}") as answer:
-            assert (answer.status, await answer.json()) == (202, {"status": "accepted", "worker_id": first["id"]})
+        async with router.session.delete(f"{router.url}/workers/{first['id']}") as response:
+            assert (response.status, await response.json()) == (202, {"status": "accepted", "worker_id": first["id"]})
         for _ in range(3):
             await router.generate(ASKED)
         assert (len(one.seen), len(other.seen)) == (0, 3)
-        async with router.session.delete(f"{router.url}/workers/{first['id']}") as answer:
-            assert answer.status == 404
+        async with router.session.delete(f"{router.url}/workers/{first['id']}") as response:
+            assert response.status == 404
         assert (await router.post({"address": "x"}, path="/workers"))[0] == 422
         assert (await router.post({"url": "127.0.0.1:80"}, path="/workers"))[0] == 422
 
@@ -457,5 +460,5 @@ async def test_the_upstreams_connections_are_used_again(route, engine):
     async with route(engine) as router:
         for _ in range(8):
             await router.generate(ASKED)
-    # One, and another if a probe had it just then.
+    # One connection, and a second if a probe was using the first.
     assert len(engine.peers) <= 2

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from router_fake_engine import ASKED, answer_to, events
+from router_fake_engine import ASKED, events, response_to
 
 from slime_core.types.completion import FinishReason
 from slime_core.types.sample import VersionSpan
 from slime_router.requests import parse
-from slime_router.wire import WireCompletion, answer_body
+from slime_router.wire import WireCompletion, response_body
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ FOUR, TWO, SEVEN, ASK, FORTY_TWO = 6, 4, 9, 14, 1
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_text_becomes_the_tokens_that_the_engine_wrote(route, engine, radix, stream, incremental):
     engine.incremental = incremental
-    engine.reply = lambda body: {**answer_to(body, token_ids=(FOUR, TWO)), "text": "42"}
+    engine.reply = lambda body: {**response_to(body, token_ids=(FOUR, TWO)), "text": "42"}
     session = {"headers": {"x-smg-routing-key": "s"}}
     first = {
         "rid": "a",
@@ -37,7 +37,7 @@ async def test_text_becomes_the_tokens_that_the_engine_wrote(route, engine, radi
         status, data, _ = await router.post({**first, "stream": stream}, **session)
         assert status == 200
         if not stream:
-            expected = answer_to(first, token_ids=(FOUR, TWO))
+            expected = response_to(first, token_ids=(FOUR, TWO))
             expected["meta_info"] |= {"prompt_tokens": 2, "prompt_token_ids": [SEVEN, ASK]}
             assert json.loads(data) == {**expected, "text": "42"}
         await router.generate({"text": "7?42?42"}, **session)
@@ -47,7 +47,7 @@ async def test_text_becomes_the_tokens_that_the_engine_wrote(route, engine, radi
             await router.counter('slime_router_middleware{counter="known_tokens",middleware="radix_cache",place="0"}')
             == 4
         )
-    # The first time without its text, and with all else that was asked.
+    # The first request is sent without its text, and with all its other fields.
     assert engine.seen[0] == {
         "rid": "a", "input_ids": [SEVEN, ASK], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True,
         "extra": {"k": 1}, "stream": stream,
@@ -62,7 +62,7 @@ async def test_text_becomes_the_tokens_that_the_engine_wrote(route, engine, radi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_recorded_answers_come_back_without_an_engine(route, engine, tmp_path, stream):
+async def test_recorded_responses_are_replayed_without_an_engine(route, engine, tmp_path, stream):
     path = tmp_path / "answers.jsonl"
     async with route(engine, middlewares=[f'{{ name = "record", path = "{path}" }}']) as router:
         _, given, _ = await router.post(ASKED)
@@ -80,7 +80,7 @@ async def test_recorded_answers_come_back_without_an_engine(route, engine, tmp_p
             assert sorted(one["index"] for one in last) == [0, 1]
         status, data, _ = await router.post({**ASKED, "input_ids": [77]})
     assert status == 500
-    assert b"no answer to it was recorded" in data
+    assert b"no response to it was recorded" in data
 
 
 async def test_load_and_sessions_choose_the_upstream(route, engines):
@@ -104,11 +104,11 @@ async def test_too_many_requests(route, engine):
 
 
 def wire(**fields):
-    body = json.dumps({**answer_to({"rid": "a"}), **fields}).encode()
+    body = json.dumps({**response_to({"rid": "a"}), **fields}).encode()
     return WireCompletion.of([body], request_id="a", engine_index=4)
 
 
-def test_an_answer_is_read_when_it_is_looked_at():
+def test_a_response_is_parsed_when_a_field_is_read():
     broken = WireCompletion.of([b"{broken"], request_id="a", engine_index=4)
     assert (broken.request_id, broken.engine_index, broken.body) == ("a", 4, b"{broken")
     completion = wire()
@@ -119,8 +119,8 @@ def test_an_answer_is_read_when_it_is_looked_at():
     assert completion.cached_tokens == 1
 
 
-def test_versions_and_log_probs_that_an_engine_does_not_tell():
-    meta = answer_to({})["meta_info"]
+def test_versions_and_log_probs_that_an_engine_does_not_return():
+    meta = response_to({})["meta_info"]
     spans = [{"version": "5", "start": 0, "end": 2}, {"version": "6", "start": 2, "end": 3}]
     assert wire(meta_info={**meta, "weight_versions": spans}).spans == (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3))
     assert wire(meta_info={**meta, "weight_version": "default"}).spans == (VersionSpan(-1, 0, 3),)
@@ -128,7 +128,7 @@ def test_versions_and_log_probs_that_an_engine_does_not_tell():
     assert np.isnan(wire(meta_info=meta).log_probs).all()
 
 
-def test_what_a_middleware_changed_goes_on():
+def test_changes_of_a_middleware_are_forwarded():
     from dataclasses import replace
 
     body = b'{"rid":"a","input_ids":[1],"sampling_params":{"max_new_tokens":5,"custom":1},"lora_path":"x"}'
@@ -142,10 +142,10 @@ def test_what_a_middleware_changed_goes_on():
     received = wire()
     cut = replace(received, token_ids=received.token_ids[:1], log_probs=received.log_probs[:1],
                   finish_reason=FinishReason.LENGTH, spans=(VersionSpan(5, 0, 1),))  # fmt: skip
-    answered = json.loads(answer_body(cut, received))
-    # The text belongs to other tokens, so it is left out; what nobody changed stays.
-    assert "text" not in answered
-    assert answered["output_ids"] == [1]
-    assert answered["meta_info"]["output_token_logprobs"] == [[-0.25, 1, None]]
-    assert answered["meta_info"]["finish_reason"] == {"type": "length"}
-    assert answered["meta_info"]["e2e_latency"] == 0.125
+    responded = json.loads(response_body(cut, received))
+    # The text belongs to other tokens, so it is omitted; unchanged fields stay.
+    assert "text" not in responded
+    assert responded["output_ids"] == [1]
+    assert responded["meta_info"]["output_token_logprobs"] == [[-0.25, 1, None]]
+    assert responded["meta_info"]["finish_reason"] == {"type": "length"}
+    assert responded["meta_info"]["e2e_latency"] == 0.125

@@ -1,4 +1,4 @@
-"""The entry points; the contract kit's middleware suite tells the rest."""
+"""The entry points; the contract kit's middleware suite tests the rest."""
 
 from importlib.metadata import entry_points
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from router_script import answer, request
+from router_script import request, respond
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slime_core.errors import EngineError, ModelError
 from slime_core.types.completion import FinishReason
 from slime_core.types.sample import VersionSpan
-from slime_router.conversations import Conversations
 from slime_router.plugin import RadixCache
+from slime_router.radix_tree import RadixTree
 from slime_router.segment import Segment, token_ids_of
 
 
@@ -32,12 +32,12 @@ def ids(characters):
     return of
 
 
-def engine(*answers, **fields):
-    left, seen = list(answers), []
+def engine(*responses, **fields):
+    left, seen = list(responses), []
 
     async def call_next(asked):
         seen.append(asked)
-        return answer(asked, left.pop(0), **fields)
+        return respond(asked, left.pop(0), **fields)
 
     return call_next, seen
 
@@ -46,13 +46,13 @@ def text_request(text, **fields):
     return request(token_ids=(), text=text, **fields)
 
 
-async def test_what_was_generated_is_not_tokenised_again(cache, ids):
+async def test_generated_text_is_not_tokenized_again(cache, ids):
     written = ids("4", "2")
     call_next, seen = engine(written, ids("7"))
     first = await cache(text_request("40+2=", session_id="s"), call_next)
     assert first.prompt_token_ids.tolist() == ids("4", "0", "+", "2", "=")
     second = await cache(text_request("40+2=42?42", session_id="s"), call_next)
-    # The engine's 42 is two tokens; the caller's, which nobody has seen, is one.
+    # The engine's 42 is two tokens; the caller's, which is new text, is one.
     expected = ids("4", "0", "+", "2", "=", "4", "2", "?", "42")
     assert seen[1].token_ids.tolist() == expected == second.prompt_token_ids.tolist()
     assert seen[1].token_ids.dtype == np.int32
@@ -88,14 +88,14 @@ async def test_the_end_of_a_turn_may_be_in_the_text_or_not(cache, ids):
     assert seen[2].token_ids.tolist() == ids("?", "4", "2", "+")
 
 
-async def test_an_answer_that_the_caller_changed_is_the_callers(cache, ids):
+async def test_a_response_that_the_caller_changed_is_the_callers(cache, ids):
     call_next, seen = engine(ids("4", "2", "1"), ids("1"))
     await cache(text_request("?"), call_next)
     await cache(text_request("?42+"), call_next)
     assert seen[1].token_ids.tolist() == ids("?", "42", "+")
 
 
-async def test_spans_of_several_versions_and_an_aborted_answer(cache, ids):
+async def test_spans_of_several_versions_and_an_aborted_response(cache, ids):
     call_next, _ = engine(ids("4", "2", "1"), spans=(VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)))
     await cache(text_request("?"), call_next)
     call_next, _ = engine([], finish_reason=FinishReason.ABORT, spans=())
@@ -115,11 +115,11 @@ async def test_requests_with_tokens_pass_and_an_empty_text_is_refused(cache):
 
 
 async def test_many_conversations_at_once(cache, ids):
-    """Three turns of 30 conversations, interleaved, in one session: what differs is told apart by its text."""
+    """Three turns of 30 conversations, interleaved, in one session: they are distinguished by their text."""
 
     async def call_next(asked):
         await asyncio.sleep(0.001 * random.Random(asked.seed).random())
-        return answer(asked, ids("4", "2"))
+        return respond(asked, ids("4", "2"))
 
     async def talk(number):
         text, tokens = f"{number}+", ids(*str(number), "+")
@@ -152,7 +152,7 @@ async def test_characters_of_several_tokens(byte_level):
     assert None not in bytewise
     assert tokenizer.encode("theé").ids != bytewise
     end = tokenizer.token_to_id("<|im_end|>")
-    # The last character is cut in two by the end of the first answer: what is no character yet is shown as one sign.
+    # The last character is cut in two by the end of the first response: what is no character yet is shown as one sign.
     call_next, seen = engine([*bytewise, end], bytewise[:-1], [9])
     await cache(text_request("é: "), call_next)
     await cache(text_request("é: theé<|im_end|>the "), call_next)
@@ -186,7 +186,7 @@ def segment_of(parent, *token_ids, version=None):
 
 def test_the_tree_agrees_with_a_plain_table():
     """Against a dictionary from text to tokens, searched from the longest beginning down."""
-    draw, tree, table, numbers = random.Random(7), Conversations(max_bytes=2**30, keep_versions=9), {}, 0
+    draw, tree, table, numbers = random.Random(7), RadixTree(max_bytes=2**30, keep_versions=9), {}, 0
     hits = 0
     for _ in range(3000):
         text = "".join(draw.choice("ab") for _ in range(draw.randrange(1, 12)))
@@ -203,13 +203,13 @@ def test_the_tree_agrees_with_a_plain_table():
     assert hits > 1000
 
 
-def test_what_was_used_longest_ago_is_forgotten_and_its_memory_is_free():
-    room = Conversations(max_bytes=20_000, keep_versions=9)
+def test_the_least_recently_used_is_removed_and_its_memory_is_free():
+    room = RadixTree(max_bytes=20_000, keep_versions=9)
     for number in range(100):
         text = f"conversation {number:03d}"
         room.mark(f"s{number}", text, segment_of(None, *range(200)), num_characters=len(text))
-        # The first one is asked for again and again.
-        assert room.longest("s0", "conversation 000 goes on").length == 16
+        # The first one is used again and again.
+        assert room.longest("s0", "conversation 000 continues").length == 16
         assert room.num_bytes <= 20_000
     assert 3 <= len(room) <= 10
     assert room.forgotten == 100 - len(room)
@@ -222,7 +222,7 @@ def test_what_was_used_longest_ago_is_forgotten_and_its_memory_is_free():
 
 
 def test_memory_that_a_continuation_needs_still_counts():
-    room = Conversations(max_bytes=2**30, keep_versions=9)
+    room = RadixTree(max_bytes=2**30, keep_versions=9)
     first = segment_of(None, *range(1000))
     room.mark("s", "a", first, num_characters=1)
     before = room.num_bytes
@@ -238,12 +238,12 @@ def test_memory_that_a_continuation_needs_still_counts():
 
 
 def test_versions_that_have_passed_by_are_forgotten():
-    room = Conversations(max_bytes=2**30, keep_versions=2)
+    room = RadixTree(max_bytes=2**30, keep_versions=2)
     room.mark("s", "prompt", segment_of(None, 1), num_characters=6)
     for version in (100, 101, 102):
         room.mark("s", f"v{version}", segment_of(None, 1, version=version), num_characters=4)
-        room.longest("s", "v100 goes on")
-    # The prompt was there before anybody knew of versions, and counts as of the first one.
+        room.longest("s", "v100 continues")
+    # The prompt was marked before the first version was known, and counts as of that one.
     assert room.longest("t", "prompt").length == 0
     assert len(room) == 4
     room.mark("s", "v103", segment_of(None, 1, version=103), num_characters=4)

@@ -1,10 +1,10 @@
-"""record: what was answered once is answered again."""
+"""record: recorded responses are replayed."""
 
 import json
 
 import numpy as np
 import pytest
-from router_script import answer, request
+from router_script import request, respond
 
 from slime_core.errors import DataError, EngineError, StorageError
 from slime_core.types.completion import FinishReason, SamplingParams
@@ -22,8 +22,8 @@ def replayer(path, **options):
     return Record.build(Record.Config(path=str(path), mode="replay", **options))
 
 
-async def nobody(asked):
-    raise AssertionError("an engine is asked")
+async def no_engine(asked):
+    raise AssertionError("the request reached an engine")
 
 
 def script(*completions):
@@ -35,12 +35,12 @@ def script(*completions):
     return call_next
 
 
-async def test_answers_come_back_to_the_bit(tmp_path):
+async def test_replayed_responses_are_equal_to_the_bit(tmp_path):
     rng = np.random.default_rng(0)
     log_probs = [rng.normal(size=length).astype(np.float32) for length in (0, 1, 37)]
     asked = [request(f"r{n}", range(1, n + 2), seed=n) for n in range(3)]
     given = [
-        answer(
+        respond(
             one,
             rng.integers(0, 150_000, len(values)),
             log_probs=values,
@@ -59,7 +59,7 @@ async def test_answers_come_back_to_the_bit(tmp_path):
         assert await record(one, script(lambda _, c=completion: c)) is completion
     replay = replayer(path)
     for one, completion in reversed(list(zip(asked, given, strict=True))):
-        again = await replay(one, nobody)
+        again = await replay(one, no_engine)
         for name in ("request_id", "finish_reason", "spans", "cached_tokens", "engine_index", "extra"):
             assert getattr(again, name) == getattr(completion, name)
         for name, dtype in (("token_ids", np.int32), ("log_probs", np.float32)):
@@ -70,23 +70,23 @@ async def test_answers_come_back_to_the_bit(tmp_path):
             assert again.routed_experts.dtype == np.uint16
             np.testing.assert_array_equal(again.routed_experts, completion.routed_experts)
     assert (record.metrics(), replay.metrics()) == ({"recorded": 3}, {"replayed": 3, "missing": 0})
-    # A file that a person can read.
+    # The file is readable text.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["request"]["request_id"] for line in lines] == ["r0", "r1", "r2"]
 
 
-async def test_what_was_asked_twice_is_answered_in_order_and_then_no_more(tmp_path):
+async def test_equal_requests_get_their_responses_in_order_and_then_no_more(tmp_path):
     record = recorder(tmp_path / "a")
     for name, token in (("x", 1), ("y", 2)):
-        await record(request(name), script(lambda asked, t=token: answer(asked, [t])))
+        await record(request(name), script(lambda asked, t=token: respond(asked, [t])))
     replay = replayer(tmp_path / "a")
     # The id does not count: a retry has another one.
-    assert [(await replay(request("z"), nobody)).token_ids.tolist() for _ in range(2)] == [[1], [2]]
-    with pytest.raises(DataError, match="no answer to it was recorded"):
-        await replay(request("z"), nobody)
+    assert [(await replay(request("z"), no_engine)).token_ids.tolist() for _ in range(2)] == [[1], [2]]
+    with pytest.raises(DataError, match="no response to it was recorded"):
+        await replay(request("z"), no_engine)
     forward = replayer(tmp_path / "a", on_missing="forward")
     other = request("o", sampling=SamplingParams(max_new_tokens=9))
-    assert (await forward(other, script(lambda asked: answer(asked, [5])))).token_ids.tolist() == [5]
+    assert (await forward(other, script(lambda asked: respond(asked, [5])))).token_ids.tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ async def test_what_was_asked_twice_is_answered_in_order_and_then_no_more(tmp_pa
                {"images": (Image(data=b"a cat"),)},
                {"sampling": SamplingParams(max_new_tokens=8, temperature=0.5)}]
 )  # fmt: skip
-async def test_another_question_has_another_answer(tmp_path, change):
-    await recorder(tmp_path / "a")(request(), script(answer))
+async def test_a_different_request_gets_no_recorded_response(tmp_path, change):
+    await recorder(tmp_path / "a")(request(), script(respond))
     with pytest.raises(DataError):
-        await replayer(tmp_path / "a")(request(**change), nobody)
+        await replayer(tmp_path / "a")(request(**change), no_engine)
 
 
-async def test_requests_over_http_differ_in_all_that_they_ask(tmp_path):
+async def test_all_fields_of_a_request_over_http_count(tmp_path):
     def asked(name, **more):
         params = {"max_new_tokens": 4, "n": 1, **more.pop("params", {})}
         body = {"rid": name, "text": "what?", "sampling_params": params, "lora_path": None, **more}
@@ -109,14 +109,14 @@ async def test_requests_over_http_differ_in_all_that_they_ask(tmp_path):
     ways = [{}, {"image_data": ["aGk="]}, {"image_data": ["aGl="]}, {"lora_path": "x"}, {"params": {"regex": "a+"}}]
     record = recorder(tmp_path / "a")
     for number, way in enumerate(ways):
-        await record(asked("a", **way), script(lambda one, n=number: answer(one, [n])))
+        await record(asked("a", **way), script(lambda one, n=number: respond(one, [n])))
     replay = replayer(tmp_path / "a")
     for number, way in reversed(list(enumerate(ways))):
         again = asked("b", **way, stream=True, priority=3)
-        assert (await replay(again, nobody)).token_ids.tolist() == [number]
+        assert (await replay(again, no_engine)).token_ids.tolist() == [number]
 
 
-async def test_a_failure_is_not_recorded_and_a_start_adds(tmp_path):
+async def test_a_failure_is_not_recorded_and_a_restart_appends(tmp_path):
     async def fails(asked):
         raise EngineError("boom")
 
@@ -124,39 +124,39 @@ async def test_a_failure_is_not_recorded_and_a_start_adds(tmp_path):
         await recorder(tmp_path / "a")(request(), fails)
     assert (tmp_path / "a").read_bytes() == b""
     for token in (1, 2):
-        await recorder(tmp_path / "a")(request(), script(lambda asked, t=token: answer(asked, [t])))
+        await recorder(tmp_path / "a")(request(), script(lambda asked, t=token: respond(asked, [t])))
     assert len((tmp_path / "a").read_text().splitlines()) == 2
 
 
-async def test_a_recording_that_was_cut_short_or_is_none(tmp_path):
+async def test_a_recording_that_was_cut_short_or_is_invalid(tmp_path):
     path = tmp_path / "a"
     record = recorder(path)
-    await record(request(seed=1), script(answer))
-    await record(request(seed=2), script(answer))
+    await record(request(seed=1), script(respond))
+    await record(request(seed=2), script(respond))
     path.write_bytes(path.read_bytes()[:-9])
     replay = replayer(path)
-    await replay(request(seed=1), nobody)
-    with pytest.raises(DataError, match="no answer"):
-        await replay(request(seed=2), nobody)
+    await replay(request(seed=1), no_engine)
+    with pytest.raises(DataError, match="no response"):
+        await replay(request(seed=2), no_engine)
     whole = path.read_bytes().partition(b"\n")[0] + b"\n"
     path.write_bytes(whole + b"surprise\n")
-    with pytest.raises(DataError, match=r"a:2: not a recorded answer"):
+    with pytest.raises(DataError, match=r"a:2: not a recorded response"):
         replayer(path)
     fields = json.loads(whole)
     del fields["completion"]["log_probs"]
     path.write_text(json.dumps(fields) + "\n")
-    with pytest.raises(DataError, match=r"a:1: not a recorded answer.*log_probs"):
-        await replayer(path)(request(seed=1), nobody)
+    with pytest.raises(DataError, match=r"a:1: not a recorded response.*log_probs"):
+        await replayer(path)(request(seed=1), no_engine)
 
 
-def test_files_that_cannot_be_had(tmp_path):
+def test_files_that_cannot_be_opened(tmp_path):
     with pytest.raises(DataError, match="cannot be replayed: No such file"):
         replayer(tmp_path / "none")
     with pytest.raises(StorageError, match="cannot be written: Is a directory"):
         recorder(tmp_path)
 
 
-async def test_a_full_disk_is_told():
+async def test_a_full_disk_is_reported():
     record = recorder("/dev/full")
     with pytest.raises(StorageError, match="No space left"):
-        await record(request(), script(answer))
+        await record(request(), script(respond))

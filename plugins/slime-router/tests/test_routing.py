@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from router_script import Held, answer, request, settle, start
+from router_script import Held, request, respond, settle, start
 
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.errors import EngineError, EngineUnavailable
@@ -23,7 +23,7 @@ def sized(name, prompt, new, engines=(0, 1, 2)):
     return request(name, range(prompt), sampling=SamplingParams(max_new_tokens=new), engines=engines)
 
 
-async def test_load_balance_goes_where_the_fewest_tokens_are():
+async def test_load_balance_sends_to_the_engine_with_the_fewest_tokens():
     held, middleware = Held(), build(LoadBalance)
     tasks = await start(
         middleware, held, sized("a", 90, 10), sized("b", 5, 15), sized("c", 1, 29), sized("d", 1, 19), sized("e", 1, 1)
@@ -57,7 +57,7 @@ async def test_without_engines_to_choose_from_requests_pass():
         task.cancel()
 
 
-async def test_a_session_stays_where_it_was():
+async def test_a_session_stays_on_its_engine():
     held, middleware = Held(), build(SessionAffinity)
 
     async def turn(name, session, engines, engine):
@@ -69,7 +69,7 @@ async def test_a_session_stays_where_it_was():
     assert await turn("a0", "a", (0, 1, 2), 2) == (0, 1, 2)
     assert await turn("b0", "b", (1, 2, 0), 0) == (1, 2, 0)
     assert await turn("a1", "a", (0, 1, 2), 2) == (2, 0, 1)
-    # It was full: another one answered, which has the newest turn in its cache.
+    # It was full: another one responded, which has the newest turn in its cache.
     assert await turn("b1", "b", (0, 1, 2), 1) == (0, 1, 2)
     assert await turn("b2", "b", (0, 1, 2), 1) == (1, 0, 2)
     # Its engine is gone.
@@ -83,7 +83,7 @@ async def test_a_strict_session_goes_nowhere_else_and_old_ones_are_forgotten():
     for name, session in (("a", "s"), ("b", "t"), ("c", "s"), ("d", "u"), ("e", "t"), ("f", "s")):
         await start(middleware, held, request(name, session_id=session, engines=(0, 1)))
         await held.finish(name, engine_index=1)
-    # u pushed out t, the one that was asked longest ago; s was pushed out by t.
+    # u replaced t, the least recently used one; t had replaced s.
     assert [one.engines for one in held.seen] == [(0, 1), (0, 1), (1,), (0, 1), (0, 1), (0, 1)]
 
 
@@ -103,13 +103,13 @@ async def test_the_most_urgent_goes_first_and_equals_in_order():
     assert middleware.metrics() == {"running": 0, "waiting": 0, "refused": 0}
 
 
-async def test_who_stops_waiting_gives_up_the_place():
+async def test_a_cancelled_waiting_request_frees_its_place():
     held, middleware = Held(), build(Priority, concurrency=1)
     a, b, c, d = await start(middleware, held, *(request(name) for name in "abcd"))
     b.cancel()
     await settle()
     # c is given a's place and cancelled in the same turn of the loop: d gets it.
-    held.open["a"].set_result(answer(request("a")))
+    held.open["a"].set_result(respond(request("a")))
     await asyncio.sleep(0)
     c.cancel()
     await settle()
@@ -121,7 +121,7 @@ async def test_who_stops_waiting_gives_up_the_place():
     assert middleware.metrics() == {"running": 0, "waiting": 0, "refused": 0}
 
 
-async def test_a_failure_frees_the_place_and_a_full_queue_turns_away():
+async def test_a_failure_frees_the_place_and_a_full_queue_refuses():
     held, middleware = Held(), build(Priority, concurrency=1, max_waiting=1)
     tasks = await start(middleware, held, *(request(name) for name in "abc"))
     with pytest.raises(EngineUnavailable, match="1 requests wait already"):
@@ -143,10 +143,10 @@ def test_requests_are_spread_over_time():
 
     async def call_next(asked):
         gone[asked.request_id] = asyncio.get_running_loop().time()
-        return answer(asked)
+        return respond(asked)
 
     async def scene():
-        # Time in which nobody comes makes no room for more at once.
+        # Idle time does not allow a larger burst.
         await asyncio.sleep(60)
         calls = (middleware(request(name), call_next) for name in "abcdefg")
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -169,14 +169,14 @@ def test_requests_are_spread_over_time():
         ([TimeoutError()], 1, TimeoutError),
     ],
 )
-async def test_what_is_sent_again(errors, num_calls, expected):
+async def test_errors_after_which_a_request_is_sent_again(errors, num_calls, expected):
     middleware, left, calls = build(Retry, attempts=3, backoff_s=0), list(errors), []
 
     async def call_next(asked):
         calls.append(asked)
         if left:
             raise left.pop(0)
-        return answer(asked)
+        return respond(asked)
 
     asked = request("a")
     if expected is None:
@@ -215,7 +215,7 @@ class Echo:
     async def generate(self, requests):
         for one in requests:
             self.seen.append(one.request_id)
-            yield answer(one, engine_index=self.index)
+            yield respond(one, engine_index=self.index)
 
     async def call(self, method, *args):
         return None

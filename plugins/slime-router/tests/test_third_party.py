@@ -35,10 +35,10 @@ async def main():
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with aiohttp.ClientSession() as session:
         for _ in range(3):
-            async with session.post(url + "/generate", json={"input_ids": [1]}) as answer:
-                assert answer.status == 200
-        async with session.get(url + "/metrics") as answer:
-            text = await answer.text()
+            async with session.post(url + "/generate", json={"input_ids": [1]}) as response:
+                assert response.status == 200
+        async with session.get(url + "/metrics") as response:
+            text = await response.text()
     server.should_exit = True
     await task
     print(json.dumps([line for line in text.splitlines() if "acme_prefer" in line]))
@@ -49,7 +49,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder to put on PYTHONPATH, as if the wheel were installed beside slime; no index is asked."""
+    """A folder for PYTHONPATH, as if the wheel were installed beside slime; without a package index."""
     work = tmp_path_factory.mktemp("acme")
     # A copy, so that the build leaves nothing in the checkout.
     copy = shutil.copytree(SOURCE, work / "source", ignore=shutil.ignore_patterns("__pycache__"))

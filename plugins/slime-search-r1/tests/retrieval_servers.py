@@ -42,7 +42,7 @@ class Scripted:
                 self.tokens.append(headers.get("authorization"))
                 self.asked.append(json.loads(await reader.readexactly(int(headers["content-length"])))["queries"])
                 status, body = await self._reply(self.asked[-1])
-                writer.write(f"HTTP/1.1 {status} said\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(f"HTTP/1.1 {status} status\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
                 await writer.drain()
         writer.close()
 

@@ -35,7 +35,7 @@ def encoded(text: str) -> list[int]:
 
 
 class Player:
-    """Stands for the engines: plays one text after the other, cut to what may be written."""
+    """Replaces the engines: generates one text after the other, cut to the token limit."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
@@ -57,7 +57,7 @@ class Player:
 
 
 class Shelf:
-    """Stands for the searches."""
+    """Replaces the searches."""
 
     def __init__(self, *documents: Document) -> None:
         self.documents = documents or (Document(title="textwrap", text="dedent"),)
@@ -107,7 +107,7 @@ async def test_search_read_answer() -> None:
     sample = await played(player, shelf)
     read = FOUND.format("")
     assert sample.response == SEARCH + read + ANSWER
-    # Token in, token out: each turn goes on from the very tokens of the ones before.
+    # Token in, token out: each turn resumes from the very tokens of the ones before.
     prompt = encoded(PROMPT)
     assert [tokens for tokens, _ in player.asked] == [prompt, prompt + encoded(SEARCH) + encoded(read)]
     assert sample.tokens.tolist() == prompt + encoded(SEARCH) + encoded(read) + encoded(ANSWER)
@@ -140,12 +140,12 @@ async def test_an_agent_that_never_ends_is_truncated() -> None:
     sample = await played(player, shelf, max_turns=3)
     assert sample.status is Status.TRUNCATED
     assert sample.counts == {"turns": 3, "searches": 2}
-    # A search of the last turn is not carried out.
+    # A search of the last turn is not run.
     assert sample.response == (SEARCH + FOUND.format("")) * 2 + SEARCH
     assert len(shelf.queries) == 2
 
 
-async def test_what_is_no_action_is_told_so() -> None:
+async def test_an_invalid_action_gets_the_invalid_text() -> None:
     sample = await played(Player(f"textwrap{END}", "<search> </search>", ANSWER), Shelf(), max_turns=3, budget=900)
     assert sample.response == f"textwrap{END}" + INVALID + "<search> </search>" + INVALID + ANSWER
     assert sample.counts == {"turns": 3, "invalid_actions": 2}
@@ -192,7 +192,7 @@ def kept(sample: Sample, length: int) -> Sample:
         (SEARCH + FOUND.format("") + ANSWER, []),
     ],
 )
-async def test_a_partial_rollout_goes_on_in_its_turn(broken_at: str, turns_left: list[str]) -> None:
+async def test_a_partial_rollout_continues_in_its_turn(broken_at: str, turns_left: list[str]) -> None:
     whole = await played(Player(SEARCH, ANSWER), Shelf())
     player = Player(*turns_left)
     sample = await played(player, Shelf(), kept=kept(whole, len(encoded(broken_at))))

@@ -20,7 +20,7 @@ def test_entry_points_resolve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected"),
     [
         ({}, "either search_url"),
         ({"search_url": "http://x", "corpus": "c"}, "either search_url"),
@@ -29,8 +29,8 @@ def test_entry_points_resolve() -> None:
         ({"corpus": "c", "max_turns": 0}, "max_turns"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, object], says: str) -> None:
-    with pytest.raises(ValidationError, match=says):
+def test_wrong_options_are_refused(options: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         SearchR1.Config(**options)
 
 
@@ -46,7 +46,7 @@ def test_a_label_that_is_no_text(label: object) -> None:
     import numpy as np
 
     prompt = Prompt(group_index=0, text="q", token_ids=np.array([1], np.int32), label=label, origin="train.jsonl:7")
-    with pytest.raises(RewardError, match=r"train\.jsonl:7: exact_match wants a text as label"):
+    with pytest.raises(RewardError, match=r"train\.jsonl:7: exact_match requires a text as label"):
         labels_of(prompt)
 
 

@@ -37,7 +37,7 @@ async def test_the_real_server(served: str) -> None:
     assert list(nothing) == []
 
 
-async def test_answers_in_the_form_of_search_r1() -> None:
+async def test_responses_in_the_form_of_search_r1() -> None:
     async def old_form(queries: list[str]) -> tuple[int, bytes]:
         return 200, result([{"document": {"id": "7", "contents": '"Paris"\nA city.\nIn France.'}, "score": 3.5}])
 
@@ -46,14 +46,14 @@ async def test_answers_in_the_form_of_search_r1() -> None:
     assert (document.title, document.text) == ("Paris", "A city.\nIn France.")
 
 
-async def test_a_server_that_is_down_is_told_at_the_start() -> None:
-    with socket.socket() as nobodys:
-        # Held, so that nobody else listens there meanwhile.
-        nobodys.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobodys.getsockname()[1]}"
-        said = f"retrieval server {url}: ConnectError.*slime-retrieval serve --corpus"
+async def test_a_server_that_is_down_is_reported_at_the_start() -> None:
+    with socket.socket() as closed:
+        # Bound, so that no other process listens on the port meanwhile.
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        expected = f"retrieval server {url}: ConnectError.*slime-retrieval serve --corpus"
         async with searching(url, attempts=1) as searches:
-            with pytest.raises(PluginError, match=said):
+            with pytest.raises(PluginError, match=expected):
                 await searches.check()
     async with scripted(echo) as (server, url), searching(url) as searches:
         await searches.check()
@@ -71,7 +71,7 @@ async def test_trouble_that_passes_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "expected"),
     [
         (b"<html>", "Invalid JSON"),
         (b"{}", "result Field required"),
@@ -81,17 +81,17 @@ async def test_trouble_that_passes_is_waited_for() -> None:
         (result([{}]), "result.0.0"),
     ],
 )
-async def test_nonsense_is_no_answer(body: bytes, says: str) -> None:
+async def test_an_invalid_response_is_an_error(body: bytes, expected: str) -> None:
     async def nonsense(queries: list[str]) -> tuple[int, bytes]:
         return 200, body
 
     async with scripted(nonsense) as (_, url), searching(url) as searches:
-        with pytest.raises(RetrievalUnavailable, match=says):
+        with pytest.raises(RetrievalUnavailable, match=expected):
             await searches.search("q")
 
 
 async def test_a_flood_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_search_r1.searches.LARGEST_ANSWER", 10_000)
+    monkeypatch.setattr("slime_search_r1.searches.LARGEST_RESPONSE", 10_000)
 
     async def flood(queries: list[str]) -> tuple[int, bytes]:
         return 200, b" " * 1_000_000
@@ -114,20 +114,20 @@ async def test_a_server_that_answers_too_late(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(loop, "time", lambda: now() + ahead)
     async with scripted(late) as (server, url), searching(url, timeout_s=5.0, attempts=2) as searches:
-        with pytest.raises(RetrievalTimeout, match=r"no answer within 5 s"):
+        with pytest.raises(RetrievalTimeout, match=r"no response within 5 s"):
             await asyncio.wait_for(searches.search("q"), 60)
     assert len(server.asked) == 2
 
 
 async def test_a_server_that_is_down() -> None:
-    with socket.socket() as nobodys:
-        nobodys.bind(("127.0.0.1", 0))
-        async with searching(f"http://127.0.0.1:{nobodys.getsockname()[1]}") as searches:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        async with searching(f"http://127.0.0.1:{closed.getsockname()[1]}") as searches:
             failed = await asyncio.gather(*(searches.search(f"{n}") for n in range(3)), return_exceptions=True)
     assert [type(error) for error in failed] == [RetrievalUnavailable] * 3
 
 
-async def test_what_only_the_user_can_mend_stops_the_run(served: str) -> None:
+async def test_what_only_the_user_can_fix_stops_the_run(served: str) -> None:
     async def unknown(queries: list[str]) -> tuple[int, bytes]:
         return 404, b"no such path"
 
@@ -137,7 +137,7 @@ async def test_what_only_the_user_can_mend_stops_the_run(served: str) -> None:
     assert len(server.asked) == 1
 
 
-async def test_who_gives_up_waiting_disturbs_nobody() -> None:
+async def test_a_cancelled_search_does_not_affect_others() -> None:
     async with scripted(echo) as (_, url), searching(url) as searches:
         first, second = (asyncio.create_task(searches.search(query)) for query in "ab")
         await asyncio.sleep(0)

@@ -63,17 +63,17 @@ async def test_what_it_is_asked(served: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "expected"),
     [
         (['{"title": "a", "text": "b"}', "no json"], "line 2: Invalid JSON"),
         (['{"words": "a"}'], "line 1: Value error, a document has title and text, or contents"),
         (["", ""], "there is no document in it"),
     ],
 )
-def test_a_corpus_that_is_none(tmp_path: Path, lines: list[str], says: str) -> None:
+def test_an_invalid_corpus_is_refused(tmp_path: Path, lines: list[str], expected: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=expected):
         read_corpus(path)
     with pytest.raises(DataError, match="cannot be read"):
         read_corpus(tmp_path / "none.jsonl")
@@ -102,7 +102,7 @@ async def test_a_server_of_the_runs_own(tmp_path: Path) -> None:
     assert again.returncode == 0
 
 
-async def test_a_corpus_that_is_none_stops_the_run(tmp_path: Path) -> None:
+async def test_an_invalid_corpus_is_refused_stops_the_run(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("no json\n")
     own = OwnServer(corpus)

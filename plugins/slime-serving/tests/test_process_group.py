@@ -17,15 +17,15 @@ SPAWNS = (
 
 @pytest.fixture
 def started():
-    """`started(seconds)` begins a group, whose first process ends, and another one of which sleeps so long."""
+    """`started(seconds)` starts a group: its first process ends, its second one sleeps for `seconds`."""
     groups = []
 
     def start(seconds):
         words = [sys.executable, "-c", SPAWNS, str(seconds)]
         leader = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, text=True)
         groups.append(leader.pid)
-        told, _ = leader.communicate()
-        return leader.pid, int(told)
+        pid, _ = leader.communicate()
+        return leader.pid, int(pid)
 
     yield start
     for group in groups:
@@ -41,7 +41,7 @@ def runs(pid):
         return False
 
 
-async def test_a_group_is_there_as_long_as_any_process_of_it(started):
+async def test_a_group_exists_as_long_as_any_of_its_processes(started):
     leader, beside = started(600)
     assert not runs(leader)
     assert runs(beside)
@@ -53,14 +53,14 @@ async def test_a_group_is_there_as_long_as_any_process_of_it(started):
     assert not runs(beside)
 
 
-async def test_it_is_not_waited_for_without_end(started):
+async def test_the_wait_has_a_limit(started):
     leader, beside = started(600)
     assert not await group_gone(leader, 0.1)
     os.kill(beside, signal.SIGKILL)
     assert await group_gone(leader, 60)
 
 
-def test_what_nobody_collects_is_gone():
+def test_a_zombie_counts_as_ended():
     zombie = subprocess.Popen(["true"], start_new_session=True)
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     os.killpg(zombie.pid, 0)

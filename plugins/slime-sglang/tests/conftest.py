@@ -48,8 +48,8 @@ class Served:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.address + path, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            content = answer.read()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            content = response.read()
         return json.loads(content) if content.startswith((b"{", b"[")) else content.decode()
 
     def renew(self):

@@ -1,4 +1,4 @@
-"""What an engine of the tests is started with."""
+"""Setup of the engines in tests."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ def setup_for(model, run_dir, **more):
 
 
 def requests_of(fleet):
-    """Of an engine whose servers these are."""
+    """The requests in flight of an engine with these servers."""
     return RequestsInFlight(
         fleet,
         SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),

@@ -45,16 +45,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.answer()
+        self.respond()
 
     do_POST = do_GET
 
-    def answer(self):
+    def respond(self):
         server = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         options = json.loads(body) if body else {}
         server.requests.append((self.path, options))
-        # As SGLang, which leaves this route open.
+        # SGLang requires no token for this route either.
         if self.path != "/health" and self.headers.get("Authorization") != f"Bearer {server.token}":
             return self.send(401, {"error": "Unauthorized"})
         if self.path == "/generate":
@@ -72,23 +72,23 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(503, {"error": "no room"})
         if self.path == "/update_weights_from_disk" and server.behave == 400:
             return self.send(400, {"success": False, "message": "cannot be read"})
-        answers = {
+        responses = {
             "/model_info": server.model_info,
             "/server_info": server.server_info,
             "/health": {},
             "/health_generate": {},
         }
-        return self.send(200, answers.get(self.path, {"success": True, "message": ""}))
+        return self.send(200, responses.get(self.path, {"success": True, "message": ""}))
 
     def generate(self, options):
-        told = {key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}
+        message = {key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}
         # One write: threads do not share a line.
-        os.write(1, f"generate {json.dumps(told)}\n".encode())
+        os.write(1, f"generate {json.dumps(message)}\n".encode())
         behave = self.server.behave
         probe = options.get("input_ids") == [0]
         if behave == "hangs" and not probe:
             time.sleep(60)
-        if behave == "answers garbage" and not probe:
+        if behave == "returns garbage" and not probe:
             return self.send(200, "<html>bad gateway</html>")
         if behave == "hangs up once" and not probe:
             self.server.behave = "well"
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(behave, int) and not probe:
             return self.send(behave, {"error": {"message": "Requested token count exceeds the context"}})
         version = self.server.model_info["weight_version"]
-        if behave == "answers another version" and not probe:
+        if behave == "returns another version" and not probe:
             version = "17"
         count = options["sampling_params"]["max_new_tokens"]
         asked = options.get("input_ids", [])[options.get("logprob_start_len", 0) :] if not count else []
@@ -121,12 +121,12 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     options = json.loads(sys.stdin.buffer.readline())
     print("loading", options["model_path"], flush=True)
-    told = {key: options.get(key) for key in ("disaggregation_mode", "disaggregation_bootstrap_port")}
-    print("told", json.dumps(told), flush=True)
+    message = {key: options.get(key) for key in ("disaggregation_mode", "disaggregation_bootstrap_port")}
+    print("options", json.dumps(message), flush=True)
     if "dies" in options["model_path"]:
         sys.exit("no kernel image is available")
     if "kills" in options["model_path"]:
-        # As SGLang does: a process of it reports, and the main one has all of them killed.
+        # In SGLang a process reports the error, and the main process kills all of them.
         print(DEATH, flush=True)
         os.killpg(0, signal.SIGKILL)
     if "hangs" in options["model_path"]:

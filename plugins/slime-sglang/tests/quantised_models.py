@@ -20,10 +20,10 @@ from spread_models import LATENT, MIXTURE, SMALL, Layout, files_of
 from transformers import AutoConfig
 
 from slime_core import groups
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.registry import Registry
 from slime_plugin_kit.converted_folder import converted_folder
-from slime_sglang.transports.flat import flat_buckets
+from slime_sglang.transports.flattened_bucket import flat_buckets
 
 BLOCK = 8
 WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -62,17 +62,17 @@ def play(layout, folder):
     trained = {name: tensor.flip(-1).contiguous() for name, tensor in first.items()}
     save_file(trained, folder / "trained" / "model.safetensors", metadata={"format": "pt"})
     from_trained = converted(folder / "trained", folder / "trained-fp8")
-    named = PartSpec(group=groups.CONVERTERS, name="fp8", options={}).resolve(Registry())
+    named = PluginSpec(group=groups.CONVERTERS, name="fp8", options={}).resolve(Registry())
     sent = named.driver.tensor_format(folder / "first-fp8").converted(trained)
     wrong, narrow = [], 0
     for rank in range(layout.ranks):
         with get_parallel().override(**layout.of(rank)):
             pushed = loaded(layout, folder / "first", from_first)
             take(pushed, sent.items())
-            wanted = dict(loaded(layout, folder / "first", from_trained).named_parameters())
+            expected = dict(loaded(layout, folder / "first", from_trained).named_parameters())
             for name, tensor in pushed.named_parameters():
                 narrow += tensor.dtype == torch.float8_e4m3fn
-                if not torch.equal(bits(tensor), bits(wanted[name])):
+                if not torch.equal(bits(tensor), bits(expected[name])):
                     wrong.append(f"{rank} {name}")
     return {"wrong": wrong, "float8": int(narrow)}
 

@@ -1,4 +1,4 @@
-"""Senders of one rank, and engines that keep what arrives: nobody here holds a model."""
+"""Senders of one rank, and engines that keep the tensors they receive, without a model."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
-from slime_sglang.transports.partner import Partner, serve_partner
+from slime_sglang.transports.fake_server import FakeServer, serve_partner
 
 
 def weights(seed, dtype=torch.bfloat16):
@@ -17,13 +17,13 @@ def weights(seed, dtype=torch.bfloat16):
 
 
 class Engine:
-    """An endpoint behind which somebody keeps what arrives."""
+    """An endpoint with a fake server that keeps the tensors it receives."""
 
     def __init__(self, stack, index=0):
         self.tensors = {}
         self.versions = []
         self.refuse = None
-        self.partner = Partner(self.receive)
+        self.partner = FakeServer(self.receive)
         url = stack.enter_context(serve_partner(self.partner))
         self.endpoint = EngineEndpoint(index=index, url=url, incarnation="first")
 
@@ -57,7 +57,7 @@ class Ranks:
     def send(self, tensors, version, *engines):
         self.exhausted = False
 
-        def export(*, everywhere):
+        def export(*, all_ranks):
             for name, tensor in tensors.items():
                 yield {name: tensor}
             self.exhausted = True

@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - what is stubbed must be so before SGLang is imported
-"""Models of SGLang as each rank of a server builds and loads them, one rank after the other in this process: `spread_models.py
-FOLDER`. For each layout prints a line of JSON: what the check says of loaded weights, and of each parameter of each rank after
-one element of it was changed. A process of its own, since SGLang is imported with stand-ins."""
+"""Builds and loads models of SGLang for each rank of a server, one rank after the other in this process: `spread_models.py
+FOLDER`. For each layout prints a line of JSON: the check's result for loaded weights, and for each parameter of each rank
+after one element of it was changed. It runs in its own process, since SGLang is imported with stubs."""
 
 import json
 import sys
@@ -36,9 +36,9 @@ from slime_sglang.server.loading import apply
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
 from slime_sglang.transports.delta_code import compare
 from slime_sglang.transports.equality import Digests
-from slime_sglang.transports.flat import flat_buckets, flatten
+from slime_sglang.transports.flattened_bucket import flat_buckets, flatten
 from slime_sglang.transports.folder import FileEntry
-from slime_sglang.transports.held import HeldParts
+from slime_sglang.transports.server_shards import ServerShards
 
 SMALL = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -72,7 +72,7 @@ class Layout:
     """Ranks that share the experts; the others of two share the width of each."""
     ranks: int = 2
     padded: bool = False
-    """As on a CPU."""
+    """Whether sizes are padded, as on a CPU."""
     fused: bool = False
     """Shared experts among the others."""
     moved: tuple = ()
@@ -145,15 +145,15 @@ def loaded(layout, folder, tensors):
 def held_by(models, action):
     ranks = {}
     for rank, model in enumerate(models):
-        said = places_of_weights(model, action, ranks=len(models))
-        if REFUSED in said:
-            raise NotImplementedError(said[REFUSED])
-        ranks[rank] = {Place.parse(key): digest for key, digest in said.items() if key != SKIPPED}
-    return HeldParts(ranks=ranks)
+        given = places_of_weights(model, action, ranks=len(models))
+        if REFUSED in given:
+            raise NotImplementedError(given[REFUSED])
+        ranks[rank] = {Place.parse(key): digest for key, digest in given.items() if key != SKIPPED}
+    return ServerShards(ranks=ranks)
 
 
 def after_delta(models, tensors):
-    """What is wrong in models of whose tensors one element has changed, but for some."""
+    """Differences after a delta that changes one element of each tensor, except for `SAME`."""
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     for name, tensor in changed.items():
         if not name.startswith(SAME):
@@ -178,7 +178,7 @@ def after_delta(models, tensors):
 
 
 def locations(moved):
-    """As SGLang keeps them, of two ranks."""
+    """Expert locations of two ranks in SGLang's form."""
     places = torch.tensor(moved)
     of_expert = [
         [[place for place, own in enumerate(layer) if own == expert] for expert in range(4)] for layer in moved
@@ -192,7 +192,7 @@ def locations(moved):
 
 
 def refusal(models):
-    """Of a model one parameter of which has another loader than its layer's."""
+    """The refusal for a model in which one parameter has another loader than its layer's."""
     model = models[0]
     model.model.norm.weight.weight_loader = flatten
     return places_of_weights(model, PARTS, ranks=len(models)).get(REFUSED)
@@ -224,13 +224,13 @@ def play(layout, folder):
             models.append(loaded(layout, folder, tensors))
     digests = Digests([held_by(models, PARTS)])
     digests.add(flatten([(name, tensor.float()) for name, tensor in tensors.items()], index=0, last=True))
-    told = held_by(models, DIGESTS)
-    first = digests.differences(told)
+    message = held_by(models, DIGESTS)
+    first = digests.differences(message)
     found = {}
     for rank, model in enumerate(models):
         for name, tensor in weights_of(model):
             for place in changes(tensor):
-                now = HeldParts(ranks={**told.ranks, rank: held_by([model], DIGESTS).ranks[0]})
+                now = ServerShards(ranks={**message.ranks, rank: held_by([model], DIGESTS).ranks[0]})
                 found[f"{rank} {name} {place}"] = digests.differences(now)
     whole = checksum_of_weights(models[0])[0] if layout.ranks == 1 else None
     delta = after_delta(models, tensors)

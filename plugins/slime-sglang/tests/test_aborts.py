@@ -11,7 +11,7 @@ CALL_S = 0.01
 
 
 class Server:
-    """Answers a request when it is aborted."""
+    """Responses a request when it is aborted."""
 
     name = "server"
 
@@ -33,7 +33,7 @@ class Server:
                 self.running.pop(rid).set_result(None)
 
 
-class Fleet:
+class ServerGroup:
     router = None
 
     def __init__(self):
@@ -54,22 +54,22 @@ def start(in_flight, name):
     return task
 
 
-def test_what_is_sent_while_all_is_aborted_goes_on():
+def test_a_request_sent_during_an_abort_of_all_continues():
     """The only request is ended by aborting all, which reaches the server after the next request."""
 
     async def scene():
-        in_flight = requests_of(Fleet())
+        in_flight = requests_of(ServerGroup())
         server = in_flight._fleet.servers[0]
-        wanted = start(in_flight, "wanted")
+        expected = start(in_flight, "wanted")
         await asyncio.sleep(0)
         abort = asyncio.create_task(in_flight.abort(["wanted"]))
         await asyncio.sleep(CALL_S / 2)
         other = start(in_flight, "other")
         await abort
-        assert (await wanted).finish_reason is FinishReason.ABORT
+        assert (await expected).finish_reason is FinishReason.ABORT
         await asyncio.sleep(CALL_S)
         assert server.sent == ["wanted", "other", "other"]
-        # What was sent after it is ended by somebody else's abort; what was sent before it returned, once more not.
+        # A request sent after the abort-all is ended by an outside abort; one sent before it returned is sent again.
         for _ in range(2):
             assert not other.done()
             server.abort({"abort_all": True})

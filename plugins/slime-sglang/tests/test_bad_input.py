@@ -1,4 +1,4 @@
-"""What a user is told: `slime` as a subprocess, against a server that misbehaves."""
+"""Errors that a user sees: `slime` as a subprocess, against a server that misbehaves."""
 
 import json
 import os
@@ -62,10 +62,10 @@ def slime(run_file, tmp_path, *flags, code):
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == code, said
-    assert "Traceback" not in said
-    return said
+    stated = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code, stated
+    assert "Traceback" not in stated
+    return stated
 
 
 def external(server, tmp_path, token="tok", **more):
@@ -80,66 +80,66 @@ def external(server, tmp_path, token="tok", **more):
 
 @pytest.mark.sglang
 def test_a_misspelt_flag(run_file, tmp_path):
-    said = slime(run_file, tmp_path, "--sglang-mem-fraction-statc", "0.5", "--dry-run", code=2)
-    assert "--sglang-mem-fraction-statc: unknown flag; close match: --sglang-mem-fraction-static" in said
+    stated = slime(run_file, tmp_path, "--sglang-mem-fraction-statc", "0.5", "--dry-run", code=2)
+    assert "--sglang-mem-fraction-statc: unknown flag; close match: --sglang-mem-fraction-static" in stated
 
 
 @pytest.mark.sglang
 def test_a_flag_with_a_wrong_value(run_file, tmp_path):
     wrong = {"mem-fraction-static": "much", "schedule-policy": "lpn", "attention-backend": "nosuch"}
     flags = [word for name, value in wrong.items() for word in (f"--sglang-{name}", value)]
-    said = slime(run_file, tmp_path, *flags, "--sglang-data-parallel-size", "2", "--dry-run", code=2)
-    assert 'engine.mem_fraction_static = "much"' in said
-    assert 'engine.schedule_policy = "lpn": not among the choices' in said
-    assert "close match: lpm" in said
-    assert 'engine.attention_backend = "nosuch"' in said
-    assert "torch_native" in said
-    assert "called dp_size here: say --sglang-dp-size" in said
+    stated = slime(run_file, tmp_path, *flags, "--sglang-data-parallel-size", "2", "--dry-run", code=2)
+    assert 'engine.mem_fraction_static = "much"' in stated
+    assert 'engine.schedule_policy = "lpn": not among the choices' in stated
+    assert "close match: lpm" in stated
+    assert 'engine.attention_backend = "nosuch"' in stated
+    assert "torch_native" in stated
+    assert "called dp_size here: pass --sglang-dp-size" in stated
 
 
 @pytest.mark.sglang
-def test_what_cannot_work_is_said_before_anything_starts(run_file, tmp_path):
+def test_options_that_cannot_work_are_reported_before_the_start(run_file, tmp_path):
     flags = ["--use-rollout-routing-replay", "--sglang-router-policy", "cache_aware", "--sglang-servers", "2"]
-    said = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
-    assert "sglang-router does not pass on that expert ids are asked for" in said
-    assert "Say --rollout-num-gpus-per-engine 2 or a multiple" in said
+    stated = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
+    assert "sglang-router does not forward the request for expert ids" in stated
+    assert "Pass --rollout-num-gpus-per-engine 2 or a multiple" in stated
 
 
 @pytest.mark.sglang
 def test_a_flag_that_is_the_runs_own(run_file, tmp_path):
     flags = ["--sglang-model-path", "/elsewhere", "--sglang-context-length", "14"]
-    said = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
-    assert "engine.model_path" in said
-    assert "decided by model.hf_checkpoint" in said
-    assert "engine.context_length" in said
-    assert "rollout.rollout_max_context_len" in said
+    stated = slime(run_file, tmp_path, *flags, "--dry-run", code=2)
+    assert "engine.model_path" in stated
+    assert "decided by model.hf_checkpoint" in stated
+    assert "engine.context_length" in stated
+    assert "rollout.rollout_max_context_len" in stated
 
 
 BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def test_which_quantised_weights_can_be_pushed():
+def test_which_quantized_weights_can_be_updated():
     server = SimpleNamespace(quantization=None)
     assert Sglang.push_problems(server, BY_BLOCK) == Sglang.push_problems(server, None) == []
     assert Sglang.push_problems(SimpleNamespace(quantization="fp8"), BY_BLOCK) == []
     (problem,) = Sglang.push_problems(SimpleNamespace(quantization="fp8"), None)
-    assert 'engine.quantization = "fp8": SGLang quantises weights when it starts, and takes no new ones' in problem
-    assert "--rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes" in problem
+    assert 'engine.quantization = "fp8": SGLang quantizes weights when it starts, and takes no new ones' in problem
+    assert "--rollout-load FOLDER with a folder that `slime convert MODEL FOLDER --to fp8` writes" in problem
     for other in ({"quant_method": "compressed-tensors"}, {"quant_method": "fp8"}):
         (problem,) = Sglang.push_problems(server, other)
-        assert f"({other['quant_method']}) otherwise than in float8 by block" in problem
+        assert f"({other['quant_method']}), not in float8 by block" in problem
         assert "`slime convert MODEL FOLDER --to fp8`" in problem
 
 
-def test_what_transports_do_with_quantised_weights():
+def test_transports_with_quantized_weights():
     plain, checked = (SentConfig(check_weight_update_equal=equal) for equal in (False, True))
     for transport in (Ipc, Distributed, Disk):
         assert transport.push_problems(plain, None, BY_BLOCK) == transport.push_problems(checked, None, None) == []
         (problem,) = transport.push_problems(checked, None, BY_BLOCK)
-        assert "sync.check_weight_update_equal = true: the engines' weights are quantised" in problem
+        assert "sync.check_weight_update_equal = true: the engines' weights are quantized" in problem
     assert Delta.push_problems(plain, None, None) == []
     (problem,) = Delta.push_problems(plain, None, BY_BLOCK)
-    assert 'sync.transport = "delta": deltas are of weights that are not quantised' in problem
+    assert 'sync.transport = "delta": the engines\' weights are quantized' in problem
 
 
 @pytest.mark.sglang
@@ -147,50 +147,52 @@ def test_another_token(run_file, tmp_path, fake):
     flags = external(fake(), tmp_path, token="other")
     # By the name that it has elsewhere.
     flags[flags.index("--sglang-external-engine-addrs")] = "--rollout-external-engine-addrs"
-    said = slime(run_file, tmp_path, *flags, code=5)
-    assert "refuses the token" in said
-    assert "engine.external_engine_token_file" in said
+    stated = slime(run_file, tmp_path, *flags, code=5)
+    assert "refuses the token" in stated
+    assert "engine.external_engine_token_file" in stated
 
 
 @pytest.mark.sglang
 def test_another_model(run_file, tmp_path, fake):
-    said = slime(run_file, tmp_path, *external(fake(model_type="llama", model_path="/models/llama"), tmp_path), code=5)
-    assert "another model than the run: model_type llama instead of qwen3" in said
+    stated = slime(
+        run_file, tmp_path, *external(fake(model_type="llama", model_path="/models/llama"), tmp_path), code=5
+    )
+    assert "another model than the run: model_type llama instead of qwen3" in stated
 
 
 @pytest.mark.sglang
-def test_nobody_there(run_file, tmp_path, fake):
+def test_no_server_there(run_file, tmp_path, fake):
     server = fake()
     server.shutdown()
     server.server_close()
-    said = slime(run_file, tmp_path, *external(server, tmp_path), code=5)
-    assert f"http://{server.address}" in said
+    stated = slime(run_file, tmp_path, *external(server, tmp_path), code=5)
+    assert f"http://{server.address}" in stated
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(
     ("behave", "words"),
     [
-        ("answers garbage", "answers with what is no JSON: <html>bad gateway</html>"),
-        ("answers another version", "said to be of version 17, but the server was given version 0"),
-        ("keeps its version", "version 0 was loaded, but its servers say [-1]"),
+        ("returns garbage", "the response is not JSON: <html>bad gateway</html>"),
+        ("returns another version", "its tokens have version 17, but the server was sent version 0"),
+        ("keeps its version", "version 0 was loaded, but its servers report [-1]"),
     ],
 )
-def test_answers_that_cannot_be_right(run_file, tmp_path, fake, behave, words):
-    said = slime(run_file, tmp_path, *external(fake(behave), tmp_path), "--no-use-fault-tolerance", code=5)
-    assert words in said
+def test_responses_that_cannot_be_right(run_file, tmp_path, fake, behave, words):
+    stated = slime(run_file, tmp_path, *external(fake(behave), tmp_path), "--no-use-fault-tolerance", code=5)
+    assert words in stated
 
 
 @pytest.mark.sglang
 def test_a_request_that_is_refused(run_file, tmp_path, fake):
     """No server is restarted for it."""
-    said = slime(run_file, tmp_path, *external(fake(400), tmp_path), code=5)
-    assert "it refuses a request (status 400): Requested token count exceeds the context" in said
-    assert "restarted" not in said
+    stated = slime(run_file, tmp_path, *external(fake(400), tmp_path), code=5)
+    assert "it refuses a request (status 400): Requested token count exceeds the context" in stated
+    assert "restarted" not in stated
 
 
 @pytest.mark.sglang
 def test_a_server_that_hangs(run_file, tmp_path, fake):
     flags = external(fake("hangs"), tmp_path, **{"request-timeout": 2})
-    said = slime(run_file, tmp_path, *flags, "--no-use-fault-tolerance", code=5)
-    assert "POST /generate has not been answered in 2 s" in said
+    stated = slime(run_file, tmp_path, *flags, "--no-use-fault-tolerance", code=5)
+    assert "POST /generate got no response in 2 s" in stated

@@ -1,4 +1,4 @@
-"""What SGLang unpickles is the bucket's tensors; what does not fit is refused before anything is sent."""
+"""SGLang unpickles the bucket's tensors; buckets that do not fit are refused before anything is sent."""
 
 import base64
 import pickle
@@ -11,7 +11,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
-from slime_sglang.buckets import BucketOrder, payload
+from slime_sglang.buckets import CheckedBuckets, payload
 
 ALLOWED = ("builtins", "functools", "types", "torch", "collections")
 """Modules on SGLang's list of what may be unpickled."""
@@ -36,7 +36,7 @@ def test_payload(shared, tmp_path):
         file.write_bytes(base64.b64decode(text))
         with file.open("rb") as stream:
             loaded = Unpickler(stream).load()
-        # As SGLang rebuilds them.
+        # SGLang's way to rebuild the tensors.
         for meta in loaded["metadata"]:
             flat = loaded["flattened_tensor"][meta.start_idx : meta.end_idx]
             tensor = flat.view(meta.dtype).reshape(meta.shape)
@@ -57,7 +57,7 @@ def refused(order, bucket):
 
 
 def test_order(good, tiny):
-    order = BucketOrder(tiny, "engine 0")
+    order = CheckedBuckets(tiny, "engine 0")
     assert "out of order" in refused(order, good[1])
     order.check(good[0])
     order.loaded(good[0])
@@ -70,8 +70,8 @@ def test_order(good, tiny):
     assert not order.incomplete
 
 
-def test_what_does_not_fit(good, tiny):
-    order = BucketOrder(tiny, "engine 0")
+def test_buckets_that_do_not_fit(good, tiny):
+    order = CheckedBuckets(tiny, "engine 0")
     first = good[0]
     flipped = first.data.copy()
     flipped[7] ^= 1
@@ -88,19 +88,19 @@ def test_what_does_not_fit(good, tiny):
     assert "bytes, it holds" in refused(order, cut)
 
 
-def test_a_folder_without_safetensors_checks_what_it_can(good):
-    order = BucketOrder(Path("/nonexistent"), "engine 0")
+def test_a_folder_without_safetensors_has_fewer_checks(good):
+    order = CheckedBuckets(Path("/nonexistent"), "engine 0")
     order.check(good[0])
 
 
-def test_what_sglang_would_forget_is_refused(tmp_path):
-    """Of latent attention; a model without the first of the two has the second alone."""
+def test_tensors_that_sglang_would_lose_are_refused(tmp_path):
+    """Projections of latent attention; a model without the first of the two has only the second."""
     both = {f"layers.0.{name}.weight": torch.zeros(2) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
     q, kv = both
     (together,) = buckets_of(both, 1, 1)
-    BucketOrder(tmp_path, "engine 0").check(together)
+    CheckedBuckets(tmp_path, "engine 0").check(together)
     (alone,) = buckets_of({kv: both[kv]}, 1, 1)
-    BucketOrder(tmp_path, "engine 0").check(alone)
+    CheckedBuckets(tmp_path, "engine 0").check(alone)
     (parted,) = buckets_of({q: both[q]}, 1, 1)
-    with pytest.raises(EngineError, match=rf"bucket 0 .*{q} comes without {kv}.*sync\.update_weight_buffer_size"):
-        BucketOrder(tmp_path, "engine 0").check(parted)
+    with pytest.raises(EngineError, match=rf"bucket 0 .*{q} is without {kv}.*sync\.update_weight_buffer_size"):
+        CheckedBuckets(tmp_path, "engine 0").check(parted)

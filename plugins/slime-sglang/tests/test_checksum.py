@@ -1,12 +1,12 @@
-"""What is refused of experts. What a server holds of whole models: test_spread_models.py."""
+"""Experts that are refused. Whole models are in test_spread_models.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slime_sglang.server.parts import experts
-from slime_sglang.server.sizes import PublishedSizes
+from slime_sglang.server.param_shards import experts
+from slime_sglang.server.sizes import CheckpointSizes
 
 
 class UnquantizedFusedMoEMethod:
@@ -17,12 +17,12 @@ class Marlin:
     """Another one."""
 
 
-SIZES = PublishedSizes.of(SimpleNamespace())
+SIZES = CheckpointSizes.of(SimpleNamespace())
 
 
 def module(**more):
-    told = {"quant_method": UnquantizedFusedMoEMethod(), "use_presharded_weights": False}
-    return SimpleNamespace(**told | more, moe_runner_config=SimpleNamespace(is_gated=True))
+    message = {"quant_method": UnquantizedFusedMoEMethod(), "use_presharded_weights": False}
+    return SimpleNamespace(**message | more, moe_runner_config=SimpleNamespace(is_gated=True))
 
 
 def test_experts_that_files_have_in_another_form_are_refused():

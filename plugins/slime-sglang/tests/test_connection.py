@@ -1,4 +1,4 @@
-"""What is said of a server that does not answer, how a paused one is asked how it is, and memory by parts."""
+"""Errors of a server that does not respond, health checks of a paused one, and release of memory by tags."""
 
 import contextlib
 import socket
@@ -10,7 +10,7 @@ import pytest
 from engine_setup import setup_for
 from fake_sglang import FakeSglang
 
-from slime_core.contracts.engine import Memory
+from slime_core.contracts.engine import MemoryTag
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.connection import Connection, new_pool
@@ -43,13 +43,13 @@ async def ask(address, token="tok"):
         await pool.close()
 
 
-async def test_what_reached_nobody_may_be_sent_again(fake):
+async def test_a_request_that_reached_no_server_may_be_sent_again(fake):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-        # While it is bound, nobody else answers there either.
+        # While the port is bound, no other process can listen on it.
         with pytest.raises(
-            EngineUnavailable, match=rf"engine 0 \(http://{address}\): GET /server_info: nobody answers there"
+            EngineUnavailable, match=rf"engine 0 \(http://{address}\): GET /server_info: no server responds there"
         ):
             await ask(address)
     with pytest.raises(EngineUnavailable, match=r"status 503: .*no room"):
@@ -90,7 +90,7 @@ def engine(fake, tiny, tmp_path):
     ],
 )
 async def test_a_refusal_is_no_death(fake, engine, status, kind):
-    """What a server does not take, another one would not take either; what it cannot take now is another matter."""
+    """A request that one server refuses, another one would refuse too; this differs from a request that it cannot serve now."""
     async with engine(fake(status)) as started:
         with pytest.raises(
             EngineError, match="refuses the token" if status == 401 else "exceeds the context"
@@ -135,32 +135,32 @@ async def test_a_closed_connection_is_replaced_once(fake, engine):
             lambda: started.score([np.array([5, 6, 7], np.int32)], [2]),
         ):
             server.behave = "hangs up once"
-            (answer,) = await ask()
-            assert len(getattr(answer, "token_ids", answer)) in (2, 3)
+            (response,) = await ask()
+            assert len(getattr(response, "token_ids", response)) in (2, 3)
     ids = [options["rid"] for path, options in server.requests if path == "/generate" and "rid" in options]
     assert len(ids) == len(set(ids)) == 4, "an id is not used twice"
 
 
-async def test_memory_is_given_back_by_parts(fake, engine):
-    """SGLang dies of a tag that was not released, and of one that was released twice."""
+async def test_memory_is_released_by_tags(fake, engine):
+    """SGLang crashes on a tag that was not released, and on one that was released twice."""
     server = fake()
     async with engine(server) as started:
         await started.pause()
-        await started.sleep([Memory.KV_CACHE, Memory.GRAPHS])
+        await started.sleep([MemoryTag.KV_CACHE, MemoryTag.GRAPHS])
         await started.sleep()
-        with pytest.raises(EngineError, match="need a paused engine"):
+        with pytest.raises(EngineError, match="require a paused engine"):
             await started.endpoints()
-        await started.wake([Memory.WEIGHTS])
-        await started.wake([Memory.WEIGHTS])
+        await started.wake_up([MemoryTag.WEIGHTS])
+        await started.wake_up([MemoryTag.WEIGHTS])
         assert len(await started.endpoints()) == 1
         with pytest.raises(EngineRefused, match="asleep"):
             await started.generate([ask_for(3)])
-        await started.weights_sent(-1)
-        await started.wake()
+        await started.commit_weights(-1)
+        await started.wake_up()
         await started.resume()
         assert (await started.generate([ask_for(3)]))[0].token_ids.tolist() == [3, 3, 3]
-    told = [(path, options["tags"]) for path, options in server.requests if "memory_occupation" in path]
-    assert told == [
+    message = [(path, options["tags"]) for path, options in server.requests if "memory_occupation" in path]
+    assert message == [
         ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
         ("/release_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["weights"]),

@@ -14,7 +14,7 @@ from slime_plugin_kit.suites import engines
 
 
 class AttachedCase:
-    """What the suite needs of a case: a new engine."""
+    """The parts of a case that the suite requires: a new engine."""
 
     def __init__(self, build):
         self.build = build
@@ -26,7 +26,7 @@ def test_property(name, attached, tiny):
     getattr(engines, f"test_{name}")(AttachedCase(attached), tiny)
 
 
-def test_what_needs_no_server(tmp_path):
+def test_the_contract_without_a_server(tmp_path):
     """All of the kit but the engine suite, as an author would run it."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--slime-plugin", "slime-sglang"]
     done = subprocess.run(

@@ -10,7 +10,7 @@ import torch
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.features import Features
 from slime_sglang.request_check import RequestCheck
-from slime_sglang.server.draws import draw_by_token
+from slime_sglang.server.seeded_sampling import draw_by_token
 
 ALL = 1 << 30
 """SGLang's word for no top-k."""
@@ -18,7 +18,7 @@ ALL = 1 << 30
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What SGLang's plain sampler was asked to draw from; it takes the token of the row's seed, or the likeliest."""
+    """The probabilities that SGLang's plain sampler gets; it returns the token of the row's seed, or the likeliest."""
     seen = []
 
     def sampling_from_probs_torch(probs, sampling_seed=None, positions=None):
@@ -52,7 +52,7 @@ def draw(probs, top_ks, top_ps, seeds, **more):
     )
 
 
-def test_what_is_kept_stays_in_its_place(kept):
+def test_kept_probabilities_stay_in_token_order(kept):
     row = [0.1, 0.4, 0.2, 0.3]
     tokens = draw([row] * 4, [ALL, 1, 2, ALL], [1.0, 1.0, 1.0, 0.65], [0, 0, 3, 2])
     # By hand. Of top-p 0.65 the third likeliest goes too far: 0.4 + 0.3 are above it.
@@ -73,7 +73,7 @@ def test_of_equal_ones_a_greedy_request_takes_the_first(kept):
     assert draw([[0.01] * 100] * 2, [1, 1], [1.0, 1.0], [7, 8]).tolist() == [0, 0]
 
 
-def test_what_was_filtered_is_told(kept):
+def test_filtered_probabilities_are_returned(kept):
     tokens, ranked, order, weight = draw([[0.1, 0.4, 0.2, 0.3]], [2], [1.0], [3], return_filtered_probs=True)
     assert tokens.tolist() == [3]
     assert order.tolist() == [[1, 3, 2, 0]]
@@ -86,7 +86,7 @@ def test_without_seeds_it_is_left_to_sglang(kept):
 
 
 def test_a_penalty_is_refused():
-    check = RequestCheck(vocab_size=25, features=Features(), image_tokens=None, tells_experts=False)
+    check = RequestCheck(vocab_size=25, features=Features(), image_tokens=None, returns_experts=False)
 
     def problem(**sampling):
         params = SamplingParams(max_new_tokens=2, **sampling)
@@ -94,4 +94,6 @@ def test_a_penalty_is_refused():
         return check.problem([asked], ())
 
     assert problem() is None
-    assert "repetition_penalty = 1.2: SGLang penalises only what it has written" in problem(repetition_penalty=1.2)
+    assert "repetition_penalty = 1.2: SGLang penalizes only the tokens that it generated" in problem(
+        repetition_penalty=1.2
+    )

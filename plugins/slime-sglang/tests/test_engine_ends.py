@@ -1,4 +1,4 @@
-"""What is told when a server ends, and what is let go: requests that have just come, connections, memory that is still read."""
+"""Errors when a server ends, and what is released: new requests, connections, memory that is still read."""
 
 import asyncio
 import base64
@@ -13,13 +13,13 @@ from slime_core.errors import EngineError
 from slime_plugin_kit.fast_clock import run_fast
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_sglang.connection import Connection, new_pool
-from slime_sglang.fleet import Fleet
 from slime_sglang.plugin import Sglang
 from slime_sglang.process import ServerProcess
+from slime_sglang.server_group import ServerGroup
 
 
 class Silent:
-    """Of a fleet of one server, which does not answer."""
+    """A group with one server that does not respond."""
 
     router = None
     name = "server"
@@ -34,7 +34,7 @@ class Silent:
         await asyncio.Event().wait()
 
 
-def test_a_request_that_has_just_come_ends_with_the_engines_failure():
+def test_a_new_request_ends_with_the_engines_failure():
     """And not as one whose caller went away: it is sent to another engine."""
 
     async def scene():
@@ -61,7 +61,7 @@ def test_a_request_that_is_left_before_it_began_does_not_run():
 
 
 class Process:
-    """Of a server that somebody else runs."""
+    """For an external server."""
 
     pid = 0
     exit_code = None
@@ -75,8 +75,8 @@ class Stubborn(Process):
         await asyncio.Event().wait()
 
 
-async def test_connections_are_closed_where_the_time_to_stop_is_over():
-    fleet = Fleet(Sglang.Config())
+async def test_connections_are_closed_if_stop_is_cancelled():
+    fleet = ServerGroup(Sglang.Config())
     pool = fleet._pool = new_pool()
     fleet._processes = [Stubborn()]
     with pytest.raises(TimeoutError):
@@ -85,21 +85,21 @@ async def test_connections_are_closed_where_the_time_to_stop_is_over():
     assert pool.closed
 
 
-async def test_a_death_is_told_where_the_log_is_gone(tmp_path):
+async def test_a_death_is_reported_even_without_a_log(tmp_path):
     process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", environment={})
     process._process.wait(60)
     process.log.unlink()
-    fleet = Fleet(Sglang.Config())
+    fleet = ServerGroup(Sglang.Config())
     fleet._processes = [process]
-    told = asyncio.get_running_loop().create_future()
-    fleet.watch(told.set_result)
-    assert f"its process {process.pid} ended with exit code 0" in str(await asyncio.wait_for(told, 20))
+    message = asyncio.get_running_loop().create_future()
+    fleet.watch(message.set_result)
+    assert f"its process {process.pid} ended with exit code 0" in str(await asyncio.wait_for(message, 20))
     await fleet.stop()
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_memory_is_shared_with_a_server_of_one_stage(stages, tiny, tmp_path, monkeypatch):
-    """One of several answers when its first stage has read a bucket, and the others read on."""
+    """One of several responses when its first stage has read a bucket, and the others read on."""
     known = {"model_path": str(tiny), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     server = FakeSglang(known)
     server.server_info = {"version": "0.0", "tp_size": 1, "pp_size": stages}
@@ -109,7 +109,7 @@ async def test_memory_is_shared_with_a_server_of_one_stage(stages, tiny, tmp_pat
         connection = Connection(pool, f"http://{server.address}", "tok", "engine 0")
         return SimpleNamespace(connection=connection, bootstrap_port=None, process=Process())
 
-    monkeypatch.setattr("slime_sglang.fleet.start_server", found)
+    monkeypatch.setattr("slime_sglang.server_group.start_server", found)
     engine = Sglang.build(Sglang.Config())
     try:
         await engine.start(setup_for(tiny, tmp_path, num_devices=stages))

@@ -1,4 +1,4 @@
-"""What is made of the answers of servers that were asked what they hold."""
+"""Comparison of the trainer's weights with those that servers report."""
 
 from concurrent.futures import Future
 
@@ -9,11 +9,11 @@ from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
 from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flat import checksum, flatten
+from slime_sglang.transports.flattened_bucket import checksum, flatten
 from slime_sglang.transports.servers import Refused
 
 SENT = {"w": torch.arange(24.0).view(6, 4), "norm": torch.arange(4.0), "lm_head.weight": torch.ones(2)}
-"""The head is tied: nobody holds it."""
+"""The head is tied: no server holds it."""
 
 
 def held(name, tensor, dim=0, start=0, **more):
@@ -23,7 +23,7 @@ def held(name, tensor, dim=0, start=0, **more):
 
 
 def ranks(*found):
-    """The answer of a server with these ranks."""
+    """The response of a server with these ranks."""
     return [
         {"checksums": checksums, "parallelism_info": {"rank": rank, "size": len(found)}}
         for rank, checksums in enumerate(found)
@@ -31,12 +31,12 @@ def ranks(*found):
 
 
 class Checked:
-    """`Servers` that answer /weights_checker: what each rank holds, or refusals; and SGLang's own sums."""
+    """`Servers` that respond to /weights_checker: what each rank holds, or refusals; and SGLang's own sums."""
 
     def __init__(self, named, own=()):
         self.named, self.own = named, own
 
-    def each(self, engines, path, body, *, what=""):
+    def call_all(self, engines, path, body, *, what=""):
         calls = []
         for engine in engines:
             calls.append(Future())
@@ -63,7 +63,7 @@ WHOLE = ranks(held("w", SENT["w"]) | held("norm", SENT["norm"]))
 OTHER = ranks(held("w", SENT["w"] + 1) | held("norm", SENT["norm"]))
 
 
-def test_it_is_said_what_held_weights_were_compared_with():
+def test_the_report_names_what_weights_were_compared_with():
     """Servers that cannot name their parts are only compared with one another: equal ones may hold the same wrong weights."""
     assert compared([WHOLE, WHOLE]) == "trainer"
     assert compared([WHOLE, None], num_engines=1) == "trainer"
@@ -72,7 +72,7 @@ def test_it_is_said_what_held_weights_were_compared_with():
     with pytest.raises(EngineError, match=r"engine 1 .* its weights differ from those of engine 0"):
         compared([None, None], ["a", "b"])
     with pytest.raises(
-        EngineError, match=r"engine 0 cannot .* Say --no-check-weight-update-equal; .* Unsupported action"
+        EngineError, match=r"engine 0 cannot .* Pass --no-check-weight-update-equal, .* Unsupported action"
     ):
         compared([None, WHOLE])
     with pytest.raises(EngineError, match=r"engine 1 .*does not hold what the trainer sent: w\.$"):
@@ -86,7 +86,7 @@ def parts(first, second):
     )
 
 
-def test_parts_of_ranks_are_compared_with_those_of_what_was_sent():
+def test_parts_of_ranks_are_compared_with_the_sent_parts():
     upper, lower = SENT["w"].chunk(2)
     assert compared([parts(upper, lower)]) == "trainer"
     left, right = SENT["w"].chunk(2, dim=1)
@@ -102,7 +102,7 @@ def test_parts_of_ranks_are_compared_with_those_of_what_was_sent():
         compared([parts(lower, upper)])
 
 
-def test_what_is_held_in_another_type_is_what_sent_numbers_become():
+def test_sent_tensors_are_compared_in_the_servers_dtype():
     """The norm in float32, though it is sent in bfloat16, and the rest the other way round."""
     sent = {"w": SENT["w"] / 7, "norm": SENT["norm"].bfloat16()}
     assert compared([ranks(held("w", sent["w"].bfloat16()) | held("norm", SENT["norm"]))], sent=sent) == "trainer"
@@ -122,7 +122,7 @@ def test_a_tensor_that_its_parts_do_not_cover_is_named():
         compared([ranks(held("w", torch.ones(9, 4)) | held("w", SENT["w"]) | held("norm", SENT["norm"]))])
 
 
-def test_what_a_model_does_not_load_is_not_missed():
+def test_tensors_that_a_model_does_not_load_are_not_missing():
     """Layers that predict further tokens, and drafts, which SGLang names in its own way."""
     sent = SENT | {"model.layers.2.norm": torch.ones(2), "model.layers.20.norm": torch.ones(2)}
     draft = {f"draft.{next(iter(held('x', torch.ones(2))))}": "any", "draft.refused": "a draft"}
@@ -133,11 +133,11 @@ def test_what_a_model_does_not_load_is_not_missed():
     assert compared(found, sent=sent) == "trainer"
 
 
-def test_a_rank_that_refuses_or_is_missing_makes_its_server_one_that_cannot_say():
+def test_a_server_with_a_refusing_or_missing_rank_cannot_report():
     refused = ranks(WHOLE[0]["checksums"], {REFUSED: "what a.b is made of is not known"})
     with pytest.raises(EngineError, match=r"engine 0 cannot .*rank 1: what a\.b is made of is not known"):
         compared([refused])
-    with pytest.raises(EngineError, match=r"of its 2 ranks only \[0\] say what they hold"):
+    with pytest.raises(EngineError, match=r"of its 2 ranks only \[0\] report the weights they hold"):
         compared([parts(*SENT["w"].chunk(2))[:1]])
-    # Under data-parallel attention several answer for all.
+    # Under data-parallel attention several response for all.
     assert compared([2 * parts(*SENT["w"].chunk(2))]) == "trainer"

@@ -1,4 +1,4 @@
-"""Expert ids: what is asked for, what is believed, and how they grow over the parts of an answer."""
+"""Expert ids: requests for them, checks of responses, and their concatenation over the parts of a response."""
 
 import base64
 import json
@@ -22,11 +22,11 @@ def ids_of(first, rows):
 
 
 def reply(tokens, ids, reason="length"):
-    told = {} if ids is None else {"routed_experts": base64.b64encode(ids.tobytes()).decode()}
+    ids_field = {} if ids is None else {"routed_experts": base64.b64encode(ids.tobytes()).decode()}
     pairs = [[-0.5, token, None] for token in tokens]
     return {
         "meta_info": {
-            "finish_reason": {"type": reason}, "output_token_logprobs": pairs, "weight_version": "default", **told,
+            "finish_reason": {"type": reason}, "output_token_logprobs": pairs, "weight_version": "default", **ids_field,
         }
     }  # fmt: skip
 
@@ -42,15 +42,15 @@ def take(run, tokens, ids, reason="length"):
     return run.take(reply(tokens, ids, reason), expected_version=-1, vocab_size=25, server="engine 0", experts=SIZES)
 
 
-def test_parts_of_an_answer_each_tell_what_is_new():
+def test_each_part_of_a_response_has_only_new_expert_ids():
     run = running(start=1)
     assert run.body(50)["routed_experts_start_len"] == 1
     take(run, [8, 9], ids_of(1, 3), "abort")
-    run.break_off()
+    run.interrupt()
     assert run.body(50)["routed_experts_start_len"] == 4
     # Ended before it had a token.
     take(run, [], None, "abort")
-    run.break_off()
+    run.interrupt()
     take(run, [1, 2], ids_of(40, 2))
     ids = run.completion(FinishReason.LENGTH, 0).routed_experts
     assert ids.dtype == np.uint8
@@ -61,13 +61,13 @@ def test_parts_of_an_answer_each_tell_what_is_new():
 def test_tokens_that_are_written_again_choose_again(stop, kept):
     run = running(stop=(stop,))
     take(run, [8, 9, 4], ids_of(0, 5), "abort")
-    run.break_off()
+    run.interrupt()
     assert run.experts_from == (3 + 1 - 1 if kept else 0)
     asked = run.body(50)
     assert asked["routed_experts_start_len"] == run.experts_from <= len(asked["input_ids"])
 
 
-def test_who_does_not_ask_is_not_told():
+def test_a_request_without_expert_ids_gets_none():
     run = running(start=None)
     assert not [name for name in run.body(50) if "expert" in name]
     take(run, [8], None)
@@ -75,15 +75,15 @@ def test_who_does_not_ask_is_not_told():
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"),
+    ("ids", "expected"),
     [
-        (None, "it has no expert ids, and those of 4 tokens were asked for"),
-        (ids_of(0, 3), "it has 18 expert ids, and 4 tokens in 2 layers take 3 each"),
-        (ids_of(0, 4) + 5, "its expert ids go from 5 to 12, and the model has 8"),
+        (None, "it has no expert ids, but those of 4 tokens were requested"),
+        (ids_of(0, 3), "it has 18 expert ids, but 4 tokens in 2 layers have 3 each"),
+        (ids_of(0, 4) + 5, "its expert ids are 5 to 12, but the model has 8"),
     ],
 )
-def test_an_answer_that_cannot_be_right(ids, told):
-    with pytest.raises(EngineError, match=told):
+def test_invalid_expert_ids_are_errors(ids, expected):
+    with pytest.raises(EngineError, match=expected):
         take(running(), [8, 9], ids)
 
 
@@ -100,19 +100,19 @@ def test_sizes_are_the_models(tmp_path):
         ExpertSizes.of(tmp_path)
 
 
-async def test_what_stands_between_drops_the_question(tmp_path):
+async def test_a_router_drops_the_request_for_expert_ids(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
     asked = setup_for(tmp_path, tmp_path, routed_experts=True)
-    with pytest.raises(EngineError, match="sglang-router does not pass on that expert ids are asked for"):
+    with pytest.raises(EngineError, match="sglang-router does not forward the request for expert ids"):
         await Sglang.build(Sglang.Config(router_policy="round_robin")).start(asked)
     with pytest.raises(EngineError, match="has no experts"):
         await Sglang.build(Sglang.Config()).start(asked)
 
 
-async def test_an_sglang_that_pins_their_memory_has_none_on_a_cpu(tmp_path, monkeypatch):
+async def test_an_sglang_that_pins_memory_of_expert_ids_has_none_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr("slime_sglang.engine.in_source", lambda name: False)
     (tmp_path / "config.json").write_text(
         json.dumps({"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2})
     )
-    with pytest.raises(EngineError, match="engine 0: the SGLang that is installed pins the memory for expert ids"):
+    with pytest.raises(EngineError, match=r"engine 0: .* the installed SGLang pins the memory for expert ids"):
         await Sglang.build(Sglang.Config()).start(setup_for(tmp_path, tmp_path, routed_experts=True))

@@ -22,7 +22,7 @@ pytestmark = [
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY = 3, 8, 2, 25
 CLEAR = 1e-3
-"""Of probabilities: nearer ones may be ranked by rounding."""
+"""Difference of probabilities; rounding may change the order of closer ones."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def require_same_experts(model, tokens, ids, first=0):
         clear = (ranked.values[:, TOP_K - 1] - ranked.values[:, TOP_K] > CLEAR).numpy()
         chosen = np.sort(ranked.indices[:, :TOP_K].numpy())
         rows = slice(first, first + len(ids))
-        told = np.sort(ids[:, number])
-        assert np.array_equal(told[clear[rows]], chosen[rows][clear[rows]]), f"layer {number}"
+        message = np.sort(ids[:, number])
+        assert np.array_equal(message[clear[rows]], chosen[rows][clear[rows]]), f"layer {number}"
         compared += int(clear[rows].sum())
     return compared
 
@@ -88,22 +88,22 @@ async def test_ids_are_those_of_the_weights_that_chose(model, tmp_path):
         exact = load(model)
         rng = np.random.default_rng(3)
         requests = [ask(n, rng.integers(2, VOCABULARY, length), 0) for n, length in enumerate((1, 6, 11))]
-        answers = await engine.generate(requests)
+        responses = await engine.generate(requests)
         compared = 0
-        for request, answer in zip(requests, answers, strict=True):
-            tokens = np.concatenate([request.token_ids, answer.token_ids])
-            assert answer.routed_experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
-            compared += require_same_experts(exact, tokens, answer.routed_experts)
+        for request, response in zip(requests, responses, strict=True):
+            tokens = np.concatenate([request.token_ids, response.token_ids])
+            assert response.routed_experts.shape == (len(tokens) - 1, LAYERS, TOP_K)
+            compared += require_same_experts(exact, tokens, response.routed_experts)
         assert compared > 100
 
-        # A second turn tells what is new.
-        turn = np.concatenate([requests[1].token_ids, answers[1].token_ids, [4, 5]])
-        known = len(answers[1].routed_experts)
-        (answer,) = await engine.generate([ask(9, turn, known, budget=4)])
-        assert len(answer.routed_experts) == len(turn) + 4 - 1 - known
-        require_same_experts(exact, np.concatenate([turn, answer.token_ids]), answer.routed_experts, known)
+        # A second turn returns only new ids.
+        turn = np.concatenate([requests[1].token_ids, responses[1].token_ids, [4, 5]])
+        known = len(responses[1].routed_experts)
+        (response,) = await engine.generate([ask(9, turn, known, budget=4)])
+        assert len(response.routed_experts) == len(turn) + 4 - 1 - known
+        require_same_experts(exact, np.concatenate([turn, response.token_ids]), response.routed_experts, known)
 
-        # Broken off by a publish: each part has the choices of its weights.
+        # Interrupted by a weight update: each part has the choices of its weights.
         running = asyncio.ensure_future(engine.generate([ask(20, turn[:5], 0, budget=400)]))
         await asyncio.sleep(1.0)
         await engine.pause()
@@ -112,22 +112,22 @@ async def test_ids_are_those_of_the_weights_that_chose(model, tmp_path):
         for bucket in buckets_of(folder_weights(tmp_path / "new"), 3, 2):
             await engine.load_bucket(bucket)
         await engine.resume()
-        # What it holds is known by the names of the files, experts too.
+        # Its weights have the names of the files, also the experts.
         assert await engine.checksum() == checksum_of(folder_weights(tmp_path / "new"))
-        (answer,) = await running
-        assert answer.finish_reason is FinishReason.LENGTH
-        assert [span.version for span in answer.spans] == [-1, 3]
-        cut = answer.spans[0].end
-        tokens = np.concatenate([turn[:5], answer.token_ids])
-        assert len(answer.routed_experts) == len(tokens) - 1
-        require_same_experts(exact, tokens, answer.routed_experts[: 5 + cut - 1])
-        require_same_experts(load(tmp_path / "new"), tokens, answer.routed_experts[5 + cut - 1 :], 5 + cut - 1)
+        (response,) = await running
+        assert response.finish_reason is FinishReason.LENGTH
+        assert [span.version for span in response.spans] == [-1, 3]
+        cut = response.spans[0].end
+        tokens = np.concatenate([turn[:5], response.token_ids])
+        assert len(response.routed_experts) == len(tokens) - 1
+        require_same_experts(exact, tokens, response.routed_experts[: 5 + cut - 1])
+        require_same_experts(load(tmp_path / "new"), tokens, response.routed_experts[5 + cut - 1 :], 5 + cut - 1)
     finally:
         await engine.stop()
 
 
 def folder_weights(folder):
-    """As they are named in files, where each expert has matrices of its own."""
+    """Weights by their names in files, where each expert has its own matrices."""
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")

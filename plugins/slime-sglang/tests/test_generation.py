@@ -1,4 +1,4 @@
-"""What is asked of /generate, what is believed of its answer, and how an answer goes on after a publish."""
+"""Bodies for /generate, checks of its responses, and how a response continues after a weight update."""
 
 import math
 
@@ -19,7 +19,7 @@ def running(**sampling):
 
 def reply(tokens, reason="length", spans=None, version="default", **meta):
     pairs = [[-0.5 - place, token, None] for place, token in enumerate(tokens)]
-    told = (
+    message = (
         {}
         if spans is None
         else {"weight_versions": [dict(zip(("version", "start", "end"), s, strict=True)) for s in spans]}
@@ -29,14 +29,14 @@ def reply(tokens, reason="length", spans=None, version="default", **meta):
             "finish_reason": {"type": reason},
             "output_token_logprobs": pairs,
             "weight_version": version,
-            **told,
+            **message,
             **meta,
         }
     }
 
 
-def take(run, answer, expected=None):
-    return run.take(answer, expected_version=expected, vocab_size=25, server="engine 0 (http://x)")
+def take(run, response, expected=None):
+    return run.take(response, expected_version=expected, vocab_size=25, server="engine 0 (http://x)")
 
 
 def test_body():
@@ -52,10 +52,10 @@ def test_body():
     assert not {"min_new_tokens", "stop_token_ids"} & set(params)
 
 
-def test_an_answer_of_two_parts():
+def test_a_response_of_two_parts():
     run = running()
     assert take(run, reply([7, 8, 9], "abort", cached_tokens=2), expected=-1) is FinishReason.ABORT
-    run.break_off()
+    run.interrupt()
     body = run.body(room=100)
     assert body["input_ids"].tolist() == [5, 6, 7, 8, 9]
     assert body["sampling_params"]["max_new_tokens"] == 5
@@ -68,11 +68,11 @@ def test_an_answer_of_two_parts():
 
 
 def test_drafts_of_parts_add_up():
-    """Rates of the whole answer, by hand: 6 of 12 drafts accepted, 8 tokens in 4 passes."""
+    """Rates of the whole response, by hand: 6 of 12 drafts accepted, 8 tokens in 4 passes."""
     run = running()
     take(run, reply([7, 8, 9], "abort", spec_verify_ct=2, spec_num_correct_drafts=1, spec_num_proposed_drafts=6))
-    run.break_off()
-    # As SGLang 0.5.16 names them.
+    run.interrupt()
+    # The names of SGLang 0.5.16.
     take(run, reply([1, 2, 3, 4, 5], spec_verify_ct=2, spec_accepted_drafts=5, spec_proposed_drafts=6))
     extra = run.completion(FinishReason.LENGTH, 0).extra
     assert extra == {"spec_verify_ct": 4.0, "spec_accept_length": 2.0, "spec_accept_rate": 0.5}
@@ -84,8 +84,8 @@ def test_drafts_of_parts_add_up():
 def test_a_stop_string_across_two_parts_is_not_missed():
     run = running(stop=("xyz", "q"))
     take(run, reply([7, 8, 9, 10, 11], "abort", spans=[("0", 0, 1), ("1", 1, 5)]))
-    run.break_off()
-    # A string of three characters is written by three tokens at most: two of them could stand at the end.
+    run.interrupt()
+    # A string of three characters is written by three tokens at most: two of them could are at the end.
     assert run.token_ids == [7, 8]
     assert [tuple(span) for span in run.spans] == [(0, 0, 1), (1, 1, 2)]
     take(run, reply([1], "stop", version="1"))
@@ -93,26 +93,26 @@ def test_a_stop_string_across_two_parts_is_not_missed():
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("response", "words"),
     [
-        ("<html>busy</html>", "is none"),
-        ({"text": "hello"}, "is none"),
-        ([1, 2], "is none"),
-        (reply([7, 25]), "token 25 is not among the model's 25"),
-        (reply([7] * 9), "it has 9 tokens, and may have 8"),
-        (reply([7], output_token_logprobs=[[math.nan, 7, None]]), "is no log-prob"),
-        (reply([7], output_token_logprobs=[[0.5, 7, None]]), "is no log-prob"),
-        (reply([7], output_token_logprobs=[[None, 7, None]]), "is none"),
-        (reply([7], version="mine"), "is none"),
+        ("<html>busy</html>", "is invalid"),
+        ({"text": "hello"}, "is invalid"),
+        ([1, 2], "is invalid"),
+        (reply([7, 25]), "token 25 is not in the model's vocabulary of 25"),
+        (reply([7] * 9), "it has 9 tokens, more than the 8 requested"),
+        (reply([7], output_token_logprobs=[[math.nan, 7, None]]), "is not a log-prob"),
+        (reply([7], output_token_logprobs=[[0.5, 7, None]]), "is not a log-prob"),
+        (reply([7], output_token_logprobs=[[None, 7, None]]), "is invalid"),
+        (reply([7], version="mine"), "is invalid"),
         (reply([7, 8], spans=[("3", 0, 1)]), "do not cover"),
-        (reply([7], version="5"), "said to be of version 5, but the server was given version 3"),
+        (reply([7], version="5"), "its tokens have version 5, but the server was sent version 3"),
         (reply([7], "exploded"), "exploded"),
         (reply([], "abort", finish_reason={"type": "abort", "status_code": 400, "message": "too long"}), "too long"),
     ],
 )
-def test_what_cannot_be_an_answer(answer, words):
+def test_invalid_responses_are_errors(response, words):
     with pytest.raises(EngineError, match="engine 0") as caught:
-        take(running(), answer, expected=3)
+        take(running(), response, expected=3)
     assert words in str(caught.value)
 
 

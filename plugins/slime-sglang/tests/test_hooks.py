@@ -1,4 +1,4 @@
-"""What a server says of its hooks is what SGLang's registry has really put in."""
+"""The hooks that a server reports are those that SGLang's registry has applied."""
 
 import importlib.util
 import sys
@@ -40,7 +40,7 @@ def apply():
     HookRegistry, HookType = registry.HookRegistry, registry.HookType
     for target, hook in hooks.AROUND.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    # Somebody else's, around ours or inside.
+    # Hooks of other plugins, around ours or inside.
     HookRegistry.register("pretended.Updater.update_weights_from_disk", lambda *args: None, HookType.BEFORE)
     HookRegistry.apply_hooks()
 
@@ -53,7 +53,7 @@ def test_a_server_verifies_if_its_loading_is_hooked(updater):
 
 
 def test_a_hook_that_could_not_be_put_in_is_missed(updater):
-    """SGLang logs it and goes on."""
+    """SGLang logs it and continues."""
     del updater.update_weights_from_disk
     apply()
     assert updater.update_weights_from_tensor.__wrapped__
@@ -61,7 +61,7 @@ def test_a_hook_that_could_not_be_put_in_is_missed(updater):
         hooks.check_weights(None, None, CAN_VERIFY)
 
 
-def test_every_target_has_something_around_it_and_is_there():
+def test_every_target_exists_and_has_a_wrapper():
     targets = [target for hook in HOOKS for target in hook.targets]
     assert sorted(targets) == sorted(hooks.AROUND)
     assert [target for target in targets if not in_source(target)] == []
@@ -87,7 +87,7 @@ def test_a_server_has_the_hooks_that_its_run_needs(settings, config, names, tmp_
     assert hooks_for(setup, options_for(Sglang.Config(**config), setup, 0)) == names
 
 
-def test_the_listing_says_what_is_hooked_and_what_for(monkeypatch, capsys):
+def test_the_listing_has_each_hook_and_its_purpose(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["slime", "plugins", "show", "sglang"])
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:

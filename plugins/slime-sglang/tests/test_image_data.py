@@ -1,4 +1,4 @@
-"""What is asked of /generate where a prompt has images; and a whole run with the real SGLang."""
+"""Bodies for /generate of prompts with images, and a whole run with the real SGLang."""
 
 import base64
 import json
@@ -55,8 +55,8 @@ def reply(running, tokens, reason="length", read=0):
     }
 
 
-def take(running, answer):
-    return running.take(answer, expected_version=None, vocab_size=40, server="engine 0")
+def take(running, response):
+    return running.take(response, expected_version=None, vocab_size=40, server="engine 0")
 
 
 def test_images_go_with_their_tokens_once(running):
@@ -68,9 +68,11 @@ def test_images_go_with_their_tokens_once(running):
     assert decoded == [image.data for image in running.request.images]
 
 
-def test_an_answer_to_other_features_is_refused(running):
+def test_a_response_to_other_features_is_refused(running):
     assert take(running, reply(running, [10])) is FinishReason.LENGTH
-    with pytest.raises(EngineRefused, match=r"it read 11 tokens where request a/1/0 has 10: it makes other features"):
+    with pytest.raises(
+        EngineRefused, match=r"it read 11 tokens, but request a/1/0 has 10: it computes other image features"
+    ):
         take(running, reply(running, [11], read=1))
 
 
@@ -78,14 +80,14 @@ def test_an_answer_to_other_features_is_refused(running):
 def test_a_written_image_token_is_not_sent_back(running, token):
     """SGLang would look for an image behind it: it is written again."""
     take(running, reply(running, [10, 11, token, 12], "abort"))
-    running.break_off()
+    running.interrupt()
     assert running.token_ids == [10, 11]
     assert running.body(room=100)["input_ids"].tolist()[-2:] == [10, 11]
-    # A request that goes on from such tokens cannot be served.
+    # A request that resumes from such tokens cannot be served.
     tokens = ImageTokens(IMAGE_TOKEN, frozenset({IMAGE_TOKEN, VIDEO_TOKEN}))
     longer = np.append(running.request.token_ids, [10, token]).astype(np.int32)
     problem = tokens.problem(replace(running.request, token_ids=longer))
-    assert "has 2 images, and 3 places for them" in problem
+    assert "has 2 images, but 3 places for them" in problem
     assert tokens.problem(replace(running.request, token_ids=longer, images=())) is None
     assert tokens.problem(running.request) is None
 
@@ -96,7 +98,7 @@ def test_servers_of_a_model_with_images(folder, tmp_path):
     text = make_tiny_model(tmp_path / "text")
     assert "disable_fast_image_processor" not in options_for(Sglang.Config(), setup_for(text, tmp_path), 0)
     assert ImageTokens.of(text) is None
-    # What it made of an image under old weights must not be kept.
+    # Features of an image by old weights must not be cached.
     assert environment_for(setup_for(folder, tmp_path), (), 1)["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
 
 

@@ -1,4 +1,4 @@
-"""Starting servers: options, devices, and what is said when one does not start."""
+"""Starting servers: options, devices, and errors of one that does not start."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ async def start(setup, **options):
         await pool.close()
 
 
-def test_what_the_run_decides_cannot_be_said_otherwise(setup):
+def test_options_that_the_run_decides_are_refused(setup):
     """Keys that are set for every server are refused as options, but for those that only have another default here."""
     defaults = {*launching.ON_CPU, "dtype", "log_level", "log_level_http", "max_total_tokens", "skip_tokenizer_init"}
     gpu = replace(setup, device="cuda", num_devices=2, num_nodes=2, rendezvous="a:1", offload=True, routed_experts=True)
@@ -91,7 +91,7 @@ def test_devices(setup, monkeypatch, visible, index, place, expected):
 
 def test_too_few_devices(setup, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(EngineError, match="should have 2 GPUs"):
+    with pytest.raises(EngineError, match="requires 2 GPUs"):
         devices_of(replace(setup, num_devices=2), 0, 1)
 
 
@@ -104,13 +104,13 @@ async def test_a_start(setup, fake):
     assert started.connection.token not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
 
 
-async def test_one_that_dies(setup, fake):
+async def test_a_server_that_dies_at_its_start(setup, fake):
     with pytest.raises(EngineError, match=r"(?s)ended with exit code 1 at start.*no kernel image is available"):
         await start(replace(setup, model_path=Path("/dies")))
 
 
-async def test_one_that_kills_itself(setup, fake):
-    """The signal is its own, and says nothing; its own error is the news. An attempt before wrote to the same log."""
+async def test_a_server_that_kills_itself_at_its_start(setup, fake):
+    """The signal is its own and has no meaning; its logged error is reported. An earlier attempt wrote to the same log."""
     log = setup.run_dir / "logs" / "sglang-0-0.log"
     log.parent.mkdir()
     log.write_text("Scheduler hit an exception: Traceback (most recent call last):\nOSError: of an attempt before\n")
@@ -121,22 +121,22 @@ async def test_one_that_kills_itself(setup, fake):
     assert "an attempt before" not in str(caught.value)
 
 
-async def test_one_that_hangs(setup, fake, monkeypatch):
+async def test_a_server_that_hangs_at_its_start(setup, fake, monkeypatch):
     class Spoken(ServerProcess):
-        """Is given all the time that it needs to say what it does."""
+        """Waits until the server has written its first line."""
 
         def __init__(self, *arguments, log, **named):
             super().__init__(*arguments, log=log, **named)
             first_line(log)
 
     monkeypatch.setattr(launching, "ServerProcess", Spoken)
-    with pytest.raises(EngineError, match=r"(?s)has not answered in 2 s \(engine.start_timeout\).*loading /hangs"):
+    with pytest.raises(EngineError, match=r"(?s)has not responded in 2 s \(engine.start_timeout\).*loading /hangs"):
         await start(replace(setup, model_path=Path("/hangs")), start_timeout=2)
 
 
 async def test_a_port_that_is_taken(setup, fake, monkeypatch):
-    # The squatter does not answer.
-    monkeypatch.setattr(launching, "ANSWER_S", 0.5)
+    # The squatter does not respond.
+    monkeypatch.setattr(launching, "RESPONSE_S", 0.5)
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
@@ -146,7 +146,7 @@ async def test_a_port_that_is_taken(setup, fake, monkeypatch):
         monkeypatch.setattr(launching, "free_port", lambda host="127.0.0.1": next(ports, None) or free())
         started = await start(setup)
     assert str(taken) not in started.connection.address
-    # Always taken: said so.
+    # Always taken: the error reports it.
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
@@ -155,7 +155,7 @@ async def test_a_port_that_is_taken(setup, fake, monkeypatch):
             await start(setup)
 
 
-def test_it_dies_with_its_parent(setup):
+def test_a_server_ends_with_its_parent(setup):
     """Killed without warning, the parent leaves no server behind."""
     code = (
         "import asyncio, sys, time\n"
@@ -192,7 +192,7 @@ def test_it_dies_with_its_parent(setup):
         raise AssertionError("the server outlives its parent")
 
 
-def test_an_end_of_its_own_is_told_as_such(setup):
+def test_a_server_that_ends_itself_has_its_own_exit_code(setup):
     """Though a thread of it waits for the parent's end."""
     (setup.run_dir / "ending.py").write_text(
         "import sys, time\n"
@@ -227,14 +227,14 @@ async def test_the_watch_ends_requests(setup, fake, tiny):
             if "killed by SIGKILL" in str(error):
                 break
     else:
-        raise AssertionError("the engine is said to be well")
+        raise AssertionError("the engine is reported as healthy")
     await engine.stop()
     await engine.stop()
 
 
 def first_line(log):
     deadline = time.monotonic() + 60
-    while not (said := log.read_text()).endswith("\n"):
+    while not (given := log.read_text()).endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return said
+    return given

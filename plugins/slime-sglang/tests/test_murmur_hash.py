@@ -21,7 +21,7 @@ def murmur3_32(words):
 
 
 def test_the_oracle():
-    # Published test vectors: "test" and "\\0\\0\\0\\0", seed 0.
+    # Public test vectors: "test" and "\\0\\0\\0\\0", seed 0.
     assert murmur3_32([int.from_bytes(b"test", "little")]) == 0xBA6BD213
     assert murmur3_32([0]) == 0x2362F9DE
 

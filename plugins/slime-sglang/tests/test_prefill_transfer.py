@@ -33,7 +33,7 @@ def requests():
     ]
 
 
-async def answers(tiny, run_dir, **options):
+async def generate_text(tiny, run_dir, **options):
     engine = Sglang.build(Sglang.Config(**options))
     await engine.start(setup_for(tiny, run_dir, num_devices=options.get("servers", 1)))
     try:
@@ -43,10 +43,10 @@ async def answers(tiny, run_dir, **options):
         await engine.stop()
 
 
-async def test_a_pair_gives_what_one_server_gives(tiny, tmp_path, monkeypatch):
+async def test_a_prefill_decode_pair_responds_like_one_server(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
-    alone = await answers(tiny, tmp_path)
-    pair = await answers(tiny, tmp_path, **PAIR)
+    alone = await generate_text(tiny, tmp_path)
+    pair = await generate_text(tiny, tmp_path, **PAIR)
     for one, two in zip(alone, pair, strict=True):
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert one.log_probs.tolist() == two.log_probs.tolist()

@@ -16,7 +16,7 @@ from slime_sglang.process import ServerProcess
 MAIN = """
 import subprocess, sys, time
 sys.stdin.readline()
-# Its memory is given back a while after the main process has gone, as a scheduler's is.
+# Its memory is freed a while after the main process has ended, as that of a scheduler.
 SCHEDULER = "import signal, time; signal.signal(15, signal.SIG_IGN); m = bytearray(b'x') * 2**28; print('up', flush=True)"
 COMPILER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)'])"
 SLEEP = "; time.sleep(90)"
@@ -47,7 +47,7 @@ def started(tmp_path):
 
 
 def runs(pid):
-    """As the kernel says: a zombie holds nothing any more."""
+    """Whether the process runs, by the kernel's state: a zombie holds no resources."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -76,13 +76,13 @@ async def test_children_of_a_server_that_has_died_end_too(started):
     assert [runs(pid) for pid in children] == [False]
 
 
-async def test_what_does_not_end_is_named(started, monkeypatch):
-    """A process that the kernel cannot end, in a driver that hangs: here it is only said to be one."""
+async def test_processes_that_do_not_end_are_named(started, monkeypatch):
+    """Simulates a process that the kernel cannot end, such as one in a driver that hangs."""
     server = started()
     monkeypatch.setattr("slime_sglang.process.END_S", 0.1)
     monkeypatch.setattr(process_end, "has_ended", lambda process: False)
     with pytest.raises(
-        EngineError, match=rf"process group {server.pid} was killed, and has not ended within 0.1 s: \d+, "
+        EngineError, match=rf"process group {server.pid} was killed, but has not ended within 0.1 s: \d+, "
     ):
         await server.stop()
     monkeypatch.undo()
@@ -90,7 +90,7 @@ async def test_what_does_not_end_is_named(started, monkeypatch):
     assert not runs(server.pid)
 
 
-def test_a_process_whose_first_thread_alone_has_ended_runs():
+def test_a_process_with_only_its_first_thread_ended_still_runs():
     """The system calls it a zombie, and it holds its memory."""
     code = (
         "import ctypes, sys, threading\n"
@@ -106,7 +106,7 @@ def test_a_process_whose_first_thread_alone_has_ended_runs():
     assert not has_ended(seen)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    # Nobody has asked for its exit code yet.
+    # No process has waited for its exit code yet.
     assert seen.status() == psutil.STATUS_ZOMBIE
     assert has_ended(seen)
     process.wait()

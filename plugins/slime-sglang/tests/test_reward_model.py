@@ -74,7 +74,7 @@ def judge(tiny, tmp_path_factory):
     return folder, score
 
 
-def test_what_is_trained_on_is_what_the_reward_model_says(judge, tiny, tmp_path):
+def test_rewards_of_the_run_are_the_reward_models_scores(judge, tiny, tmp_path):
     folder, score = judge
     rows = [{"prompt": f"{a}+{b}="} for a in range(2) for b in range(4)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))

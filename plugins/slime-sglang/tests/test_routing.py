@@ -37,7 +37,7 @@ def request(number, session=None):
 
 
 def served(tmp_path):
-    """What each server was asked, after the engine's own questions."""
+    """The requests of each server, after the engine's own ones at the start."""
     logs = [tmp_path / "logs" / f"sglang-0-{place}.log" for place in range(3)]
     return [
         [json.loads(line.split(" ", 1)[1]) for line in log.read_text().splitlines() if line.startswith("generate ")]
@@ -61,19 +61,21 @@ async def test_a_session_stays_on_its_server(engine, tiny, tmp_path):
 
 
 async def test_prefill_and_decode_are_paired(engine, tiny, tmp_path):
-    """Every request goes to the prefilling server and to one that decodes, with one room; nobody else is asked."""
+    """Every request goes to the prefill server and to one decode server, with the same room, and to no other server."""
     under_test = engine(router_policy="round_robin", prefill_servers=1)
     await under_test.start(setup_for(tiny, tmp_path, num_devices=3))
     try:
-        told = [
-            json.loads((tmp_path / "logs" / f"sglang-0-{place}.log").read_text().split("told ", 1)[1].splitlines()[0])
+        started_with = [
+            json.loads(
+                (tmp_path / "logs" / f"sglang-0-{place}.log").read_text().split("options ", 1)[1].splitlines()[0]
+            )
             for place in range(3)
         ]
-        assert [options["disaggregation_mode"] for options in told] == ["prefill", "decode", "decode"]
-        port = told[0]["disaggregation_bootstrap_port"]
-        assert [options["disaggregation_bootstrap_port"] for options in told] == [port, None, None]
-        answers = await under_test.generate([request(number) for number in range(8)])
-        assert [len(answer.token_ids) for answer in answers] == [3] * 8
+        assert [options["disaggregation_mode"] for options in started_with] == ["prefill", "decode", "decode"]
+        port = started_with[0]["disaggregation_bootstrap_port"]
+        assert [options["disaggregation_bootstrap_port"] for options in started_with] == [port, None, None]
+        responses = await under_test.generate([request(number) for number in range(8)])
+        assert [len(response.token_ids) for response in responses] == [3] * 8
         prefill, *decode = served(tmp_path)
         assert {asked["bootstrap_port"] for asked in prefill} == {port}
         rooms = sorted(asked["bootstrap_room"] for asked in prefill)

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens: what is accepted as the answer."""
+"""Log-probs of given tokens: what is accepted as the response."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def reply(ids):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said", "right"),
+    ("tokens", "returned", "right"),
     [
         ([1, 3, 4, 2], [3, 4, 2], True),
         ([1, 3, 4, 2], [3, 0, 2], True),
@@ -24,14 +24,14 @@ def reply(ids):
         ([1, 3, 4, 2], [3, 4], False),
     ],
 )
-def test_sglang_calls_the_last_token_of_its_vocabulary_0(tokens, said, right):
-    """It clips ids that stand for images, and the last one of the vocabulary with them; the log-prob is the token's own."""
+def test_sglang_calls_the_last_token_of_its_vocabulary_0(tokens, returned, right):
+    """It clips image tokens, and with them the last token of the vocabulary; the log-prob is that token's own."""
     asked = np.array(tokens, np.int32)
     if right:
-        assert scored(reply(said), asked, 3, "engine 0").tolist() == [-0.5] * 3
+        assert scored(reply(returned), asked, 3, "engine 0").tolist() == [-0.5] * 3
     else:
-        with pytest.raises(EngineError, match="was asked for the log-probs of 3 tokens"):
-            scored(reply(said), asked, 3, "engine 0")
+        with pytest.raises(EngineError, match="log-probs of 3 tokens were requested"):
+            scored(reply(returned), asked, 3, "engine 0")
 
 
 @pytest.mark.sglang

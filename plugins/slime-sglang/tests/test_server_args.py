@@ -1,4 +1,4 @@
-"""Options of the installed ServerArgs, read from its source, and how a run file says them."""
+"""Options of the installed ServerArgs, read from its source, and how a run file sets them."""
 
 import ast
 import subprocess
@@ -87,7 +87,7 @@ def test_both_forms_of_the_record_are_read():
     ]
 
 
-def test_a_list_that_somebody_here_may_add_to_is_open():
+def test_a_list_that_plugins_may_extend_is_open():
     named = NamedLists.of([ast.parse(LISTS)], extended=True)
     choices = {option.name: option.choices for option in options_in(ast.parse(NEW), named)}
     assert choices["load_format"] == ()
@@ -133,7 +133,7 @@ def test_config(monkeypatch):
         config(model_path="/elsewhere")
     with pytest.raises(ValidationError, match=r"decided by model\.hf_checkpoint"):
         config(model="/elsewhere")
-    with pytest.raises(ValidationError, match="called dp_size here: say --sglang-dp-size"):
+    with pytest.raises(ValidationError, match="called dp_size here: pass --sglang-dp-size"):
         config(data_parallel_size=2)
     with pytest.raises(ValidationError, match=r"close match: lpm\. Choices: lpm, fcfs"):
         config(schedule_policy="lpn")
@@ -154,7 +154,7 @@ def test_a_token_file(tmp_path):
     path.write_text(" one-token\n")
     assert read_token(str(path)) == "one-token"
     path.write_text("two tokens")
-    with pytest.raises(EngineError, match="must hold one token"):
+    with pytest.raises(EngineError, match="must contain one token"):
         read_token(str(path))
     with pytest.raises(EngineError, match="cannot be read"):
         read_token(str(tmp_path / "missing"))
@@ -164,14 +164,17 @@ def test_a_token_file(tmp_path):
     ("options", "words"),
     [
         ({"external_engine_addrs": ("a:1", "b:2", "c:3"), "servers": 2}, "not a multiple"),
-        ({"external_engine_addrs": ("a:1",), "deterministic": True}, "whoever started"),
+        (
+            {"external_engine_addrs": ("a:1",), "deterministic": True},
+            "it was decided when the external servers were started",
+        ),
         ({"router_options": {"cache_threshold": 0.5}}, "there is no router"),
-        ({"prefill_servers": 1, "router_policy": "random"}, "Say engine.servers = 2 or more"),
-        ({"prefill_servers": 1, "servers": 2}, "a router has to pair the servers"),
+        ({"prefill_servers": 1, "router_policy": "random"}, "Set engine.servers = 2 or more"),
+        ({"prefill_servers": 1, "servers": 2}, "requires a router that pairs the servers"),
         ({"prefill_servers": 1, "servers": 2, "router_policy": "random", "pause_mode": "retract"}, "is on two servers"),
     ],
 )
-def test_what_does_not_go_together(options, words, monkeypatch):
+def test_options_that_exclude_each_other(options, words, monkeypatch):
     known = {"cache_threshold": ServerOption("cache_threshold", float, "Doc.")}
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
     monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
@@ -181,7 +184,7 @@ def test_what_does_not_go_together(options, words, monkeypatch):
 
 
 def module_of(name):
-    """As one that is installed."""
+    """A module that looks installed."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     return module
@@ -220,7 +223,7 @@ def test_options_of_the_router_are_the_installed_ones():
     }
     assert SglangOptions(router_options=given).router_options == given | {"balance_abs_threshold": 5}
     wrong = {"balance_abs_treshold": 5, "policy": "random", "port": 30000, "retry_max_retries": "many"}
-    with pytest.raises(ValidationError) as told:
+    with pytest.raises(ValidationError) as message:
         SglangOptions(router_options=wrong)
     for words in (
         "balance_abs_treshold: the installed sglang-router has no such option; close match: balance_abs_threshold",
@@ -228,7 +231,7 @@ def test_options_of_the_router_are_the_installed_ones():
         "port: not an option of a run: decided by the engine: a free one",
         "retry_max_retries = 'many': input should be a valid integer",
     ):
-        assert words in str(told.value)
+        assert words in str(message.value)
 
 
 @pytest.mark.sglang
@@ -248,11 +251,11 @@ def test_options_of_the_router_are_flags():
 
 
 @pytest.mark.sglang
-def test_what_the_router_is_started_with():
+def test_options_of_the_router_at_its_start():
     options = chosen_options(SglangOptions(request_timeout=60.0, router_options={"balance_abs_threshold": 5}))
     assert options.pop("balance_abs_threshold") == 5
     assert options == {"request_timeout_secs": 60, "disable_retries": True, "balance_rel_threshold": 1.2}
-    # As the installed one calls them.
+    # The names of the installed sglang-router.
     assert set(options) <= set(router_options())
 
 
@@ -267,9 +270,13 @@ def test_a_missing_router_is_a_problem(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "layout", "words"),
     [
-        ({"servers": 2}, {"num_devices": 1}, "Say --here 2 or a multiple"),
+        ({"servers": 2}, {"num_devices": 1}, "Pass --here 2 or a multiple"),
         ({"servers": 2}, {"num_devices": 4, "num_nodes": 2}, "on 2 machines"),
-        ({"router_policy": "random"}, {"num_devices": 1, "routed_experts": True}, "does not pass on that expert ids"),
+        (
+            {"router_policy": "random"},
+            {"num_devices": 1, "routed_experts": True},
+            "does not forward the request for expert ids",
+        ),
         ({"servers": 2}, {"num_devices": 4}, None),
         ({"servers": 2, "external_engine_addrs": ("a:1", "b:2")}, {"num_devices": 1}, None),
         (
@@ -278,12 +285,12 @@ def test_a_missing_router_is_a_problem(monkeypatch):
             "names 1 servers, but 2 engines of 1 need 2",
         ),
         ({"router_policy": "random"}, {"num_devices": 1}, None),
-        ({"pause_mode": "retract"}, {"num_devices": 1, "offload": True}, "Use abort, or say --no-offload-rollout"),
+        ({"pause_mode": "retract"}, {"num_devices": 1, "offload": True}, "Set abort, or pass --no-offload-rollout"),
         ({"pause_mode": "retract"}, {"num_devices": 1}, None),
         ({}, {"num_devices": 1, "offload": True}, None),
     ],
 )
-def test_what_does_not_go_with_the_run(options, layout, words):
+def test_options_that_do_not_fit_the_run(options, layout, words):
     problems = Sglang.layout_problems(SglangOptions(**options), EngineLayout(devices_flag="--here", **layout))
     assert len(problems) == (words is not None)
     assert all(words in problem for problem in problems)
@@ -317,7 +324,7 @@ def test_a_missing_sglang_is_a_problem(monkeypatch):
 
 
 @pytest.mark.parametrize("driver", [Ipc, Distributed])
-def test_stages_that_cannot_be_told_apart(driver):
+def test_stages_that_cannot_be_distinguished(driver):
     """SGLang numbers a server's processes by their tensor-parallel rank."""
     engine = SimpleNamespace(pp_size=2)
     (problem,) = driver.problems(driver.Config(), engine)
@@ -327,7 +334,7 @@ def test_stages_that_cannot_be_told_apart(driver):
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta])
-def test_a_draft_of_its_own_is_not_overwritten_from_a_folder(driver):
+def test_a_separate_draft_is_not_overwritten_from_a_folder(driver):
     engine = SimpleNamespace(speculative_draft_model_path="/models/draft")
     (problem,) = driver.problems(driver.Config(), engine)
     assert 'engine.speculative_draft_model_path = "/models/draft"' in problem

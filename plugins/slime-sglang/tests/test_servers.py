@@ -1,4 +1,4 @@
-"""Two real servers behind the real sglang-router, in bfloat16; publishes under waiting requests; many requests."""
+"""Two real servers behind the real sglang-router, in bfloat16; weight updates with waiting requests; many requests."""
 
 import asyncio
 import os
@@ -31,10 +31,10 @@ async def load(engine, model, version):
     await engine.resume()
 
 
-def require_close(model, request, answer):
+def require_close(model, request, response):
     with torch.no_grad():
-        exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
-    apart = np.abs(answer.log_probs - exact)
+        exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(response))[0].numpy()
+    apart = np.abs(response.log_probs - exact)
     assert apart.max() <= BF16_NATS
     assert apart.mean() <= BF16_NATS / 5
 
@@ -53,12 +53,12 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
         assert len(await asyncio.gather(*(engine.health() for _ in range(2)))) == 2
         requests = [ask(number, prompt) for number, prompt in enumerate(prompts(12, seed=1))]
         model = load_plain(tiny)
-        for request, answer in zip(requests, await engine.generate(requests), strict=True):
-            require_close(model, request, answer)
+        for request, response in zip(requests, await engine.generate(requests), strict=True):
+            require_close(model, request, response)
         logs = [(tmp_path / "logs" / f"sglang-0-{place}.log").read_text() for place in range(2)]
         assert all(log.count("Prefill batch") > 1 for log in logs), "the router has left a server out"
 
-        # A publish under running requests: both servers get it, the requests go on, and spans are exact.
+        # A weight update during requests: both servers get it, the requests continue, and spans are exact.
         running = [asyncio.ensure_future(engine.generate([long(number)])) for number in range(4)]
         await asyncio.sleep(0.15)
         new = moved(load_plain(tiny, torch.float32), 5)
@@ -66,13 +66,13 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
         assert await engine.version() == 3
         assert len(await engine.checksum()) == 16
         for number, task in enumerate(running):
-            (answer,) = await task
-            assert answer.finish_reason is FinishReason.LENGTH
+            (response,) = await task
+            assert response.finish_reason is FinishReason.LENGTH
             # One may have ended before the weights came.
-            assert [span.version for span in answer.spans] in ([-1, 3], [3], [-1])
-            assert answer.spans[-1].end == len(answer.token_ids) == long(number).sampling.max_new_tokens
-        for request, answer in zip(requests, await engine.generate(requests), strict=True):
-            require_close(new.double(), request, answer)
+            assert [span.version for span in response.spans] in ([-1, 3], [3], [-1])
+            assert response.spans[-1].end == len(response.token_ids) == long(number).sampling.max_new_tokens
+        for request, response in zip(requests, await engine.generate(requests), strict=True):
+            require_close(new.double(), request, response)
 
         # Workers leave and come back while the router runs.
         router, server = engine._fleet.router, engine._fleet.servers[1]
@@ -92,7 +92,7 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
             await waiting
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             await until_unwell(engine)
-        # The other one hangs: a lost engine is ended by this call, and its memory is wanted by then.
+        # The other one hangs: a lost engine is ended by this call, and its memory is requested by then.
         hung = engine._fleet._processes[1].pid
         os.killpg(hung, signal.SIGSTOP)
         async with asyncio.timeout(STOP_S):
@@ -105,15 +105,15 @@ async def test_two_servers_behind_a_router(tiny, tmp_path):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_weights_change_under_waiting_requests(mode, attached, tiny, tmp_path):
-    """SGLang keeps the requests; its spans say which version wrote what, and every new token's log-prob is true where its
-    keys and values are computed anew."""
+    """SGLang keeps the requests; its spans give each token's version, and the log-probs of new tokens are exact if their keys
+    and values are computed again."""
     plain = attached()
     await plain.start(setup_for(tiny, tmp_path))
-    told_by_token = plain._features.version_spans
+    spans_by_token = plain._features.version_spans
     await plain.stop()
     engine = attached(pause_mode=mode)
-    if not told_by_token:
-        with pytest.raises(EngineError, match="needs a server that reports versions by token span"):
+    if not spans_by_token:
+        with pytest.raises(EngineError, match="requires a server that reports versions by token span"):
             await engine.start(setup_for(tiny, tmp_path))
         return
     await engine.start(setup_for(tiny, tmp_path))
@@ -128,18 +128,18 @@ async def test_weights_change_under_waiting_requests(mode, attached, tiny, tmp_p
             running = asyncio.ensure_future(engine.generate([request]))
             await asyncio.sleep(delay)
             await load(engine, other, after)
-            (answer,) = await running
-            if [span.version for span in answer.spans] == [before, after]:
+            (response,) = await running
+            if [span.version for span in response.spans] == [before, after]:
                 break
         else:
-            raise AssertionError(f"the weights never changed in the middle of an answer: {answer.spans}")
-        assert len(answer.token_ids) == request.sampling.max_new_tokens
-        split = answer.spans[0].end
+            raise AssertionError(f"the weights never changed in the middle of a response: {response.spans}")
+        assert len(response.token_ids) == request.sampling.max_new_tokens
+        split = response.spans[0].end
         with torch.no_grad():
-            old = log_probs_of(one, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
-            new = log_probs_of(other, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
-        assert np.abs(answer.log_probs[:split] - old[:split]).max() <= 1e-4
-        apart = np.abs(answer.log_probs[split:] - new[split:]).max()
+            old = log_probs_of(one, request.token_ids.tolist(), tokens_of(response))[0].numpy()
+            new = log_probs_of(other, request.token_ids.tolist(), tokens_of(response))[0].numpy()
+        assert np.abs(response.log_probs[:split] - old[:split]).max() <= 1e-4
+        apart = np.abs(response.log_probs[split:] - new[split:]).max()
         # In place the old keys and values stay, and new tokens are of neither version alone.
         assert (apart <= 1e-4) == (mode == "retract")
     finally:
@@ -147,12 +147,12 @@ async def test_weights_change_under_waiting_requests(mode, attached, tiny, tmp_p
 
 
 async def test_many_requests_in_flight(attached, tiny, tmp_path):
-    """More than the server runs at once, on one pool of connections, answered each once."""
+    """More than the server runs at once, on one pool of connections, responded each once."""
     engine = attached()
     await engine.start(setup_for(tiny, tmp_path, max_batch=10_000))
     try:
         requests = [ask(n, [3 + n % 20], name=f"many/{n}", max_new_tokens=2) for n in range(10_000)]
-        names = [answer.request_id async for answer in engine.stream(requests)]
+        names = [response.request_id async for response in engine.stream(requests)]
         assert sorted(names) == sorted(request.request_id for request in requests)
     finally:
         await engine.stop()

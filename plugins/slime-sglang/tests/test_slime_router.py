@@ -19,35 +19,35 @@ def ask(rid, count, **more):
     return {"rid": rid, "input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
 
 
-async def events(answer):
-    async for line in answer.content:
+async def events(response):
+    async for line in response.content:
         text = line.decode().removeprefix("data:").strip()
         if text and text != "[DONE]":
             yield json.loads(text)
 
 
-def told(answer):
-    return answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+def content(response):
+    return response["output_ids"], response["meta_info"]["output_token_logprobs"]
 
 
-async def test_a_stream_has_what_the_whole_answer_has(served, tmp_path):
+async def test_a_stream_has_the_tokens_of_the_whole_response(served, tmp_path):
     served.renew()
     direct = served.ask("/generate", ask("direct", 12))
     async with listening(upstreams=[served.address], token=served.token, folder=tmp_path) as session:
-        async with session.post("/generate", json=ask("whole", 12)) as answer:
-            assert answer.status == 200, await answer.text()
-            whole = await answer.json()
-        async with session.post("/generate", json=ask("streamed", 12, stream=True)) as answer:
-            parts = [part async for part in events(answer)]
-        async with session.get("/metrics") as answer:
-            metrics = await answer.text()
-    assert told(whole) == told(direct)
+        async with session.post("/generate", json=ask("whole", 12)) as response:
+            assert response.status == 200, await response.text()
+            whole = await response.json()
+        async with session.post("/generate", json=ask("streamed", 12, stream=True)) as response:
+            parts = [part async for part in events(response)]
+        async with session.get("/metrics") as response:
+            metrics = await response.text()
+    assert content(whole) == content(direct)
     assert len(parts) > 2
-    assert told(parts[-1]) == told(whole)
+    assert content(parts[-1]) == content(whole)
     assert f'slime_router_upstream_requests_total{{url="{served.address}"}} 2' in metrics
 
 
-async def test_a_caller_who_leaves_ends_the_request_in_the_engine(served, tmp_path):
+async def test_a_disconnected_caller_ends_the_request_in_the_engine(served, tmp_path):
     served.renew()
 
     def decoded():
@@ -55,8 +55,8 @@ async def test_a_caller_who_leaves_ends_the_request_in_the_engine(served, tmp_pa
 
     before = decoded()
     async with listening(upstreams=[served.address], token=served.token, folder=tmp_path) as session:
-        async with session.post("/generate", json=ask("left", LONG, stream=True)) as answer:
-            await anext(events(answer))
+        async with session.post("/generate", json=ask("left", LONG, stream=True)) as response:
+            await anext(events(response))
         # It refuses while anything runs.
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Stand-ins: imported, never called."""
+"""Stubs: imported, never called."""
 
 import sys
 
@@ -16,7 +16,7 @@ def stubs(monkeypatch):
         del sys.modules[name]
 
 
-def test_what_is_missing_can_be_imported(stubs):
+def test_missing_packages_can_be_imported(stubs):
     import no_such_kernels.deep.inside
     from no_such_kernels import mode
     from no_such_kernels.scalar_type import scalar_types
@@ -29,13 +29,13 @@ def test_what_is_missing_can_be_imported(stubs):
         pass
 
 
-def test_a_call_says_what_is_missing(stubs):
+def test_a_call_raises_with_the_missing_name(stubs):
     from no_such_kernels import decode
 
     with pytest.raises(NotImplementedError, match=r"no_such_kernels\.decode"):
         decode(b"")
 
 
-def test_what_is_there_or_named_otherwise_is_left_alone(stubs):
+def test_installed_and_other_packages_are_not_replaced(stubs):
     with pytest.raises(ModuleNotFoundError):
         import no_such_other  # noqa: F401

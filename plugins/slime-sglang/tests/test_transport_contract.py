@@ -10,7 +10,7 @@ from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 
 class TransportCase:
-    """What the suite needs of a case."""
+    """The parts of a case that the suite requires."""
 
     def __init__(self, driver, **options):
         self.driver = driver

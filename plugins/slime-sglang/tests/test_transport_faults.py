@@ -1,5 +1,5 @@
-"""What a push leaves behind when something fails, and which error the run hears. Servers that hold no model; ranks that share
-devices are threads, whose device is a CPU."""
+"""State after a failed weight update, and the error that the run gets. Servers hold no model; ranks that share devices are
+threads, whose device is a CPU."""
 
 import errno
 import logging
@@ -22,31 +22,31 @@ from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.transports import folder, ipc
 from slime_sglang.transports.broadcast import BroadcastGroup
+from slime_sglang.transports.fake_server import FakeServer
 from slime_sglang.transports.handles import SharedMemory
-from slime_sglang.transports.held import parts_held
 from slime_sglang.transports.loading import servers_that_verify
-from slime_sglang.transports.partner import Partner
 from slime_sglang.transports.plugin import Delta, Disk, Ipc
+from slime_sglang.transports.server_shards import parts_held
 from slime_sglang.transports.servers import Servers
 
 
 class Rank:
     """One of several: its sender agrees with those of the other threads."""
 
-    def __init__(self, rank, said, barrier, run_dir):
+    def __init__(self, rank, sent_turns, barrier, run_dir):
         self.sender = Ipc.build_sender(Ipc.Config(update_weight_buffer_size=40, update_weights_timeout=10))
         where = {"model_path": run_dir, "run_dir": run_dir, "colocated": True}
         setup = SenderSetup(rank=rank, world_size=1, device="cpu", **where)
         self.sender.setup(setup)
-        self.sender._place = replace(setup, world_size=len(said), device="cuda")
-        self.rank, self.said, self.barrier = rank, said, barrier
-        self.sender.agree = self.agree
+        self.sender._place = replace(setup, world_size=len(sent_turns), device="cuda")
+        self.rank, self.sent_turns, self.barrier = rank, sent_turns, barrier
+        self.sender.all_gather = self.all_gather
         self.memories = []
 
-    def agree(self, own):
-        self.said[self.rank] = own
+    def all_gather(self, own):
+        self.sent_turns[self.rank] = own
         self.barrier.wait(20)
-        heard = list(self.said)
+        heard = list(self.sent_turns)
         self.barrier.wait(20)
         return heard
 
@@ -57,8 +57,8 @@ class Rank:
             return error
 
     def push(self, version, endpoints):
-        def export(*, everywhere):
-            assert everywhere
+        def export(*, all_ranks):
+            assert all_ranks
             yield from ({name: tensor} for name, tensor in weights(version).items())
 
         return self.outcome(lambda: self.sender.send(export, version, endpoints))
@@ -82,8 +82,8 @@ def crew(stack, tmp_path, monkeypatch):
     monkeypatch.setattr(ipc, "DeviceMemory", Memory)
 
     def build(size):
-        said, barrier = [None] * size, threading.Barrier(size)
-        found = [Rank(rank, said, barrier, tmp_path) for rank in range(size)]
+        sent_turns, barrier = [None] * size, threading.Barrier(size)
+        found = [Rank(rank, sent_turns, barrier, tmp_path) for rank in range(size)]
         for rank in found:
             stack.callback(rank.sender.close)
 
@@ -104,7 +104,7 @@ def crew(stack, tmp_path, monkeypatch):
 
 
 def test_a_rank_whose_engine_gets_nothing_makes_no_handle(crew, stack):
-    """A resync of one engine of two: torch would keep every bucket that nobody opens."""
+    """A weight update of one engine of two: torch would keep every bucket that no reader opens."""
     ranks, all_at_once = crew(2)
     engines = [Engine(stack, index) for index in range(2)]
     reports = all_at_once(lambda rank: rank.push(1, [engines[1].endpoint]))
@@ -128,7 +128,7 @@ def test_a_handle_that_was_not_sent_is_released(crew, stack):
     assert [memory.released for memory in ranks[1].memories] == [0, 0, 1]
 
 
-def test_what_a_dead_engine_had_is_released_on_all_its_ranks(crew, stack):
+def test_handles_of_a_dead_engine_are_released_on_all_its_ranks(crew, stack):
     """Its first rank alone asks it. A third rank, of an engine that lives, keeps what that one reads."""
     ranks, all_at_once = crew(3)
     dead, alive = Engine(stack, 0), Engine(stack, 2)
@@ -137,7 +137,7 @@ def test_what_a_dead_engine_had_is_released_on_all_its_ranks(crew, stack):
     def hang_up(path, body):
         raise ConnectionResetError
 
-    dead.partner.answer = hang_up
+    dead.partner.respond = hang_up
     outcomes = all_at_once(lambda rank: rank.push(1, [dead.endpoint, alive.endpoint]))
     assert all(isinstance(outcome, EngineError) and "engine 0" in str(outcome) for outcome in outcomes)
     assert [[memory.released for memory in rank.memories] for rank in ranks] == [[1], [1, 1], [0, 1]]
@@ -190,7 +190,7 @@ def test_a_trainer_without_memory_is_no_error_of_engines(crew, stack, monkeypatc
     assert all("out of memory" in str(outcome) for outcome in outcomes)
 
 
-def test_of_several_failures_the_first_calls_is_told(stack):
+def test_of_several_failures_that_of_the_first_call_is_raised(stack):
     servers = Servers(5.0)
     stack.callback(servers.close)
     for first in range(4):
@@ -202,7 +202,7 @@ def test_of_several_failures_the_first_calls_is_told(stack):
 
 
 def test_silence_is_no_refusal(stack):
-    """A server that does not answer has not said that it cannot check what it loads."""
+    """No response of a server does not mean that it cannot check what it loads."""
     servers, impatient = Servers(20.0), Servers(0.2)
     stack.callback(servers.close)
     stack.callback(impatient.close)
@@ -219,19 +219,19 @@ def test_silence_is_no_refusal(stack):
         replace(able.endpoint, index=2, url=f"http://127.0.0.1:{place.getsockname()[1]}") for place in (silent, unused)
     )
     assert servers_that_verify(servers, [able.endpoint, unable.endpoint]) == [able.endpoint]
-    with pytest.raises(EngineError, match=r"engine 2 .*nobody answers"):
+    with pytest.raises(EngineError, match=r"engine 2 .*no server responds"):
         servers_that_verify(servers, [able.endpoint, unable.endpoint, gone])
-    with pytest.raises(EngineError, match=r"engine 2 .*has not been answered"):
+    with pytest.raises(EngineError, match=r"engine 2 .*got no response"):
         servers_that_verify(impatient, [hung])
-    # Nor that it cannot say what it holds, so that others are compared with each other alone.
-    (said,) = parts_held(servers, [unable.endpoint], 1, digests=False)
-    assert isinstance(said, EngineError)
-    with pytest.raises(EngineError, match=r"checking version 1: engine 2 .*nobody answers"):
+    # Nor that it cannot report its shards, so that the others would only be compared with each other.
+    (outcome,) = parts_held(servers, [unable.endpoint], 1, digests=False)
+    assert isinstance(outcome, EngineError)
+    with pytest.raises(EngineError, match=r"checking version 1: engine 2 .*no server responds"):
         parts_held(servers, [unable.endpoint, gone], 1, digests=False)
 
 
-class AskedAtOnce(Partner):
-    """Answers when the other one is asked too."""
+class AskedAtOnce(FakeServer):
+    """Responds only after the other one has been called too."""
 
     barrier = threading.Barrier(2)
 
@@ -245,8 +245,8 @@ class AskedAtOnce(Partner):
         pass
 
 
-def test_engines_are_asked_about_drafts_at_once(ranks, stack, monkeypatch):
-    monkeypatch.setattr("sent_weights.Partner", AskedAtOnce)
+def test_draft_flags_are_read_from_all_engines_at_once(ranks, stack, monkeypatch):
+    monkeypatch.setattr("sent_weights.FakeServer", AskedAtOnce)
     engines = [Engine(stack, 0), Engine(stack, 1)]
     ranks(Ipc).send(weights(1), 1, *engines)
     assert all(engine.holds(weights(1)) for engine in engines)
@@ -255,18 +255,18 @@ def test_engines_are_asked_about_drafts_at_once(ranks, stack, monkeypatch):
 # -------------------------------------------------------------------- folders
 
 
-def test_a_delta_stays_until_the_next_push_has_ended(ranks, stack, tmp_path):
-    """A server with pipeline stages answers when the first of them has read it."""
+def test_a_delta_stays_until_the_next_update_has_ended(ranks, stack, tmp_path):
+    """A server with pipeline stages responds when the first of them has read it."""
     engine, rank, root = Engine(stack), ranks(Delta), tmp_path / "weights"
     seen = []
-    answer = engine.partner.answer
+    respond = engine.partner.respond
 
     def look(path, body):
         if path == "/update_weights_from_disk":
             seen.append({Path(body["model_path"]).name, *(entry.name for entry in root.iterdir())})
-        return answer(path, body)
+        return respond(path, body)
 
-    engine.partner.answer = look
+    engine.partner.respond = look
     rank.send(weights(1), 1, engine)
     rank.send(weights(2), 2, engine)
     (second,) = {entry.name for entry in root.iterdir()}
@@ -277,8 +277,8 @@ def test_a_delta_stays_until_the_next_push_has_ended(ranks, stack, tmp_path):
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta])
-def test_what_cannot_be_removed_is_no_error_of_a_push(driver, ranks, stack, monkeypatch, tmp_path, caplog):
-    """NFS keeps a folder of which a server still reads a file."""
+def test_a_folder_that_cannot_be_removed_is_no_error_of_an_update(driver, ranks, stack, monkeypatch, tmp_path, caplog):
+    """NFS keeps a folder while a server still reads one of its files."""
 
     def busy(path, *args, **kwargs):
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
@@ -295,7 +295,7 @@ def test_what_cannot_be_removed_is_no_error_of_a_push(driver, ranks, stack, monk
         with pytest.raises(EngineError, match="refused for the test"):
             rank.send(weights(3), 3, engine)
         engine.refuse = None
-        # Where something is to be written, it is an error of the disk.
+        # An error of a folder that must be written is an error of the disk.
         (tmp_path / "weights" / f"x{folder.WRITING}").mkdir()
         with pytest.raises(StorageError, match="cannot be written"):
             folder.begin(tmp_path / "weights" / "x")
@@ -351,7 +351,7 @@ def test_a_broadcast_that_hangs_does_not_keep_the_process(tmp_path):
 
 
 def test_two_ranks_of_a_group(tmp_path):
-    """Of the trainer, and of a server: see the script."""
+    """Two ranks of the trainer, and of a server: see the script."""
     script = Path(__file__).parent / "two_ranks_agree.py"
     both = [subprocess.Popen([sys.executable, script, str(rank), tmp_path]) for rank in range(2)]
     try:

@@ -24,7 +24,7 @@ from slime_sglang.transports import folder, handles
 from slime_sglang.transports.broadcast import BroadcastError, BroadcastGroup
 from slime_sglang.transports.delta_code import changed as changed_in
 from slime_sglang.transports.delta_code import compare, compress, decompress
-from slime_sglang.transports.flat import flat_buckets, flatten
+from slime_sglang.transports.flattened_bucket import flat_buckets, flatten
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 from slime_sglang.transports.servers import Servers
 
@@ -43,8 +43,8 @@ def test_buckets_keep_every_tensor_aligned():
     assert {name: tensor.tolist() for name, tensor in first.tensors()} == {"wide": [0, 1], "half": [0, 1, 2]}
 
 
-def test_what_an_update_has_to_bring_together_is_in_one_bucket():
-    """Of a layer; what has no partner comes at the end."""
+def test_tensors_that_belong_together_are_in_one_bucket():
+    """Tensors of a layer; those without a partner come at the end."""
     names = ["0.kv_a_proj_with_mqa.w", "0.b", "0.c", "0.q_a_proj.w", "1.kv_a_proj_with_mqa.w", "1.b", "1.c"]
     names = [f"layers.{name}" for name in names]
     found = [bucket.names for bucket in flat_buckets(({name: torch.ones(4)} for name in names), 16)]
@@ -54,7 +54,7 @@ def test_what_an_update_has_to_bring_together_is_in_one_bucket():
 
 
 @pytest.mark.parametrize("changed", [[], [0], [69], [3, 17, 18, 40], list(range(70))])
-def test_a_delta_is_what_changed(changed):
+def test_a_delta_has_the_changed_elements(changed):
     """Against bytes written by hand: 10 float32, 20 bfloat16, 10 int8 elements."""
     before = np.random.default_rng(0).integers(0, 256, 90, dtype=np.uint8)
     after = before.copy()
@@ -147,8 +147,8 @@ def test_a_server_applies_a_delta_through_its_own_loader(tmp_path):
     assert loading.load_from_disk(None, original, str(path), "safetensors") == (True, "Applied the delta to version 2.")
     expected = Fused()
     expected.load_weights(new.items())
-    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), name
+    for (name, got), exact in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got.view(torch.int16), exact.view(torch.int16)), name
     # A second time it is a delta to other weights.
     loaded, message = loading.load_from_disk(None, original, str(path), "safetensors")
     assert not loaded
@@ -206,7 +206,7 @@ def test_an_error_names_engine_and_bucket_and_the_export_is_exhausted(driver, ra
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_dead_engine_is_an_error_soon(driver, ranks, stack):
     engine = Engine(stack, 0)
-    # Nobody listens there, and nobody else gets it meanwhile.
+    # No process listens on this port, and while it is bound no other process can.
     unused = stack.enter_context(socket.socket())
     unused.bind(("127.0.0.1", 0))
     dead = Engine(stack, 3)
@@ -239,12 +239,12 @@ def test_an_engine_that_does_not_join_a_group_is_named():
 
 
 def test_an_engine_that_leaves_in_a_broadcast_is_an_error_of_engines(stack):
-    """Gloo says RuntimeError: a run would end of it, instead of going on without the engine."""
+    """Gloo raises RuntimeError: a run would end, instead of running without the engine."""
     engine = Engine(stack, 2)
     group = BroadcastGroup("left", [engine.endpoint], device="cpu", timeout_s=10)
     with ThreadPoolExecutor(1) as beside:
         there = beside.submit(
-            engine.partner.answer,
+            engine.partner.respond,
             "/init_weights_update_group",
             {
                 "group_name": "left",
@@ -263,18 +263,18 @@ def test_an_engine_that_leaves_in_a_broadcast_is_an_error_of_engines(stack):
 
 
 @pytest.mark.parametrize("late", [0.0, 0.1])
-def test_what_an_engine_says_comes_before_what_its_group_says(stack, late, monkeypatch):
-    """Whichever is first: both end at the same timeout."""
-    # The engine has spoken long before.
+def test_an_engines_error_comes_before_that_of_its_group(stack, late, monkeypatch):
+    """In either order: both end at the same timeout."""
+    # Longer than the engine's error takes.
     monkeypatch.setattr("slime_sglang.transports.servers.EXPLAINED_S", 60.0)
     servers = Servers(5.0)
     stack.callback(servers.close)
     calls = [Future(), Future(), Future()]
-    timer = threading.Timer(late, calls[2].set_exception, [EngineError("engine 2: no answer in 5 s")])
+    timer = threading.Timer(late, calls[2].set_exception, [EngineError("engine 2: no response in 5 s")])
     timer.start()
     stack.callback(timer.join)
     calls[0].set_exception(BroadcastError("not all have come"))
-    with pytest.raises(EngineError, match="engine 2: no answer"):
+    with pytest.raises(EngineError, match="engine 2: no response"):
         servers.wait(calls)
     with pytest.raises(BroadcastError, match="not all have come"):
         servers.wait(calls[:1])
@@ -282,11 +282,11 @@ def test_what_an_engine_says_comes_before_what_its_group_says(stack, late, monke
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_no_engine_is_asked_to_flush(driver, ranks, stack):
-    """With waiting requests SGLang would die of it."""
+    """With waiting requests SGLang would crash."""
     engine = Engine(stack)
     bodies = []
-    answer = engine.partner.answer
-    engine.partner.answer = lambda path, body: (bodies.append((path, body)), answer(path, body))[1]
+    respond = engine.partner.respond
+    engine.partner.respond = lambda path, body: (bodies.append((path, body)), respond(path, body))[1]
     ranks(driver).send(weights(1), 1, engine)
     updates = [body for path, body in bodies if path.startswith("/update_weights")]
     assert updates
@@ -295,8 +295,8 @@ def test_no_engine_is_asked_to_flush(driver, ranks, stack):
     assert all(body.get("weight_version") is None for body in updates[:-1])
 
 
-def test_a_draft_with_a_folder_of_its_own_keeps_its_weights(ranks, stack):
-    """SGLang would load what is sent into both; what the model brings for drafts lies in the model's folder."""
+def test_a_draft_with_its_own_folder_keeps_its_weights(ranks, stack):
+    """SGLang would load the weights into both models; the model's own draft layers are in the model's folder."""
     engines = [Engine(stack, number) for number in range(4)]
     speculating = [("EAGLE3", "/draft"), ("EAGLE", "/model"), (None, None), ("STANDALONE", "/model")]
     for engine, (algorithm, draft) in zip(engines, speculating, strict=True):
@@ -307,9 +307,9 @@ def test_a_draft_with_a_folder_of_its_own_keeps_its_weights(ranks, stack):
         }
     bodies = [[] for _ in engines]
     for engine, seen in zip(engines, bodies, strict=True):
-        engine.partner.answer = lambda path, body, seen=seen, answer=engine.partner.answer: (
+        engine.partner.respond = lambda path, body, seen=seen, respond=engine.partner.respond: (
             seen.append(body),
-            answer(path, body),
+            respond(path, body),
         )[1]
     ranks(Ipc).send(weights(1), 1, *engines)
     assert [{body["disable_draft_model"] for body in seen} for seen in bodies] == [{True}, {False}, {False}, {True}]
@@ -331,7 +331,7 @@ def test_a_group_lives_as_long_as_its_engines(ranks, stack):
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_what_never_changes_is_sent_to_an_engine_once(driver, ranks, stack):
+def test_frozen_tensors_are_sent_to_an_engine_once(driver, ranks, stack):
     engine = Engine(stack)
     rank = ranks(driver, frozen=["a.1.w", "head"])
     rank.send(weights(1), 1, engine)
@@ -353,7 +353,7 @@ def test_what_never_changes_is_sent_to_an_engine_once(driver, ranks, stack):
     assert engine.holds(changed), "after a failure nothing is taken for granted"
 
 
-def test_what_never_changes_goes_with_what_is_stacked_on_it(ranks, stack):
+def test_a_frozen_tensor_is_sent_with_its_stacked_partner(ranks, stack):
     """SGLang would forget the one that changes."""
     engine = Engine(stack)
     named = {
@@ -392,10 +392,10 @@ def test_a_file_that_is_damaged_after_it_was_written(ranks, stack, monkeypatch):
     with pytest.raises(EngineError, match=r"engine 0 .*bucket 1 of version 1 .*checksum"):
         rank.send(weights(1), 1, engine)
     assert engine.tensors == {}
-    # A server without slime's checks is not told at all.
+    # A server without slime's checks is not called at all.
     monkeypatch.setattr(engine.partner, "_check", lambda body: (_ for _ in ()).throw(EngineError("Unsupported action")))
     calls = len(engine.partner.calls)
-    with pytest.raises(EngineError, match=r"engines \[0\] were not told: bucket 1 of version 1 .*checksum"):
+    with pytest.raises(EngineError, match=r"engines \[0\] were not updated: bucket 1 of version 1 .*checksum"):
         rank.send(weights(1), 1, engine)
     assert "/update_weights_from_disk" not in engine.partner.calls[calls:]
 
@@ -415,8 +415,8 @@ def test_a_full_disk(driver, ranks, stack, monkeypatch, tmp_path):
     assert engine.holds(weights(1))
 
 
-def test_shared_memory_is_given_back_and_has_no_name(ranks, stack):
-    """A rank that is killed leaves nothing behind: there is no file that somebody would have to remove."""
+def test_shared_memory_is_freed_and_has_no_name(ranks, stack):
+    """A killed rank leaves no file that would have to be removed."""
     engine, rank = Engine(stack), ranks(Ipc)
     memory = handles.SharedMemory(flatten([("a", torch.ones(3))], index=0, last=True))
     (shared,) = [link for name in os.listdir("/proc/self/fd") if "slime-weights" in (link := target(name))]
@@ -450,7 +450,7 @@ def test_a_delta_is_small_and_a_wrong_base_gets_everything(ranks, stack):
     # Every tenth element of every tenth row.
     assert second.density == 0.01
     assert all(engine.holds(tensors) for engine in engines)
-    # One engine says that it holds something else, another one is a new process.
+    # One engine reports other weights, another one is a new process.
     tensors["a.w"][5, 5] = 7
     engines[0].partner._identity = "other"
     assert rank.send(tensors, 3, *engines).bytes_sent > whole
@@ -481,7 +481,7 @@ def test_ipc_needs_the_trainers_devices(tmp_path):
         )
 
 
-def test_engines_stand_where_they_stand_whoever_is_in_service(tmp_path):
+def test_engines_keep_their_devices_when_others_are_out_of_service(tmp_path):
     """Two engines of two servers of one rank each; engine 0 is lost before the first push."""
     where = {"world_size": 4, "device": "cuda", "model_path": tmp_path, "run_dir": tmp_path, "colocated": True}
     engines = [EngineEndpoint(index=index, url=f"http://e{index}-{n}") for index in range(2) for n in range(2)]

@@ -1,4 +1,4 @@
-"""The four transports against a real server: what it answers afterwards is what transformers makes of the weights."""
+"""The four transports against a real server: what it responds afterwards is what transformers makes of the weights."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from slime_plugin_kit.tiny_model import load_plain, log_probs_of, logits_of, mov
 from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
 from slime_sglang.transports import folder
 from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flat import flatten
+from slime_sglang.transports.flattened_bucket import flatten
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 pytestmark = pytest.mark.sglang
@@ -37,7 +37,7 @@ class Rank:
             SenderSetup(rank=0, world_size=1, device="cpu", model_path=run_dir, run_dir=run_dir, colocated=True)
         )
 
-    def export(self, *, everywhere):
+    def export(self, *, all_ranks):
         for name, tensor in self.model.state_dict().items():
             yield {name: tensor.float()}
 
@@ -46,14 +46,14 @@ class Rank:
 
 
 class Link:
-    """`EngineLink` of one engine in this loop."""
+    """`EngineGroup` of one engine in this loop."""
 
     num_engines = 1
 
     def __init__(self, engine):
         self.engine = engine
 
-    async def each(self, method, *args):
+    async def call_all(self, method, *args):
         return [await getattr(self.engine, method)(*args)]
 
 
@@ -69,14 +69,14 @@ def play(build, tiny, tmp_path, scene, **options):
     asyncio.run(whole())
 
 
-async def publish(rank, engine, version):
+async def update_weights(rank, engine, version):
     await engine.pause()
     report = await rank.transport.push(rank, Link(engine), version)
     await engine.resume()
     return report
 
 
-async def require_answers(engine, model, version):
+async def require_same_responses(engine, model, version):
     """Greedy tokens, log-probs and version."""
     requests = [ask(n, prompt, name=f"v{version}/{n}", temperature=0.0) for n, prompt in enumerate(prompts(3))]
     for request, got in zip(requests, await engine.generate(requests), strict=True):
@@ -91,18 +91,18 @@ async def require_answers(engine, model, version):
 
 
 @pytest.mark.parametrize("name", sorted(DRIVERS))
-def test_the_engine_answers_as_transformers_with_the_new_weights(name, attached, tiny, tmp_path):
+def test_the_engine_responses_as_transformers_with_the_new_weights(name, attached, tiny, tmp_path):
     model = load_plain(tiny)
     rank = Rank(DRIVERS[name], tmp_path, model)
 
     async def scene(engine):
         for version in (1, 2):
             moved(model, seed=version)
-            report = await publish(rank, engine, version)
+            report = await update_weights(rank, engine, version)
             assert report.version == version
             assert report.buckets > 5
             assert await engine.version() == version
-            await require_answers(engine, model, version)
+            await require_same_responses(engine, model, version)
 
     try:
         play(attached, tiny, tmp_path, scene)
@@ -110,7 +110,7 @@ def test_the_engine_answers_as_transformers_with_the_new_weights(name, attached,
         rank.sender.close()
 
 
-def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, served):
+def test_requests_that_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, served):
     """A damaged bucket, by disk and as a delta; a wrong version; weights that are not the trainer's. It lives on."""
     model = load_plain(tiny)
     disk, delta = Rank(Disk, tmp_path / "disk", model), Rank(Delta, tmp_path / "delta", model)
@@ -125,10 +125,10 @@ def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, serve
         return path
 
     async def scene(engine):
-        report = await publish(delta, engine, 1)
+        report = await update_weights(delta, engine, 1)
         whole = report.bytes_sent
         sent = {name: tensor.float().clone() for name, tensor in model.state_dict().items()}
-        await require_answers(engine, model, 1)
+        await require_same_responses(engine, model, 1)
         await engine.pause()
         for rank in (disk, delta):
             monkeypatch.setattr(folder, "finish", damage)
@@ -137,15 +137,15 @@ def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, serve
             with pytest.raises(EngineError, match=r"engine 0 .*bucket 2 of version 2 .*checksum"):
                 await rank.transport.push(rank, Link(engine), 2)
             monkeypatch.undo()
-        with pytest.raises(EngineError, match="version 7 was loaded, but its servers say"):
-            await engine.weights_sent(7)
+        with pytest.raises(EngineError, match="version 7 was loaded, but its servers report"):
+            await engine.commit_weights(7)
         check = EqualityCheck(delta.sender.servers, await engine.endpoints(), 2)
         check.digests.add(
             flatten(list((sent | {"model.norm.weight": torch.full((32,), 0.5)}).items()), index=0, last=True)
         )
         with pytest.raises(EngineError, match=r"does not hold what the trainer sent: model\.norm\.weight\.$"):
             check.require_equal()
-        # What the server holds is no longer what was sent, and it says so: everything is sent again.
+        # The server reports that its weights are no longer those that were sent: all are sent again.
         served.ask("/update_weights_from_disk", {"model_path": str(tiny), "flush_cache": False})
         report = await delta.transport.push(delta, Link(engine), 2)
         assert report.bytes_sent >= whole
@@ -154,7 +154,7 @@ def test_what_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, serve
         report = await delta.transport.push(delta, Link(engine), 3)
         assert report.bytes_sent < whole / 10
         await engine.resume()
-        await require_answers(engine, model, 3)
+        await require_same_responses(engine, model, 3)
 
     try:
         play(attached, tiny, tmp_path, scene)

@@ -17,7 +17,7 @@ from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
 from slime_sglang.plugin import Sglang
 from slime_sglang.process import free_port
 from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flat import flatten
+from slime_sglang.transports.flattened_bucket import flatten
 from slime_sglang.transports.handles import SharedMemory
 from slime_sglang.transports.plugin import Disk, Distributed
 
@@ -27,18 +27,18 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 class Link:
-    """`EngineLink` and `TrainerLink` of one engine and one rank."""
+    """`EngineGroup` and `TrainerLink` of one engine and one rank."""
 
     num_engines = 1
 
     def __init__(self, engine, sender, model):
         self._engine, self._sender, self._model = engine, sender, model
 
-    async def each(self, method, *given):
+    async def call_all(self, method, *given):
         return [await getattr(self._engine, method)(*given)]
 
     async def send(self, version, engines):
-        def export(*, everywhere):
+        def export(*, all_ranks):
             for name, tensor in self._model.state_dict().items():
                 yield {name: tensor.float()}
 
@@ -119,16 +119,16 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
         assert report.buckets > 5
         assert report.compared_with == "trainer"
         await asyncio.to_thread(require_differences, sender.servers, endpoints, model)
-        # Of a folder both ranks have to say that they have loaded it.
+        # Both ranks must report that they have loaded a folder.
         link = Link(first, files, model)
         assert (await Disk.build(Disk.Config()).push(link, link, 2)).buckets == 1
         await first.resume()
         requests = [ask(number, prompt) for number, prompt in enumerate(prompts(4, seed=1))]
-        for request, answer in zip(requests, await first.generate(requests), strict=True):
+        for request, response in zip(requests, await first.generate(requests), strict=True):
             with torch.no_grad():
-                exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(answer))[0].numpy()
-            assert abs(answer.log_probs - exact).max() < NATS
-            assert {span.version for span in answer.spans} == {2}
+                exact = log_probs_of(model, request.token_ids.tolist(), tokens_of(response))[0].numpy()
+            assert abs(response.log_probs - exact).max() < NATS
+            assert {span.version for span in response.spans} == {2}
         await asyncio.gather(first.health(), beside.health())
 
         os.kill(infos[1].pid, signal.SIGKILL)

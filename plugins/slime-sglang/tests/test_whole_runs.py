@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[3]
 STEPS, PROMPTS, SAMPLES = 8, 64, 8
 
 VANDAL = '''
-"""Stops a server where it stands when step 1 begins, so that what it is asked stays unanswered, and kills it soon after."""
+"""Stops a server with SIGSTOP when step 1 begins, so that its requests get no response, and kills it soon after."""
 import os, signal, threading, time
 from pathlib import Path
 import psutil
@@ -118,7 +118,7 @@ def test_a_run_with_each_transport(transport, served, tiny, tmp_path):
     carry(served, tiny, tmp_path, transport=transport)
 
 
-def test_megatron_trains_what_sglang_generates(served, tiny, tmp_path):
+def test_megatron_trains_on_responses_of_sglang(served, tiny, tmp_path):
     carry(served, tiny, tmp_path, transport="ipc", backend="megatron", launcher="ray", tensor_model_parallel_size=2)
 
 
@@ -152,7 +152,7 @@ checkpoint = {{ save_hf = false }}
     metrics = [row["metrics"] for row in lines(run / "metrics.jsonl") if row["axis"] == "rollout/step"]
     assert [row["rollout/staleness/max"] for row in metrics] == [0, 0]
     assert all(row["perf/update_weights_wire_bytes"] > 0 for row in metrics)
-    # What the engine says of its tokens is what the trainer says of them: it holds the trainer's weights.
+    # The engine's log-probs equal the trainer's: it holds the trainer's weights.
     steps = [row["metrics"] for row in lines(run / "metrics.jsonl") if row["axis"] == "train/step"]
     assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-4 for step in steps)
     assert served.ask("/model_info")["weight_version"] == "2"

@@ -10,7 +10,7 @@ import aiohttp
 
 OUTERMOST_FIRST = (
     '{{ name = "radix_cache", tokenizer = "{model}" }}',
-    '{{ name = "record", path = "{folder}/answers.jsonl" }}',
+    '{{ name = "record", path = "{folder}/recording.jsonl" }}',
     '{{ name = "retry", backoff_s = 0.01 }}',
     '{{ name = "priority", concurrency = 2, levels = {{ urgent = 1 }} }}',
     '{{ name = "rate_limit", requests_per_second = 20, burst = 1 }}',
@@ -57,18 +57,18 @@ class Routed:
         sampling = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True}
         body = {"rid": rid, "text": text, "sampling_params": sampling, "return_logprob": True}
         headers = {} if session is None else {"X-SMG-Routing-Key": session}
-        async with self._session.post("/generate", json=body, headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
+        async with self._session.post("/generate", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
 
     async def add(self, url):
-        async with self._session.post("/workers", json={"url": url}) as answer:
-            assert answer.status < 300, await answer.text()
+        async with self._session.post("/workers", json={"url": url}) as response:
+            assert response.status < 300, await response.text()
 
     async def counters(self):
         """`upstream.URL.requests` and `MIDDLEWARE.COUNTER`."""
-        async with self._session.get("/metrics") as answer:
-            lines = [line.rpartition(" ") for line in (await answer.text()).splitlines() if not line.startswith("#")]
+        async with self._session.get("/metrics") as response:
+            lines = [line.rpartition(" ") for line in (await response.text()).splitlines() if not line.startswith("#")]
         found = {}
         for name, _, value in lines:
             labels = dict(pair.split("=", 1) for pair in name.partition("{")[2].rstrip("}").split(",") if "=" in pair)
@@ -82,25 +82,25 @@ class Routed:
 async def require_middlewares(router, model, folder):
     """`router`: a Connection to sglang-router, with real engines behind it."""
     async with routed(router, model, folder) as front:
-        await require_order_and_pace(front, folder / "answers.jsonl")
+        await require_order_and_pace(front, folder / "recording.jsonl")
         await require_balance(front)
         await require_conversation(front)
-        # Nobody is there, which no probe has noticed yet.
+        # No server is there, which no probe has noticed yet.
         await front.add("http://127.0.0.1:9")
         for number in range(3):
             await front.generate(f"again/{number}", "1+2=")
         counters = await front.counters()
         assert counters["retry.repeated"] == 1
-        assert counters["record.recorded"] == len((folder / "answers.jsonl").read_text().splitlines())
+        assert counters["record.recorded"] == len((folder / "recording.jsonl").read_text().splitlines())
 
 
-async def require_order_and_pace(front, answers):
+async def require_order_and_pace(front, recording):
     """Two at a time, twenty a second; what is urgent comes last, and does not end last."""
     plain = [asyncio.ensure_future(front.generate(f"plain/{number}", "1+1=")) for number in range(10)]
     urgent = asyncio.ensure_future(front.generate("urgent/0", "1+1="))
-    told = [(await task)["text"] for task in (*plain, urgent)]
-    assert len(set(told)) == 1, "greedy answers to one question"
-    lines = answers.read_text().splitlines()
+    message = [(await task)["text"] for task in (*plain, urgent)]
+    assert len(set(message)) == 1, "greedy responses to one question"
+    lines = recording.read_text().splitlines()
     assert len(lines) == 11
     place = next(place for place, line in enumerate(lines) if "urgent/0" in line)
     assert place < 8
@@ -110,7 +110,7 @@ async def require_order_and_pace(front, answers):
 
 
 async def require_balance(front):
-    """Short ones keep away from where a long one is; in turn they would go to both."""
+    """Short requests avoid the engine with a long one; with round robin they would go to both."""
     before = await front.counters()
     long = asyncio.ensure_future(front.generate("long", "1+1=", count=500))
     await asyncio.sleep(0.1)

@@ -13,12 +13,12 @@ from slime_core.errors import EngineError
 from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
 
 rank, run_dir = int(sys.argv[1]), Path(sys.argv[2])
-# No port, which somebody else might take before both are there.
+# No port, which another process might take before both have joined.
 dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=2)
 
 
 def exporter(seed):
-    def export(*, everywhere):
+    def export(*, all_ranks):
         for key, tensor in weights(seed).items():
             flat = tensor.float().flatten()
             mine = torch.zeros(flat.numel() + 1)
@@ -27,7 +27,7 @@ def exporter(seed):
             mine[part] = flat[part]
             dist.all_reduce(mine)
             whole = mine[:-1].view(tensor.shape).to(tensor.dtype)
-            yield {key: whole} if everywhere or rank == 0 else None
+            yield {key: whole} if all_ranks or rank == 0 else None
 
     return export
 
@@ -45,13 +45,13 @@ def play(driver, stack):
         assert (report.buckets > 2) == (rank == 0)
         assert rank or engine.holds(weights(version))
     engine.refuse = 0
-    said = ""
+    given = ""
     try:
         sender.send(exporter(3), 3, endpoints)
     except EngineError as error:
-        said = str(error)
-    assert "refused for the test" in said
-    assert said.startswith("another trainer rank") == (rank == 1)
+        given = str(error)
+    assert "refused for the test" in given
+    assert given.startswith("another trainer rank") == (rank == 1)
     engine.refuse = None
     sender.send(exporter(4), 4, endpoints)
     assert rank or engine.holds(weights(4))

@@ -23,7 +23,7 @@ sender.setup(SenderSetup(rank=rank, world_size=2, device="cpu", model_path=run_d
 assert sender._ranks._get_backend(torch.device("cpu")).options._timeout > timedelta(hours=1)
 sender.close()
 
-# SGLang's own groups, of which it has no other way to be told.
+# SGLang's own groups, which cannot be passed in another way.
 stage = SimpleNamespace(rank_in_group=0)
 sglang = ModuleType("sglang.srt.distributed")
 sglang.get_tp_group = lambda: SimpleNamespace(cpu_group=dist.group.WORLD)
@@ -45,7 +45,7 @@ def load(name, buckets, loaded=(True, "Succeeded.")):
 missing = FileEntry(file="missing.safetensors", names=("a",), checksum="0", nbytes=4)
 assert load("whole", ()) == (True, "Succeeded.")
 assert model.slime_weights_identity == "after"
-# The second rank alone cannot read it: both say so, and the first one does not take itself for up to date.
+# Only the second rank cannot read it: both report the failure, and the first one does not count as updated.
 loaded, message = load("damaged", (missing,) if rank else ())
 assert not loaded
 assert "bucket 0 of version 2" in message
@@ -54,7 +54,7 @@ assert model.slime_weights_identity == ("after" if rank else None)
 # The first rank alone.
 loaded, message = load("refused", (), (rank == 1, "no room" if rank == 0 else "Succeeded."))
 assert (loaded, message) == (False, "no room")
-# Of a later stage nobody hears.
+# SGLang reports no failure of a later stage.
 stage.rank_in_group = 1
 with pytest.raises(RuntimeError, match="pipeline stage 1 has not loaded the weights: "):
     load("stage", (missing,) if rank else ())

@@ -169,7 +169,7 @@ def test_a_file_without_a_first_row_cannot_be_known_again(tmp_path, content):
     begun, empty = tmp_path / "rows.jsonl", tmp_path / "feed.jsonl"
     append(begun, 0)
     empty.write_text(content)
-    with pytest.raises(DataError, match=r"feed\.jsonl: no whole row yet"):
+    with pytest.raises(DataError, match=r"feed\.jsonl: no complete row yet"):
         stream(begun, empty)
 
 
@@ -191,7 +191,7 @@ def test_a_file_that_was_rewritten_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="shorter"):
         stream(file).restore(state)
     file.write_text('{"input": "9="}\n' * 9)
-    with pytest.raises(CheckpointError, match="taken with others"):
+    with pytest.raises(CheckpointError, match="saved with other files"):
         stream(file).restore(state)
 
 
@@ -223,7 +223,7 @@ def test_a_function_that_makes_no_rows():
     broken = generated_by(
         prompts("broken")(lambda number, seed: "text"), lambda number, seed: "text", GeneratedConfig()
     )
-    with pytest.raises(PluginError, match="is a str, not a mapping of columns"):
+    with pytest.raises(PluginError, match=r"is a str\. It must be a mapping of columns"):
         broken(renderer(), seed=0).take(1)
     long = generated_by(prompts("long")(squares), squares, GeneratedConfig())
     with pytest.raises(DataError, match="too long"):
@@ -243,7 +243,7 @@ def curriculum(levels, *, seed=3, **options):
     return CurriculumSource(CurriculumConfig(levels=levels, **options), renderer(), seed=seed)
 
 
-def answered(prompt, *rewards):
+def scored(prompt, *rewards):
     samples = [
         Sample(
             index=4 * prompt.group_index + n,
@@ -272,7 +272,7 @@ def test_what_is_passed_half_of_the_time_is_drawn_most(levels):
     source = curriculum(levels)
     first = [level_of(prompt) for prompt in source.take(300)]
     assert all(70 < first.count(name) < 130 for name in PASSED)
-    source.observe([answered(prompt, *PASSED[level_of(prompt)]) for prompt in source.take(60)])
+    source.observe([scored(prompt, *PASSED[level_of(prompt)]) for prompt in source.take(60)])
     # Weights 0.05, 1, 0.05.
     assert source.shares()["middle"] == pytest.approx(1 / 1.1)
     later = [level_of(prompt) for prompt in source.take(600)]
@@ -281,7 +281,7 @@ def test_what_is_passed_half_of_the_time_is_drawn_most(levels):
     # The policy learns: what was hard becomes the place to be.
     rates = {"easy": (1.0,), "middle": (1.0,), "hard": (1.0, 0.0)}
     for _ in range(12):
-        source.observe([answered(prompt, *rates[level_of(prompt)]) for prompt in source.take(60)])
+        source.observe([scored(prompt, *rates[level_of(prompt)]) for prompt in source.take(60)])
     assert max(source.shares(), key=source.shares().get) == "hard"
 
 
@@ -290,10 +290,10 @@ def test_rates_by_hand(levels):
     prompt = next(prompt for prompt in source.take(20) if level_of(prompt) == "easy")
     rates = []
     for rewards in ((0.5, 0.4), (1.0, 1.0), (0.0, 0.0), (None, 1.0), (None, None)):
-        source.observe([answered(prompt, *rewards)])
+        source.observe([scored(prompt, *rewards)])
         rates.append(source.metrics["rollout/curriculum/easy/pass_rate"])
     assert rates == [0.5, 0.75, 0.375, 0.6875, 0.6875]
-    stranger = answered(replace(prompt, metadata={}), 1.0)
+    stranger = scored(replace(prompt, metadata={}), 1.0)
     source.observe([stranger])
     assert source.metrics["rollout/curriculum/easy/pass_rate"] == rates[-1]
 
@@ -306,7 +306,7 @@ def test_position_and_rates_are_in_the_checkpoint(levels, tmp_path):
         for _ in range(steps):
             chosen = [item.prompt for item in buffer.get_samples(8)]
             drawn += [(prompt.group_index, prompt.text) for prompt in chosen]
-            buffer.source.observe([answered(prompt, *PASSED[level_of(prompt)]) for prompt in chosen])
+            buffer.source.observe([scored(prompt, *PASSED[level_of(prompt)]) for prompt in chosen])
         return drawn
 
     def fresh():

@@ -28,7 +28,7 @@ def started(tracker: Tracker, run: RunInfo) -> Tracker:
 
 
 def log_rollout(trackers: list[Tracker], rollout_id: int, offset: float = 0.0) -> None:
-    """A rollout of two optimiser steps, and an evaluation after every second one, as the kernel logs them."""
+    """A rollout of two optimizer steps, and an evaluation after every second one, as the kernel logs them."""
     for to in trackers:
         reward = {"rollout/raw_reward": rollout_id + offset, "rollout/response_len/mean": 9.0}
         to.log("rollout/step", rollout_id, reward, rollout_id=rollout_id)
@@ -116,7 +116,7 @@ def test_a_resumed_run_draws_the_earlier_attempt_up_to_its_checkpoint(
     assert points(accuracy) == {"greedy": [(2, 10.0), (4, 30.5)], "sampled": [(2, 5.0), (4, 15.5)]}
 
 
-def test_a_run_that_goes_on_without_its_record_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_continues_without_its_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.jsonl is missing.*before step 3.*jsonl"):
         started(curves.CurvesTracker(), run_info(tmp_path, attempt=2, resumed_at=3))
     # Nothing had been measured: nothing is missing.
@@ -150,7 +150,7 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
         to.finish()
 
 
-def test_without_matplotlib_the_error_says_what_to_install() -> None:
+def test_without_matplotlib_the_error_names_the_package_to_install() -> None:
     code = """
 import sys
 from slime_track.plugin import Curves

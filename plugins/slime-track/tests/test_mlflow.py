@@ -53,7 +53,7 @@ def test_metrics_parameters_and_a_resume(tmp_path: Path) -> None:
     assert math.isnan(points("odd")[0][1])
 
 
-def test_a_server_that_is_gone_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_at_the_end_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(client: MlflowClient, run_id: str) -> None:
         raise MlflowException("connection refused")
 
@@ -69,6 +69,6 @@ def test_names_that_mlflow_does_not_know() -> None:
     assert allowed("error_cat/<x>") == "error_cat/_x_"
 
 
-def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_server_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tracker 'mlflow': nowhere://"):
         tracker(tmp_path, tracking_uri="nowhere://x")

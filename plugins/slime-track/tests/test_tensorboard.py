@@ -31,7 +31,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def log_rollout(to: Tracker, rollout_id: int, offset: float = 0.0) -> None:
-    """A rollout of two optimiser steps, and an evaluation after every second one."""
+    """A rollout of two optimizer steps, and an evaluation after every second one."""
     to.log("rollout/step", rollout_id, {"rollout/raw_reward": rollout_id + offset}, rollout_id=rollout_id)
     for step in (2 * rollout_id, 2 * rollout_id + 1):
         to.log("train/step", step, {"train/loss": step + offset, "train/grad_norm": 1.0}, rollout_id=rollout_id)
@@ -73,7 +73,7 @@ def test_a_resumed_run_takes_back_what_it_runs_again(tmp_path: Path) -> None:
     first.finish()
 
     second = tracker(run_info(tmp_path, attempt=2, resumed_at=3))
-    # Rollouts 0, 1, 2: optimiser steps 0 to 5, though rollouts 3 to 5 have steps of the other axes in that range.
+    # Rollouts 0, 1, 2: optimizer steps 0 to 5, though rollouts 3 to 5 have steps of the other axes in that range.
     assert scalars(tmp_path / "tensorboard") == {
         "rollout/raw_reward": [(0, 0.0), (1, 1.0), (2, 2.0)],
         "train/loss": [(step, float(step)) for step in range(6)],
@@ -166,7 +166,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_stops_the_run(tmp_path: Path) -> None:
-    # A limit on the size of files stands for the full disk.
+    # A limit on the size of files simulates a full disk.
     code = f"""
 import resource, signal
 from pathlib import Path

@@ -103,19 +103,19 @@ def test_a_resumed_run_keeps_its_id_and_the_train_step_may_be_the_axis_of_all(tm
     (tmp_path / "wandb_run_id").write_text("known")
     log_some(tracker(tmp_path, attempt=2, resumed_at=3, **(options | {"wandb_run_id": None})))
     rows, everything = logged(tmp_path)
-    # 32 rollouts a step, 16 of them an optimiser step: two of those for each rollout step.
+    # 32 rollouts a step, 16 of them an optimizer step: two of those for each rollout step.
     assert [row["train/step"] for row in rows] == [6, 6, 8]
     (run,) = [record.run for record in everything if record.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.display_name) == ("known", "tiny")
 
 
-def test_what_wandb_refuses_is_told(tmp_path: Path) -> None:
+def test_a_refusal_of_wandb_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'tracker \'wandb\': .*wandb_mode = "offline"'):
         tracker(tmp_path, wandb_run_id="a/b:c")
 
 
 @pytest.mark.parametrize(("driver", "package"), [("Wandb", "wandb"), ("Mlflow", "mlflow")])
-def test_without_its_package_the_error_says_what_to_install(driver: str, package: str) -> None:
+def test_without_its_package_the_error_names_the_package_to_install(driver: str, package: str) -> None:
     code = f"""
 import sys
 from slime_track.plugin import {driver}

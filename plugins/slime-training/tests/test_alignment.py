@@ -1,4 +1,4 @@
-"""Where weights begin in memory, and that products do not depend on it afterwards."""
+"""Alignment of weights in memory, and that products do not depend on it afterwards."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slime_training.alignment import ALIGNMENT, align
 
 
 def displaced(tensor, num_bytes):
-    """The same values, so far behind a multiple of ALIGNMENT."""
+    """The same values, at an offset from a multiple of ALIGNMENT."""
     size = tensor.element_size()
     memory = torch.empty(tensor.numel() + 2 * ALIGNMENT // size, dtype=tensor.dtype)
     first = (-memory.data_ptr() % ALIGNMENT + num_bytes) // size
@@ -30,7 +30,7 @@ def test_a_layer_gives_the_same_bits_wherever_its_weight_was(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_begins_elsewhere_is_moved_and_stays_what_it_is(dtype):
+def test_unaligned_weights_are_moved_and_stay_the_same_objects(dtype):
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7)).to(dtype)
     model[1].weight = model[0].weight
     model[0].weight.data = displaced(model[0].weight.data, 4)
@@ -46,7 +46,7 @@ def test_what_begins_elsewhere_is_moved_and_stays_what_it_is(dtype):
         assert torch.equal(tensor, before[name][1])
 
 
-def test_what_has_no_memory_is_left_alone():
+def test_tensors_without_memory_are_unchanged():
     with torch.device("meta"):
         layer = nn.Linear(3, 5)
     align(layer)

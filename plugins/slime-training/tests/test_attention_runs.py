@@ -1,4 +1,4 @@
-"""How a packed stream is divided among attention kernels."""
+"""How a packed stream is split into runs for attention kernels."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from slime_training.attention_runs import padded_length, runs_of
 CPU = torch.device("cpu")
 
 
-def test_one_run_unless_long_sequences_are_asked_for():
+def test_one_run_unless_long_sequences_are_separate():
     (run,) = runs_of(np.array([3, 9, 2]), np.array([3, 9, 4]), CPU)
     assert (run.queries, run.keys, run.max_queries, run.max_keys) == (slice(0, 14), slice(0, 16), 9, 9)
     assert run.cu_queries.tolist() == [0, 3, 12, 14]
@@ -20,7 +20,7 @@ def test_one_run_unless_long_sequences_are_asked_for():
 
 def test_each_long_sequence_is_a_run_and_what_lies_between_is_one():
     queries = np.array([8, 3, 2, 9, 8, 1, 7])
-    # The fifth reads keys that are not its own: whatever its length, that needs the other kernel.
+    # The fifth reads keys of others: for any length, it requires the other kernel.
     keys = np.array([8, 3, 2, 9, 20, 1, 7])
     runs = runs_of(queries, keys, CPU, long=8)
     assert [run.is_long for run in runs] == [True, False, True, False]

@@ -1,4 +1,4 @@
-"""The zigzag layout, worked out by hand and against a loop over tokens."""
+"""The zigzag layout, by hand and against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from slime_core.types.microbatch import LossColumns, MicroBatch, MicroImages
-from slime_training.context_parallel import ZigzagSegments, held_positions, split_micro_batch
+from slime_training.context_parallel import ZigzagSegments, held_positions, segments_of, split_micro_batch
+from slime_training.segments import LocalSegments
 
 LENGTHS = [(5, 4), (2, 0), (1, 1), (3, 6)]
 """(prompt, response) of each sequence."""
@@ -142,7 +143,7 @@ def test_segments_of_a_group_of_one():
         dist.destroy_process_group()
 
 
-def test_positions_of_several_directions_and_features_are_cut_with_their_tokens():
+def test_positions_of_several_directions_and_features_are_split_with_their_tokens():
     micro = micro_batch()
     length = len(micro.tokens)
     features = torch.where(micro.tokens % 3 == 0, micro.tokens, -1)
@@ -159,3 +160,10 @@ def test_positions_of_several_directions_and_features_are_cut_with_their_tokens(
         assert torch.equal(of_token, torch.where(real & (part.tokens % 3 == 0), part.tokens, -1))
         seen += of_token[of_token >= 0].tolist()
     assert sorted(seen) == features[features >= 0].tolist()
+
+
+def test_segments_of_what_a_rank_holds():
+    micro = micro_batch()
+    assert isinstance(segments_of(micro, None), LocalSegments)
+    assert segments_of(micro, None).num_samples == len(LENGTHS)
+    assert isinstance(segments_of(micro, object()), ZigzagSegments)

@@ -1,4 +1,4 @@
-"""Gated delta nets in chunks, beside the recurrence written out token by token in float64."""
+"""Gated delta nets in chunks, against the recurrence token by token in float64."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("chunk", [4, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-def test_chunks_are_the_recurrence(chunk, dtype, tolerance):
+def test_chunks_equal_the_recurrence(chunk, dtype, tolerance):
     exact, given = inputs(torch.float64), inputs(dtype)
     weight = torch.randn(TOKENS, VALUES, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     expected = by_token(*exact)

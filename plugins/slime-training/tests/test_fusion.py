@@ -1,4 +1,4 @@
-"""What is compiled anew, and what is not. The kernels themselves: tests/gpu."""
+"""Which calls compile again, and which do not. The kernels themselves: tests/gpu."""
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ def counter(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_lengths_share_a_kernel_and_no_kind_of_call_is_left_without(counter):
-    """Norms of a model with latent attention and of a critic beside it, scored and trained: more than torch's own limit."""
+def test_lengths_share_a_kernel_and_every_kind_of_call_is_compiled(counter):
+    """Norms of a model with latent attention and of a critic beside it, with and without gradient: more than torch's own
+    limit."""
 
     def doubled(x, *, scale):
         return x * 2 * scale

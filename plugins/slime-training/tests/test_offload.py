@@ -1,59 +1,59 @@
-"""Memory that tensors give back, and get back, in place; and copies in memory that is kept. On a CPU, where only the locking
-is left out."""
+"""Tensors that are offloaded and restored in place, and copies in memory that is kept. On a CPU, where only the locking is
+missing."""
 
 import pytest
 import torch
 
 from slime_core.errors import TrainingError
 from slime_training.host_memory import HostCopy, HostMemory
-from slime_training.offload import Parking
+from slime_training.offload import TensorOffloader
 
 CPU = torch.device("cpu")
 
 
-def test_tensors_come_back_as_they_were_with_their_views() -> None:
+def test_tensors_are_restored_with_their_views() -> None:
     torch.manual_seed(0)
     whole = torch.randn(7, 5)
     view, single, count = whole[2:4].t(), torch.randn(3).bfloat16(), torch.tensor(4.0)
     before = [tensor.clone() for tensor in (whole, view, single, count)]
-    parking = Parking(CPU)
-    parking.park([view, single, whole, count, torch.empty(0)])
+    parking = TensorOffloader(CPU)
+    parking.offload([view, single, whole, count, torch.empty(0)])
     assert [tensor.untyped_storage().nbytes() for tensor in (whole, view, single, count)] == [0, 0, 0, 0]
-    parking.bring_back()
+    parking.onload()
     for tensor, expected in zip((whole, view, single, count), before, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
     whole[3, 1] = 9
     assert view[1, 1] == 9, "the view is of other memory"
 
 
-def test_parking_twice_and_coming_back_twice_lose_nothing() -> None:
+def test_offload_and_onload_twice_lose_nothing() -> None:
     tensor = torch.arange(6.0)
-    parking = Parking(CPU)
+    parking = TensorOffloader(CPU)
     for steps in range(2):
-        parking.park([tensor])
-        parking.park([tensor])
-        parking.bring_back()
-        parking.bring_back()
+        parking.offload([tensor])
+        parking.offload([tensor])
+        parking.onload()
+        parking.onload()
         assert tensor.tolist() == [number + steps for number in range(6)]
         tensor += 1
 
 
-def test_what_shares_memory_with_what_stays_stays() -> None:
+def test_tensors_that_share_memory_with_excluded_ones_stay() -> None:
     weights, moment = torch.ones(4), torch.full((4,), 2.0)
-    others, all_of_it = Parking(CPU), Parking(CPU)
-    others.park([weights[1:], moment], but=[weights])
+    others, all_of_it = TensorOffloader(CPU), TensorOffloader(CPU)
+    others.offload([weights[1:], moment], but=[weights])
     assert weights.tolist() == [1, 1, 1, 1]
     assert moment.untyped_storage().nbytes() == 0
-    all_of_it.park([weights])
-    all_of_it.bring_back()
-    others.bring_back()
+    all_of_it.offload([weights])
+    all_of_it.onload()
+    others.onload()
     assert (weights.sum(), moment.sum()) == (4, 8)
 
 
-def test_a_device_with_too_little_memory_gets_nothing_and_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_onload_restores_nothing_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((4,), float(number)) for number in range(3)]
-    parking = Parking(CPU)
-    parking.park(tensors)
+    parking = TensorOffloader(CPU)
+    parking.offload(tensors)
     room, resize = 2, torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -66,17 +66,17 @@ def test_a_device_with_too_little_memory_gets_nothing_and_may_be_asked_again(mon
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", resized)
         with pytest.raises(torch.OutOfMemoryError):
-            parking.bring_back()
+            parking.onload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0]
-    parking.bring_back()
+    parking.onload()
     assert [tensor.tolist() for tensor in tensors] == [[number] * 4 for number in range(3)]
 
 
-def test_tensors_of_another_device_are_left_alone() -> None:
+def test_tensors_of_another_device_are_unchanged() -> None:
     elsewhere = torch.ones(3, device="meta")
-    parking = Parking(CPU)
-    parking.park([elsewhere])
-    parking.bring_back()
+    parking = TensorOffloader(CPU)
+    parking.offload([elsewhere])
+    parking.onload()
     assert elsewhere.untyped_storage().nbytes() == 12
 
 
@@ -102,7 +102,7 @@ def test_copies_have_the_values_of_their_moment() -> None:
     assert found["a"].tolist() == [[1, 4], [2, 5], [3, 6]]
 
 
-def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         @staticmethod
         def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
@@ -114,7 +114,7 @@ def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     monkeypatch.setattr(torch, "zeros", reminded)
     memory = HostMemory(torch.device("cuda"))
-    told = r"2\.0 GiB of the host's memory could not be locked.*offload_train"
+    message = r"2\.0 GiB of the host's memory could not be locked.*offload_train"
     for _ in range(2):
-        with pytest.raises(TrainingError, match=told):
+        with pytest.raises(TrainingError, match=message):
             memory.room(2**31)

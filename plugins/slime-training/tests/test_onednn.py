@@ -21,17 +21,17 @@ def test_outputs_and_gradients(shape, features, bias):
     assert onednn_available()
     torch.manual_seed(0)
     layer = nn.Linear(*features, bias=bias)
-    wanted_layer = double_of(layer)
+    exact_layer = double_of(layer)
     use_onednn(layer)
     x = torch.randn(*shape, features[0], requires_grad=True)
-    wanted_x = x.detach().double().requires_grad_()
-    found, wanted = layer(x), wanted_layer(wanted_x)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    exact_x = x.detach().double().requires_grad_()
+    found, expected = layer(x), exact_layer(exact_x)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     shape_of_loss = torch.linspace(-1, 1, found.numel()).view_as(found)
     (found * shape_of_loss).sum().backward()
-    (wanted * shape_of_loss.double()).sum().backward()
-    pairs = [(x, wanted_x), (layer.weight, wanted_layer.weight)]
-    for one, other in [*pairs, (layer.bias, wanted_layer.bias)] if bias else pairs:
+    (expected * shape_of_loss.double()).sum().backward()
+    pairs = [(x, exact_x), (layer.weight, exact_layer.weight)]
+    for one, other in [*pairs, (layer.bias, exact_layer.bias)] if bias else pairs:
         torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
 
 
@@ -44,12 +44,12 @@ def test_frozen_weights_and_inference():
     assert layer.weight.grad is None
     assert x.grad is not None
     with torch.inference_mode():
-        wanted = x @ layer.weight.t() + layer.bias
-        torch.testing.assert_close(layer(x), wanted)
+        expected = x @ layer.weight.t() + layer.bias
+        torch.testing.assert_close(layer(x), expected)
 
 
-def test_new_weights_are_seen():
-    """Nothing of the old ones is kept anywhere."""
+def test_new_weights_are_used():
+    """Nothing of the old weights is cached."""
     layer = nn.Linear(8, 16, bias=False)
     use_onednn(layer)
     x = torch.randn(64, 8)

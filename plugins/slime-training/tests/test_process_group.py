@@ -1,4 +1,4 @@
-"""Groups beside the default one."""
+"""Process groups beside the default one."""
 
 from datetime import timedelta
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_training.process_group import group_for_saving
+from slime_training.process_group import CheckpointGroups, group_for_saving
 
 
 @pytest.fixture
@@ -21,3 +21,12 @@ def test_ranks_wait_for_one_that_still_writes_for_longer_than_gloo_would(only_ra
         group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, group_for_saving())
     )
     assert gloos <= timedelta(minutes=30) < timedelta(hours=12) <= saving
+
+
+def test_checkpoint_groups_are_made_when_they_are_needed_and_kept():
+    made = []
+    groups = CheckpointGroups(lambda: made.append(object()) or made[-1])
+    assert not made
+    assert groups.staging is groups.staging is made[0]
+    assert groups.saving is groups.saving is made[1]
+    assert len(made) == 2

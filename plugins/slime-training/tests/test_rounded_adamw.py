@@ -1,4 +1,4 @@
-"""AdamW over rounded weights and moments: float64 is the judge, and what rounding to the nearest would do the control."""
+"""AdamW over rounded weights and moments, against float64 and against rounding to the nearest."""
 
 import copy
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from slime_training.rounded_adamw import RoundedAdamW
+from slime_training.rounded_adamw import StochasticRoundingAdamW
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
 def make(weights, *, lr=1e-2, beta2=0.98, decay=0.0, mean=F32, square=F32):
     parameters = [torch.nn.Parameter(weight) for weight in weights]
-    optimizer = RoundedAdamW(
+    optimizer = StochasticRoundingAdamW(
         parameters,
         lr=lr,
         betas=(0.9, beta2),
@@ -45,16 +45,16 @@ def oracle(weight, gradients, *, lr=1e-2, beta2=0.98, decay=0.0):
     ("weights", "mean", "square", "tolerance"),
     [(F32, F32, F32, 2e-6), (F32, BF16, BF16, 1.5e-3), (BF16, BF16, BF16, 0.02)],
 )
-def test_steps_are_adamws(weights, mean, square, tolerance):
+def test_steps_equal_adamw(weights, mean, square, tolerance):
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw).to(weights) for shape in ((30, 7), (5,), (0, 3))]
     gradients = [[torch.randn(w.shape, generator=draw).to(weights) for w in start] for _ in range(12)]
     parameters, optimizer = make([w.clone() for w in start], decay=0.3, mean=mean, square=square)
     take_steps(parameters, optimizer, gradients)
     for number, parameter in enumerate(parameters):
-        wanted = oracle(start[number], [of_step[number] for of_step in gradients], decay=0.3)
+        expected = oracle(start[number], [of_step[number] for of_step in gradients], decay=0.3)
         assert parameter.dtype == weights
-        np.testing.assert_allclose(parameter.detach().double().numpy(), wanted, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(parameter.detach().double().numpy(), expected, atol=tolerance, rtol=tolerance)
     # The empty one counts too.
     for state in (optimizer.state[parameter] for parameter in parameters):
         assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype, float(state["step"])) == (mean, square, 12.0)
@@ -77,7 +77,7 @@ def test_steps_too_small_for_bfloat16_add_up():
 
 
 def test_a_second_moment_that_decays_slowly_decays():
-    """beta2 = 0.999: a step takes 0.1% off, half of what bfloat16 can tell."""
+    """beta2 = 0.999: a step takes 0.1% off, half of what bfloat16 resolves."""
     gradients = [[torch.linspace(0.9, 1.1, 4000)]] + [[torch.linspace(1e-9, 1e-8, 4000)]] * 400
     (weight,), optimizer = make([torch.ones(4000)], beta2=0.999, square=BF16)
     take_steps([weight], optimizer, gradients)
@@ -89,7 +89,7 @@ def test_a_second_moment_that_decays_slowly_decays():
 
 @pytest.mark.bits
 def test_how_a_value_is_rounded_depends_on_it_and_the_step_alone():
-    """Not on the tensor or shard that it is in: replicas stay equal."""
+    """It does not depend on the tensor or shard of the value: replicas stay equal."""
     draw = torch.Generator().manual_seed(1)
     start = torch.randn(1000, generator=draw).bfloat16()
     gradients = [torch.randn(1000, generator=draw) for _ in range(5)]
@@ -104,7 +104,7 @@ def test_how_a_value_is_rounded_depends_on_it_and_the_step_alone():
 @pytest.mark.bits
 @pytest.mark.parametrize(("weights", "moments"), [(F32, BF16), (BF16, F32), (BF16, BF16)])
 def test_a_loaded_state_keeps_its_dtypes_and_its_bits(weights, moments):
-    """Two groups, of which only the second is trained: states are found by their numbers."""
+    """Two groups, of which only the second is trained: states are found by their indices."""
     draw = torch.Generator().manual_seed(2)
     gradients = [[torch.randn(50, generator=draw)] for _ in range(6)]
 

@@ -1,10 +1,10 @@
-"""Rows of a stream, taken: the gradient of each is the sum over where it went."""
+"""Gathered rows of a stream: the gradient of each is the sum over the places where it went."""
 
 import numpy as np
 import pytest
 import torch
 
-from slime_training.rows import Take, TakeUnique, places_of, take
+from slime_training.deterministic_gather import DeterministicGather, GatherUnique, places_of, take
 
 NUM_ROWS = 9
 REPEATED = np.array([4, 0, 8, 4, 1, 0, 7, 4])
@@ -20,20 +20,20 @@ def test_gradients_are_sums_over_where_rows_went(shape, dtype):
     expected = np.zeros((NUM_ROWS, *shape))
     np.add.at(expected, REPEATED, grad.double().numpy())
     rows = torch.from_numpy(REPEATED)
-    once = torch.autograd.grad(Take.apply(x, rows), x, grad)[0]
+    once = torch.autograd.grad(DeterministicGather.apply(x, rows), x, grad)[0]
     again = torch.autograd.grad(take(x, rows, places), x, grad)[0]
     assert torch.equal(take(x, rows, places), x[rows])
     assert torch.equal(once, again)
     torch.testing.assert_close(again.double().numpy(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_where_rows_stand():
+def test_positions_of_rows():
     assert places_of(np.array([2, 0, 2])).tolist() == [[1, -1, 0], [-1, -1, 2]]
     assert places_of(np.array([], np.int64)).tolist() == [[]]
     assert places_of(np.array([3] * 5)) is None
 
 
-def test_what_went_nowhere_is_not_touched_by_what_is_not_finite():
+def test_rows_that_are_not_gathered_get_no_nan_gradient():
     rows, places = torch.tensor([1, 2]), torch.from_numpy(places_of(np.array([1, 2])))
     x = torch.zeros(3, 2, requires_grad=True)
     grad = torch.full((2, 2), torch.nan)
@@ -46,5 +46,5 @@ def test_rows_that_differ():
     rows = torch.tensor([5, 0, 3])
     x = torch.randn(6, 2, requires_grad=True)
     grad = torch.randn(3, 2)
-    (found,) = torch.autograd.grad(TakeUnique.apply(x, rows), x, grad)
+    (found,) = torch.autograd.grad(GatherUnique.apply(x, rows), x, grad)
     assert torch.equal(found, torch.zeros(6, 2).index_put((rows,), grad))

@@ -1,5 +1,5 @@
-"""Model folders that are written as their weights come: what is held meanwhile, which rank writes what, and what stays of a
-folder when something goes wrong."""
+"""Model folders that are written while weights are gathered: memory use, which rank writes what, and the state of a folder
+after an error."""
 
 import errno
 import json
@@ -25,8 +25,8 @@ def rows(count, start=0.0):
     return [(f"row.{number}", torch.full((256,), start + number)) for number in range(count)]
 
 
-def written(target, weights, **told):
-    write_model(iter(weights), target, describe=lambda: (target / "config.json").write_text("{}"), **told)
+def written(target, weights, **kwargs):
+    write_model(iter(weights), target, describe=lambda: (target / "config.json").write_text("{}"), **kwargs)
     return sorted(path.name for path in target.iterdir())
 
 
@@ -36,7 +36,7 @@ class Rows(nn.Module):
         self.row = nn.ParameterList(torch.zeros(256) for _ in range(count))
 
 
-def test_weights_are_in_files_of_the_size_that_is_asked_for(tmp_path):
+def test_weights_are_in_files_of_the_requested_size(tmp_path):
     names = written(tmp_path, rows(7), shard_bytes=3 * ROW_BYTES)
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert names == ["config.json", *shards, "model.safetensors.index.json"]
@@ -64,8 +64,8 @@ def test_a_tensor_that_is_larger_has_a_file_of_its_own(tmp_path):
     }
 
 
-def test_what_is_written_is_a_copy_of_its_own(tmp_path):
-    """Views of one tensor, one of them turned: safetensors would refuse both."""
+def test_written_tensors_are_copies(tmp_path):
+    """Views of one tensor, one of them transposed: safetensors would refuse both."""
     whole = torch.arange(12.0).view(3, 4)
     written(tmp_path, [("all", whole), ("turned", whole.t()), ("row", whole[1])])
     saved = load_file(tmp_path / "model.safetensors")
@@ -75,7 +75,7 @@ def test_what_is_written_is_a_copy_of_its_own(tmp_path):
 
 
 class Counted(torch.Tensor):
-    """Known while anything holds it, as are its copies."""
+    """Tensors that are counted while anything holds them, including their copies."""
 
     alive = weakref.WeakSet()
 
@@ -91,10 +91,10 @@ def test_no_more_than_one_file_is_held_at_a_time(tmp_path, monkeypatch):
     most = 0
     save_file = saved_model.save_file
 
-    def counting(tensors, file, **told):
+    def counting(tensors, file, **kwargs):
         nonlocal most
         most = max(most, len(Counted.alive))
-        save_file({name: tensor.as_subclass(torch.Tensor) for name, tensor in tensors.items()}, file, **told)
+        save_file({name: tensor.as_subclass(torch.Tensor) for name, tensor in tensors.items()}, file, **kwargs)
 
     monkeypatch.setattr(saved_model, "save_file", counting)
 
@@ -111,7 +111,7 @@ def test_no_more_than_one_file_is_held_at_a_time(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 10
 
 
-def test_ranks_write_every_so_manyth_file(tmp_path):
+def test_ranks_write_every_nth_file(tmp_path):
     for rank in range(3):
         with ThreadPoolExecutor(1) as writer:
             shards = Shards(tmp_path, rank=rank, ranks=3, shard_bytes=2 * ROW_BYTES, writer=writer)
@@ -151,11 +151,11 @@ def test_an_export_that_ends_early_changes_nothing(tmp_path):
     check_weights(tmp_path)
     assert (tmp_path / "config.json").is_file()
     assert float(load_file(tmp_path / "model.safetensors")["row.2"][0]) == 2.0
-    # What the attempt has left is gone with the next one.
+    # The next attempt deletes the files of the failed one.
     assert written(tmp_path, rows(3)) == ["config.json", "model.safetensors"]
 
 
-def test_a_folder_that_is_not_whole_has_no_config(tmp_path):
+def test_an_incomplete_folder_has_no_config(tmp_path):
     written(tmp_path, rows(3))
 
     def describe():
@@ -167,11 +167,11 @@ def test_a_folder_that_is_not_whole_has_no_config(tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-def test_a_disk_that_refuses_is_told_at_the_end(tmp_path, monkeypatch):
+def test_a_failed_write_is_raised_at_the_end(tmp_path, monkeypatch):
     """Not before: the other ranks are waiting in the next gather."""
     seen = []
 
-    def refuses(tensors, file, **told):
+    def refuses(tensors, file, **kwargs):
         seen.append(sorted(tensors))
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -186,9 +186,9 @@ def test_a_disk_that_refuses_is_told_at_the_end(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path, monkeypatch):
+def test_a_rank_that_does_not_see_the_folder_raises(tmp_path, monkeypatch):
     """Before anything is gathered."""
-    monkeypatch.setattr(saved_model, "on_all_ranks", lambda work, group, ranks: work())
+    monkeypatch.setattr(saved_model, "raise_on_all_ranks", lambda work, group, ranks: work())
     second = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
 
     def stream():

@@ -1,4 +1,4 @@
-"""Files of a model folder: several of weights under one index, beside what transformers and huggingface_hub make of them."""
+"""Files of a model folder: several files of weights with an index, against transformers and huggingface_hub."""
 
 import json
 
@@ -17,7 +17,7 @@ from slime_training.weight_files import (
 )
 
 
-def test_weights_are_gathered_also_where_that_was_broken_off(tmp_path):
+def test_weights_are_gathered_after_an_interruption(tmp_path):
     tensors = {"a": torch.ones(3), "b": torch.zeros(2, 2, dtype=torch.bfloat16)}
     parts = [tmp_path / f"{name}.safetensors" for name in tensors]
     for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
@@ -39,7 +39,7 @@ def test_weights_are_gathered_also_where_that_was_broken_off(tmp_path):
     assert not model.b.any()
 
 
-def test_what_is_copied_beside_weights(tmp_path):
+def test_files_copied_beside_weights(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     index = "model.safetensors.index.json"
@@ -63,9 +63,9 @@ def test_what_is_copied_beside_weights(tmp_path):
     assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["generation_config.json", "modeling.py"]
 
 
-def test_a_checksum_tells_type_shape_and_bytes():
+def test_a_checksum_depends_on_type_shape_and_bytes():
     tensor = torch.arange(6, dtype=torch.int16)
     others = [tensor.view(torch.bfloat16), tensor.reshape(2, 3), tensor.flip(0)]
     assert len({checksum_of(other) for other in [tensor, *others]}) == 4
-    # Of what it holds, however it lies in memory.
+    # The checksum is of the content, independent of the memory layout.
     assert checksum_of(tensor.reshape(2, 3).T) == checksum_of(tensor.reshape(2, 3).T.contiguous())

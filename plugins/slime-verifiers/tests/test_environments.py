@@ -33,7 +33,7 @@ CALL = '<tool_call>{"name": "counter_letters", "arguments": {"word": "slime"}}</
 
 
 class Speaker(ScriptedEngine):
-    """Says what the test makes of the text so far."""
+    """Generates what the test makes from the text so far."""
 
     def __init__(self, reply, **options):
         super().__init__(vocab_size=len(CHAT), **options)
@@ -42,9 +42,9 @@ class Speaker(ScriptedEngine):
 
     def script(self, request):
         self.requests.append(request)
-        said = CHAT.encode(self._reply(CHAT.decode(request.token_ids)), add_special_tokens=False)
-        tokens = [*said, CHAT.eos_token_id][: request.sampling.max_new_tokens]
-        cut = len(tokens) <= len(said)
+        given = CHAT.encode(self._reply(CHAT.decode(request.token_ids)), add_special_tokens=False)
+        tokens = [*given, CHAT.eos_token_id][: request.sampling.max_new_tokens]
+        cut = len(tokens) <= len(given)
         return np.array(tokens, np.int32), FinishReason.LENGTH if cut else FinishReason.STOP
 
 
@@ -56,7 +56,7 @@ def tasks(taskset, **options):
 
 
 def play(taskset, reply, *, number=0, evaluation=False, budget=200, failure=None, env=None, **options):
-    """The samples of an answer to the taskset's prompt `number`, and the engine that was asked."""
+    """The samples of a response to the taskset's prompt `number`, and the engine."""
     prompt = tasks(taskset).take(number + 1)[number]
 
     async def scene():
@@ -126,12 +126,12 @@ def test_an_agent_without_end_is_cut_and_scored():
     assert (len(engine.requests), sample.reward, sample.status) == (3, 0.0, Status.TRUNCATED)
 
 
-def test_an_environment_that_raises_is_told():
+def test_an_environment_that_raises_is_reported():
     with pytest.raises(AgentFailed, match=r"slime_guesses: EnvError: .*the player does not know what a number is"):
         play({"id": "slime_guesses"}, lambda text: "?")
 
 
-def test_an_episode_that_is_late_fails_with_the_environments_word():
+def test_an_episode_beyond_its_timeout_fails_with_the_environments_error():
     late = {"timeout": {"episode": 0.5}}
     with pytest.raises(AgentFailed, match=r"slime_guesses: TimeoutError: GuessEnv.run\(\) exceeded its 0.5s deadline"):
         play({"id": "slime_guesses"}, lambda text: "!", env=late)
@@ -139,15 +139,15 @@ def test_an_episode_that_is_late_fails_with_the_environments_word():
         play({"id": "slime_guesses"}, lambda text: "!", timeout_s=0.5)
 
 
-def test_an_attempt_that_is_repeated_counts_if_it_goes_well():
-    said = iter(["?", "3"])
+def test_a_repeated_attempt_counts_if_it_succeeds():
+    replies = iter(["?", "3"])
     retries = {"retries": {"max_retries": 1}}
-    [sample], engine = play({"id": "slime_guesses"}, lambda text: next(said), env=retries)
+    [sample], engine = play({"id": "slime_guesses"}, lambda text: next(replies), env=retries)
     assert (len(engine.requests), sample.reward) == (2, 1.0)
     assert pieces(sample) == [(1, "3<e>")]
 
 
-def test_an_engine_that_dies_is_told_as_such():
+def test_an_engine_failure_is_raised_as_an_engine_error():
     with pytest.raises(EngineError, match="the engine died"):
         play({"id": "slime_sums"}, lambda text: "8", failure=EngineError("the engine died"))
 
@@ -166,7 +166,7 @@ def test_a_tool_behind_the_librarys_server(monkeypatch):
 
 def test_each_agent_has_its_reward_and_a_judge_is_not_trained():
     taskset = {"id": "slime_debate"}
-    # Both say the same to the same question: only the caller tells them apart.
+    # Both respond the same to the same question: only the caller distinguishes them.
     samples, engine = play(taskset, lambda text: "So.")
     assert len(engine.requests) == 3
     assert [(sample.metadata["agent"], sample.reward) for sample in samples] == [("pro", 1.0), ("con", -1.0)]
@@ -177,7 +177,7 @@ def test_each_agent_has_its_reward_and_a_judge_is_not_trained():
     assert last.reward == -1.0
 
 
-def test_tasks_are_prompts_that_a_state_goes_on_with():
+def test_tasks_are_prompts_and_a_restored_source_continues():
     source = tasks({"id": "slime_sums", "most": 3}, rollout_shuffle=True)
     first = source.take(4)
     assert sorted(prompt.label for prompt in first[:3]) == ["0", "2", "4"]
@@ -188,7 +188,7 @@ def test_tasks_are_prompts_that_a_state_goes_on_with():
     assert source.num_rows == 3
 
 
-def test_what_is_not_there_is_told_with_what_is():
+def test_missing_modules_are_reported_with_what_is_installed():
     with pytest.raises(
         PluginError, match=r'data\.taskset = "nosuch": there is no such module\. Installed: .*textarena'
     ):

@@ -69,8 +69,8 @@ def test_a_run_trains_on_its_tasks(tmp_path):
     for sample in samples:
         number = int(sample.prompt.label) // 2
         assert sample.prompt.text == f"Add.{number}+{number}="
-        said = sample.response.removesuffix("<|end|>").strip()
-        expected = 0.75 * (said == sample.prompt.label) + 0.5 * (len(said) < 4)
+        given = sample.response.removesuffix("<|end|>").strip()
+        expected = 0.75 * (given == sample.prompt.label) + 0.5 * (len(given) < 4)
         assert sample.reward == expected, sample.response
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["metrics"] for line in logged if line["axis"] == "rollout/step"]

@@ -1,4 +1,4 @@
-"""What can be said before the library is imported."""
+"""Checks that do not import the library."""
 
 import importlib.metadata
 import subprocess
@@ -15,15 +15,15 @@ ENV = {"taskset": {"id": "gsm8k"}}
 
 
 def version_is(monkeypatch, version):
-    def told(name):
+    def installed_version(name):
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(importlib.metadata, "version", told)
+    monkeypatch.setattr(importlib.metadata, "version", installed_version)
 
 
-def test_a_library_that_is_not_installed_is_told_with_what_to_type(monkeypatch):
+def test_a_missing_library_is_reported_with_the_command_to_type(monkeypatch):
     version_is(monkeypatch, None)
     for driver, options in ((Verifiers, {"env": ENV}), (VerifiersTasks, ENV)):
         with pytest.raises(PluginError, match=r'not installed here: pip install "slime-verifiers\[verifiers\]"'):
@@ -32,13 +32,13 @@ def test_a_library_that_is_not_installed_is_told_with_what_to_type(monkeypatch):
 
 def test_another_version_is_refused(monkeypatch):
     version_is(monkeypatch, "0.1.14")
-    with pytest.raises(PluginError, match=r"verifiers 0\.1\.14 is installed, and <0\.5,>=0\.4 is wanted"):
+    with pytest.raises(PluginError, match=r"verifiers 0\.1\.14 is installed, and <0\.5,>=0\.4 is required"):
         VerifiersTasks.build(VerifiersTasksConfig(**ENV))
 
 
 def test_a_taskset_needs_a_name():
     for driver, options in ((Verifiers, {"env": {}}), (VerifiersTasks, {"taskset": {}})):
-        with pytest.raises(ValidationError, match="needs an id"):
+        with pytest.raises(ValidationError, match="requires an id"):
             driver.Config(**options)
 
 

@@ -38,7 +38,7 @@ def make_buffer(tokenizer, jsonl):
     return make
 
 
-def answered(prompt: Prompt, *versions: int) -> tuple[Sample, ...]:
+def responses_to(prompt: Prompt, *versions: int) -> tuple[Sample, ...]:
     """One sample per version, response lengths 0, 1, 2, …"""
     return tuple(
         Sample(
@@ -58,7 +58,7 @@ def answered(prompt: Prompt, *versions: int) -> tuple[Sample, ...]:
 
 
 def partial(item: BufferItem, *versions: int) -> BufferItem:
-    samples = answered(item.prompt, *versions)
+    samples = responses_to(item.prompt, *versions)
     return BufferItem(prompt=item.prompt, kind=ItemKind.PARTIAL, samples=samples, added_step=4, start_rollout_id=2)
 
 
@@ -75,7 +75,7 @@ def test_new_prompts_come_from_the_source(make_buffer):
     assert names(buffer.get_samples(3)) == ["row3", "row4", "row0"]
 
 
-def test_what_came_back_goes_first(make_buffer):
+def test_returned_groups_go_first(make_buffer):
     buffer = make_buffer()
     one, two, three = buffer.get_samples(3)
     buffer.add_samples([two.as_returned(1), partial(one, 7, 6, 5)])
@@ -115,18 +115,18 @@ def test_a_filter_that_breaks_the_contract(make_buffer, places: tuple[int, ...])
     assert len(buffer) == 3
 
 
-def test_items_are_what_their_kind_says(make_buffer):
+def test_items_must_match_their_kind(make_buffer):
     buffer = make_buffer()
     (item,) = buffer.get_samples(1)
     with pytest.raises(ValueError, match="a surplus item has at least one sample"):
         BufferItem(prompt=item.prompt, kind=ItemKind.SURPLUS)
     with pytest.raises(ValueError, match="a returned item has no samples"):
-        BufferItem(prompt=item.prompt, kind=ItemKind.RETURNED, samples=answered(item.prompt, 0))
+        BufferItem(prompt=item.prompt, kind=ItemKind.RETURNED, samples=responses_to(item.prompt, 0))
     with pytest.raises(ValueError, match=r"groups \[0\] are still marked fresh"):
         buffer.add_samples([item])
 
 
-def test_a_restored_buffer_goes_on_as_the_saved_one(make_buffer, tmp_path: Path):
+def test_a_restored_buffer_continues_as_the_saved_one(make_buffer, tmp_path: Path):
     def run(buffer: DataBuffer) -> list[tuple[Any, ...]]:
         return [
             (
@@ -156,7 +156,7 @@ def test_a_restored_buffer_goes_on_as_the_saved_one(make_buffer, tmp_path: Path)
     assert [row[3] for row in expected[:3]] == [ItemKind.PARTIAL, ItemKind.RETURNED, ItemKind.FRESH]
 
 
-def test_a_snapshot_undoes_what_came_after(make_buffer):
+def test_a_snapshot_undoes_later_changes(make_buffer):
     buffer = make_buffer(rollout_shuffle=True)
     buffer.add_samples([item.as_returned(0) for item in buffer.get_samples(2)])
     before = buffer.snapshot()
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint(make_buffer, tmp_path: Path):
     buffer.save(tmp_path)
     state = json.loads((tmp_path / "buffer.json").read_text())
     (tmp_path / "buffer.json").write_text(json.dumps({**state, "items": state["items"][:1]}))
-    with pytest.raises(CheckpointError, match=r"buffer.parquet holds 2 groups and buffer.json speaks of 1"):
+    with pytest.raises(CheckpointError, match=r"buffer.parquet has 2 groups but buffer.json 1"):
         make_buffer().load(tmp_path)
     (tmp_path / "buffer.json").write_text(json.dumps({**state, "version": 99}))
     with pytest.raises(CheckpointError, match="version 99 and this slime reads 1"):

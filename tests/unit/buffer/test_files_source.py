@@ -86,7 +86,7 @@ def test_no_global_random_state_is_used(source, jsonl):
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("weights", [None, (3, 1)])
-def test_restore_at_every_position_goes_on_with_the_same_draws(source, jsonl, streaming, shuffle, weights):
+def test_restore_at_every_position_continues_with_the_same_draws(source, jsonl, streaming, shuffle, weights):
     first = jsonl([*rows(5, "a"), "broken", {"input": "much too long"}], "a.jsonl")
     second = jsonl(rows(3, "b"), "b.jsonl")
     entries = (
@@ -145,7 +145,7 @@ def test_num_rows_without_a_check_is_known_when_no_row_can_be_passed_over(source
     assert source(f"{path}@[1:-1]", max_prompt_len=3).num_rows == 3
 
 
-def test_a_broken_line_says_how_to_go_on(source, jsonl):
+def test_the_error_of_a_broken_line_has_the_flag_to_continue(source, jsonl):
     path = jsonl([{"input": "a"}, '{"input": "b"'])
     with pytest.raises(DataError, match=r"train.jsonl, line 2: not valid JSON .* --on-bad-row skip"):
         source(path)
@@ -205,10 +205,10 @@ def test_restore_refuses_other_data_options_and_seeds(source, jsonl, tmp_path: P
     moved = shutil.copy(path, tmp_path / "moved")
     source(moved).restore(state)
     source(path, streaming=True).restore(state)
-    # It is what a run is told to go on with.
+    # The error message recommends this flag.
     source(path, on_bad_row="skip").restore(state)
     for other in (source(path, rollout_shuffle=True), source(f"{path}@[:4]")):
-        with pytest.raises(CheckpointError, match=r"the fingerprint was .* put them back, or start a new run"):
+        with pytest.raises(CheckpointError, match=r"the fingerprint was .* Set them back, or start a new run"):
             other.restore(state)
     with pytest.raises(CheckpointError, match="the seed was 0 when the checkpoint was written and is 1 now"):
         source(path, seed=1).restore(state)
@@ -217,7 +217,7 @@ def test_restore_refuses_other_data_options_and_seeds(source, jsonl, tmp_path: P
         source(path).restore(state)
 
 
-def test_a_bad_row_leaves_the_source_where_it_was_and_can_be_passed_over_from_there(source, tmp_path: Path):
+def test_a_bad_row_keeps_the_position_and_can_be_skipped_from_there(source, tmp_path: Path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"input": "0"}\n{"input": "1"}\n{"inp\n{"input": "3"}\n')
     drawn = source(str(path), streaming=True)
@@ -226,9 +226,9 @@ def test_a_bad_row_leaves_the_source_where_it_was_and_can_be_passed_over_from_th
     with pytest.raises(DataError, match=r"line 3.*--on-bad-row skip"):
         drawn.take(2)
     assert drawn.state() == before
-    goes_on = source(str(path), streaming=True, on_bad_row="skip")
-    goes_on.restore(before)
-    assert [(prompt.text, prompt.group_index) for prompt in goes_on.take(2)] == [("1", 1), ("3", 2)]
+    resumed = source(str(path), streaming=True, on_bad_row="skip")
+    resumed.restore(before)
+    assert [(prompt.text, prompt.group_index) for prompt in resumed.take(2)] == [("1", 1), ("3", 2)]
 
 
 def test_what_the_config_accepts(tmp_path: Path):
@@ -240,7 +240,7 @@ def test_what_the_config_accepts(tmp_path: Path):
     for wrong, message in [
         ([], "at least 1 item"),
         ("a.jsonl@[0:1:2]", "no step"),
-        ([entries[0], "b.jsonl"], "give every entry a weight, or none; without one: b.jsonl"),
+        ([entries[0], "b.jsonl"], "set weight for all entries, or for none. Without one: b.jsonl"),
         ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
         ([{"path": "a.jsonl", "share": 1}], "Extra inputs"),
     ]:

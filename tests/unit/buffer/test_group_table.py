@@ -216,7 +216,7 @@ def test_what_json_cannot_hold_is_named():
 def test_a_sample_in_the_wrong_group():
     group = make_group()
     stray = replace(group.samples[0], group_index=9)
-    with pytest.raises(DataError, match=r"sample 10 says group_index 9 .* but it is in group 3"):
+    with pytest.raises(DataError, match=r"sample 10 has group_index 9 .* but it is in group 3"):
         groups_to_table([replace(group, samples=(stray,))])
 
 

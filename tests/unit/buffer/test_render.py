@@ -46,7 +46,7 @@ def test_messages_tools_and_template_arguments(tokenizer):
     renderer = PromptRenderer(
         tokenizer,
         input_key="chat",
-        label_key="answer",
+        label_key="reply",
         metadata_key="extra",
         tool_key="functions",
         apply_chat_template=True,
@@ -54,14 +54,14 @@ def test_messages_tools_and_template_arguments(tokenizer):
     )
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     for tools in (TOOLS, json.dumps(TOOLS)):
-        prompt = render(renderer, chat=chat, answer={"x": [1]}, extra={"a": 1}, functions=tools)
+        prompt = render(renderer, chat=chat, reply={"x": [1]}, extra={"a": 1}, functions=tools)
         assert prompt.text == "[search,run]<system>be brief<user>hi<assistant>!"
         assert prompt.messages == chat
         assert prompt.label == {"x": [1]}
         assert prompt.tools == TOOLS
         assert prompt.metadata == {"a": 1, "tools": TOOLS}
     for nothing in (None, "", []):
-        prompt = render(renderer, chat=chat, answer=0, functions=nothing)
+        prompt = render(renderer, chat=chat, reply=0, functions=nothing)
         assert prompt.text == "<system>be brief<user>hi<assistant>!"
         assert (prompt.tools, prompt.metadata) == (None, {})
 
@@ -79,7 +79,7 @@ def test_the_row_is_not_changed(tokenizer):
         ({"input": "hi"}, r'no key "label" \(label_key\); the row has: input'),
         ({"input": 3, "label": 0}, r'"input" \(input_key\) must be a string or a list of messages, found 3'),
         ({"input": None, "label": 0}, "must be a string or a list of messages, found None"),
-        ({"input": [{"role": "user", "content": ""}], "label": 0}, "type --apply-chat-template"),
+        ({"input": [{"role": "user", "content": ""}], "label": 0}, "pass --apply-chat-template"),
         ({"input": "", "label": 0}, "the prompt has no tokens: ''"),
         ({"input": "a\ud800", "label": 0}, "not valid Unicode"),
         ({"input": "a", "label": 0, "metadata": "{}"}, r'"metadata" \(metadata_key\) must be an object'),
@@ -116,7 +116,7 @@ def test_bad_messages_are_named(tokenizer, value, message: str):
 def test_a_tokenizer_without_a_template(tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="?")
     assert PromptRenderer(bare) is not None
-    with pytest.raises(ModelError, match=r"has no chat template: add chat_template.jinja .* or leave out --apply-chat"):
+    with pytest.raises(ModelError, match=r"has no chat template. Add chat_template.jinja .* or omit --apply-chat"):
         PromptRenderer(bare, apply_chat_template=True)
 
 
@@ -134,7 +134,7 @@ def test_the_maximum_length_counts_the_rendered_tokens(tokenizer):
 
 
 class Marks(MediaRenderer):
-    """Each letter of the column "pics" is a picture, which stands as `#` in the text, and as three tokens."""
+    """Each letter of the column "pics" is a picture: `#` in the text, and three tokens."""
 
     def __init__(self):
         self.folders = []

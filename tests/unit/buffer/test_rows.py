@@ -47,7 +47,7 @@ def test_a_range_is_what_python_slicing_gives(tmp_path: Path, kind: str, ends: s
         ("", "no file name"),
     ],
 )
-def test_a_wrong_range_says_what_is_wrong_with_it(text: str, message: str):
+def test_a_wrong_range_is_an_error(text: str, message: str):
     with pytest.raises(DataError, match=message) as caught:
         DataPath.parse(text)
     assert f'"{text}"' in str(caught.value)

@@ -38,7 +38,7 @@ def test_a_round_trip(make_batch, tmp_path, monkeypatch, with_spans, most):
     same(columns, read_columns)
 
 
-def test_what_is_missing_or_something_else_is_told(tmp_path, make_batch):
+def test_missing_and_other_files_are_errors(tmp_path, make_batch):
     with pytest.raises(DataError, match=r"no such train data; .* holds 0 steps.*--save-debug-train-data"):
         read_train_data(train_data_file(tmp_path, 0))
     train_data_file(tmp_path, 0).write_text("no parquet")

@@ -58,7 +58,7 @@ def flat(inputs): ...
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         ("eps: float = 0.2", "MineConfig has no docstring under eps"),
         ("model_config = ConfigDict(extra='allow')", "does not forbid unknown options"),
@@ -68,9 +68,9 @@ def flat(inputs): ...
         ("eps: object = (1, 2)\n'''Width.'''", "the defaults of MineConfig come back from JSON as"),
     ],
 )
-def test_config_contract(site, config, said):
+def test_config_contract(site, config, expected):
     (problem,) = loss_problems(site, with_config(config))
-    assert said in problem
+    assert expected in problem
 
 
 def test_a_config_may_ask_for_one_of_several_options(site):
@@ -105,7 +105,7 @@ def test_import_failures_and_kinds_are_findings_not_crashes(site):
 
 
 def test_heavy_imports_are_found_in_a_fresh_interpreter(site):
-    """torch is in this process already, so only another interpreter can tell."""
+    """torch is in this process already, so only another interpreter shows it."""
     site.add(
         "acme-slime", {groups.LOSSES: {"mine": "acme_heavy:Good"}}, {"acme_heavy": "import ray_like, torch\n" + HEAD}
     )
@@ -159,16 +159,16 @@ WRONG, OTHER = recipe("critic", critic_loss="mined"), recipe("judge")
 
 
 @pytest.mark.parametrize(
-    ("requires", "said"),
+    ("requires", "expected"),
     [
         (None, "acme-slime does not depend on slime-rl: add a range"),
         ("slime-rl>=7", "acme-slime asks for slime-rl>=7, but slime-rl"),
     ],
 )
-def test_the_required_slime_core_is_checked(site, requires, said):
+def test_the_required_slime_core_is_checked(site, requires, expected):
     found = check(site, {groups.LOSSES: {"mine": "acme_check:Good"}}, "", requires=requires)
     (problem,) = found[groups.LOSSES, "mine"]
-    assert said in problem
+    assert expected in problem
 
 
 def test_plugin_files_are_checked_too_but_may_import_anything(site, tmp_path):

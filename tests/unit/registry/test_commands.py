@@ -1,4 +1,4 @@
-"""Commands that plugins bring: listed without an import, loaded when typed, and every way in which that fails."""
+"""Commands that plugins provide: listed without an import, loaded when typed, and every way in which that fails."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from slime_core.cli.main import app
 from slime_core.errors import PluginError
 
 HELLO = """
-'''Say hello: to one, or to all. It is polite.
+'''Print hello: to one, or to all. It is polite.
 
 More that the help line leaves out.
 '''
@@ -74,8 +74,8 @@ def refused(*words):
 
 def help_lines(*words):
     """Names of commands to their lines."""
-    told = slime(*words, "--help").partition("Commands:\n")[2]
-    return {line.split()[0]: " ".join(line.split()[1:]) for line in told.splitlines() if line.strip()}
+    printed = slime(*words, "--help").partition("Commands:\n")[2]
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in printed.splitlines() if line.strip()}
 
 
 def imported(*words, path):
@@ -96,7 +96,7 @@ def hello(site):
 
 
 def test_a_command_is_listed_without_an_import_and_loaded_when_typed(hello):
-    assert help_lines()["hello"] == "Say hello: to one, or to all."
+    assert help_lines()["hello"] == "Print hello: to one, or to all."
     assert "acme_hello" not in sys.modules
     assert slime("hello", "you", "--loud") == "HELLO you\n"
     assert "Usage: slime hello [OPTIONS]" in slime("hello", "--help")
@@ -121,7 +121,7 @@ def test_every_command_of_this_checkout_is_listed_with_its_line():
         "config": "Describe the keys of a run file.",
         "convert": "Convert a model folder: slime convert SOURCE TARGET --to NAME.",
         "doctor": "Look at Python, packages, devices, Ray, plugins, ports, files...",
-        "models": "Shapes of published models, and models with random weights.",
+        "models": "Shapes of public models, and models with random weights.",
         "new": "Write a distribution that passes the contract kit: slime new...",
         "plan": "What a run would do and whether it fits, before anything is...",
         "view": "Read rollouts that a run has dumped: a step's groups, one group,...",
@@ -144,14 +144,14 @@ def test_a_command_may_be_a_group(site):
 def test_a_dotted_name_is_a_subcommand(site):
     site.add("acme-slime", {groups.COMMANDS: {"plugins.hello": "acme_hello:app"}}, {"acme_hello": HELLO})
     assert "hello" not in help_lines()
-    assert help_lines("plugins")["hello"] == "Say hello: to one, or to all."
+    assert help_lines("plugins")["hello"] == "Print hello: to one, or to all."
     assert slime("plugins", "hello", "you") == "hello you\n"
 
 
 def test_two_distributions_with_one_command(hello):
     hello.add("rival-slime", {groups.COMMANDS: {"hello": "acme_rival:app"}}, version="2.0")
-    told = "slime hello: offered by acme-slime 0.1.0 and rival-slime 2.0. Uninstall acme-slime, or switch it off: "
-    assert refused("hello", "you") == f"{told}SLIME_PLUGINS_DENY=acme-slime."
+    conflict = "slime hello: offered by acme-slime 0.1.0 and rival-slime 2.0. Uninstall acme-slime, or switch it off: "
+    assert refused("hello", "you") == f"{conflict}SLIME_PLUGINS_DENY=acme-slime."
     assert help_lines()["hello"] == "Offered by acme-slime 0.1.0 and by rival-slime 2.0."
     assert "acme_hello" not in sys.modules
 
@@ -163,7 +163,7 @@ def test_a_denied_twin_leaves_no_conflict(hello, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["run", "plugins"])
-def test_a_plugin_that_brings_a_command_of_the_kernel(site, name):
+def test_a_plugin_that_provides_a_command_of_the_kernel(site, name):
     site.add("acme-slime", {groups.COMMANDS: {name: "acme_hello:app"}}, {"acme_hello": HELLO})
     assert f"slime {name}: offered by slime-rl {__version__} and acme-slime 0.1.0. Uninstall acme-slime" in refused(
         name
@@ -172,7 +172,7 @@ def test_a_plugin_that_brings_a_command_of_the_kernel(site, name):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         (
             "import nothing_like_it",
@@ -185,10 +185,10 @@ def test_a_plugin_that_brings_a_command_of_the_kernel(site, name):
         ),
     ],
 )
-def test_a_command_that_cannot_be_loaded_names_its_distribution(site, source, said):
+def test_a_command_that_cannot_be_loaded_names_its_distribution(site, source, expected):
     site.add("acme-slime", {groups.COMMANDS: {"hello": "acme_hello:app"}}, {"acme_hello": source})
     assert "hello" in help_lines()
-    assert refused("hello").startswith(f"slime hello: {said}")
+    assert refused("hello").startswith(f"slime hello: {expected}")
 
 
 def test_a_command_that_is_switched_off(hello, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_command_that_is_switched_off(hello, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (
             ("plan", "run.toml"),
@@ -213,18 +213,18 @@ def test_a_command_that_is_switched_off(hello, monkeypatch):
         (("plugins", "show", "x"), "slime plugins show: not installed. plugins.show comes with slime-plugin-kit: pip"),
     ],
 )
-def test_a_known_command_that_is_not_installed(monkeypatch, words, said):
+def test_a_known_command_that_is_not_installed(monkeypatch, words, expected):
     monkeypatch.setattr("slime_core.registry.registry.installed_entries", dict)
-    assert refused(*words).startswith(said)
+    assert refused(*words).startswith(expected)
     assert set(help_lines()) == {"run", "eval", "plugins"}
 
 
-def test_an_unknown_command_is_refused_with_what_is_near(hello):
+def test_an_unknown_command_is_refused_with_close_matches(hello):
     assert "No such command 'helo'. Did you mean 'hello'?" in slime("helo", code=2)
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "docstrings"),
     [
         ({"acme_place.py": "'''At the top.'''\n1 / 0"}, {"acme_place": "At the top."}),
         (
@@ -239,10 +239,10 @@ def test_an_unknown_command_is_refused_with_what_is_near(hello):
     ],
     ids=["module", "package", "broken"],
 )
-def test_docstrings_are_read_from_the_source(site, files, told):
+def test_docstrings_are_read_from_the_source(site, files, docstrings):
     for name, text in files.items():
         path = Path(site.folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert {module: docstring(module) for module in told} == told
+    assert {module: docstring(module) for module in docstrings} == docstrings
     assert not {name for name in sys.modules if name.startswith("acme_place")}

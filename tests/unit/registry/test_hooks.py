@@ -1,4 +1,4 @@
-"""Observers: loaded with provenance, checked for what pluggy lets pass, and stopped at by name when they fail."""
+"""Observers: loaded with provenance, checked for problems that pluggy ignores, and named when they fail."""
 
 import dataclasses
 import inspect
@@ -92,7 +92,7 @@ def test_the_callers_own_observers_come_along(site):
 
 
 def test_two_distributions_may_call_their_observers_alike(site):
-    """pluggy's own loader would skip the second without a word."""
+    """pluggy's own loader would skip the second without an error."""
     site.add("one-slime", {groups.HOOKS: {"watch": "watch_one"}}, {"watch_one": OBSERVER})
     site.add("two-slime", {groups.HOOKS: {"watch": "watch_two"}}, {"watch_two": OBSERVER})
     hooks = Hooks.load(Registry(allow=["one-slime", "two-slime"]))
@@ -177,7 +177,7 @@ class NeedsArguments:
 
 
 @pytest.mark.parametrize(
-    ("observer", "said"),
+    ("observer", "expected"),
     [
         (Misspelt, "hook module acme/x: unknown hook step_traned; close match: step_trained"),
         (OtherArgument, "Hooks take one parameter, event"),
@@ -189,10 +189,10 @@ class NeedsArguments:
         (NeedsArguments, "the class cannot be made without arguments"),
     ],
 )
-def test_what_would_never_be_called_is_refused(observer, said):
+def test_an_observer_that_would_never_be_called_is_refused(observer, expected):
     with pytest.raises(PluginError, match="hook module acme/x: ") as caught:
         Hooks({"acme/x": observer})
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_an_optional_hook_may_be_unknown():
@@ -208,7 +208,7 @@ def test_an_observers_failure_stops_the_run_and_names_it():
     assert "SLIME_PLUGINS_DENY=b" in str(caught.value)
 
 
-def test_at_run_end_all_are_told_and_all_failures_are_raised_together():
+def test_at_run_end_all_observers_are_called_and_all_failures_are_raised_together():
     log = []
     hooks = Hooks({name: Recorder(log, name, fails=name != "b/2") for name in ("a/1", "b/2", "c/3")})
     with pytest.raises(PluginError) as caught:

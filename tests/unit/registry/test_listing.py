@@ -1,4 +1,4 @@
-"""Listing and finding: no import, the right provenance, clear errors."""
+"""Listing and finding plugins: no import, the right provenance, clear errors."""
 
 import sys
 
@@ -37,7 +37,7 @@ def test_a_plugin_may_have_groups_of_its_own(site):
     assert resolved.loaded is sys.modules["acme_bridge"].TINY
 
 
-def test_groups_of_strangers_are_not_ours(site):
+def test_groups_of_other_projects_are_ignored(site):
     site.add("acme-slime", {"console_scripts": {"x": "m:x"}, groups.REWARDS: {"x": "m:x"}})
     assert {e.group for e in Registry().entries() if e.dist == "acme-slime"} == {groups.REWARDS}
 
@@ -49,7 +49,7 @@ def test_a_leftover_metadata_folder_is_not_a_duplicate(site):
     assert len([e for e in Registry().entries(groups.REWARDS) if e.name == "x"]) == 1
 
 
-def test_unknown_name_says_what_there_is_by_distribution(site):
+def test_the_error_of_an_unknown_name_lists_known_names_by_distribution(site):
     site.add("acme-slime", {groups.COLLECTORS: {"beta": "m:B", "alfa": "m:A"}})
     site.add("other-slime", {groups.COLLECTORS: {"gamma": "m:C"}}, version="3.0")
     with pytest.raises(PluginError) as caught:
@@ -69,7 +69,7 @@ def test_by_distribution_reads_like_a_list():
     assert by_distribution(entries) == "one, two (a-dist 0.1.0); ppo (b-dist 0.2)"
 
 
-def test_a_known_but_missing_name_says_what_to_install(site, monkeypatch):
+def test_the_error_of_a_known_but_missing_name_names_the_package(site, monkeypatch):
     monkeypatch.setattr("slime_core.registry.registry.installed_entries", dict)
     with pytest.raises(PluginError, match=r"Available: none\. gspo comes with slime-grpo: pip install slime-grpo\."):
         Registry().find(groups.ALGORITHMS, "gspo", where="algo.name")
@@ -82,9 +82,9 @@ def test_a_name_of_another_group_is_pointed_out(site):
 
 
 @pytest.mark.parametrize("middle", [(), ("mid",)], ids=["adjacent", "apart"])
-def test_two_distributions_with_one_name_fail_only_when_it_is_asked_for(site, middle):
-    """stevedore groups without sorting, so it finds equal names only if they stand side by side, and only after it has
-    imported both."""
+def test_two_distributions_with_one_name_fail_only_when_it_is_used(site, middle):
+    """stevedore groups without sorting, so it finds equal names only if they are adjacent, and only after it has imported
+    both."""
     site.add("one-slime", {groups.KL: {"twin": "bomb_one:K"}}, {"bomb_one": BOMB})
     if middle:
         site.add("mid-slime", {groups.KL: dict.fromkeys(middle, "bomb_mid:K")}, {"bomb_mid": BOMB})
@@ -94,7 +94,7 @@ def test_two_distributions_with_one_name_fail_only_when_it_is_asked_for(site, mi
         registry.resolve(groups.KL, "twin", where="algo.kl_loss_type")
     assert str(caught.value) == (
         'algo.kl_loss_type = "twin": offered by one-slime 0.1.0 and two-slime 0.2.0. '
-        'Say which one: "one-slime/twin" or "two-slime/twin".'
+        'Set one of them: "one-slime/twin" or "two-slime/twin".'
     )
     assert not {"bomb_one", "bomb_mid", "bomb_two"} & set(sys.modules)
     status = {(e.dist, e.name): s for e, s in registry.listing()}
@@ -111,7 +111,7 @@ def test_a_qualified_name_picks_one_and_imports_only_that(site):
     assert "bomb_one" not in sys.modules
 
 
-def test_one_distribution_that_registers_a_name_twice_is_to_blame(site):
+def test_one_distribution_that_registers_a_name_twice_is_named(site):
     info = site.add("acme-slime", {groups.KL: {"k": "m:A"}})
     with (info / "entry_points.txt").open("a") as file:
         file.write(f"[{groups.KL}]\nk = m:B\n")

@@ -95,7 +95,7 @@ def test_union_members_that_pydantic_adds_are_not_shown():
     assert {line.split(" ")[0] for line in problems({"steps": 1, "values": [3, "x"]})} == {"algo.values.1"}
 
 
-def test_a_rule_over_several_options_stands_under_the_table():
+def test_a_rule_over_several_options_is_reported_under_the_table():
     assert problems({"steps": 13}, "roles.critic.algo") == ["roles.critic.algo: steps may not be 13."]
 
 

@@ -107,10 +107,10 @@ def build(site):
 
 
 def test_rewards(build):
-    driver, each = build(groups.REWARDS, "each")
+    driver, call_all = build(groups.REWARDS, "each")
     assert driver.Config is DriverConfig
     assert driver.__doc__ == "Counts."
-    assert each.score(GROUP) == [2.0, 0.0]
+    assert call_all.score(GROUP) == [2.0, 0.0]
     assert build(groups.REWARDS, "ranked")[1].score(GROUP) == [0.0, 1.0]
     assert build(groups.REWARDS, "best")[1].score(GROUP) == [9.0, 9.0]
 
@@ -127,7 +127,7 @@ def test_filters(build):
         build(groups.FILTERS, "forgot")[1].decide(GROUP)
 
 
-def test_kl_ratio_multiplies_outside_or_is_given_to_who_clamps(build):
+def test_kl_ratio_multiplies_outside_or_is_passed_to_an_estimator_that_clamps(build):
     new, ref, ratio = torch.tensor([1.0, 3.0]), torch.tensor([0.5, 0.0]), torch.tensor([0.5, 0.2])
     _, squared = build(groups.KL, "squared")
     torch.testing.assert_close(squared(new, ref), torch.tensor([0.25, 9.0]))
@@ -154,7 +154,7 @@ def test_advantage_and_loss_with_the_decorators_traits(build):
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "said"),
+    ("group", "name", "expected"),
     [
         (groups.REWARDS, "late", "the function late is async"),
         (groups.REWARDS, "two", r"the function two\(sample, label\) has other parameters; write def reward\(sample\)"),
@@ -162,6 +162,6 @@ def test_advantage_and_loss_with_the_decorators_traits(build):
         (groups.GENERATORS, "not_async", "the function not_async is not async; write async def generate"),
     ],
 )
-def test_what_cannot_be_adapted_says_why(build, group, name, said):
-    with pytest.raises(PluginError, match=said):
+def test_the_error_of_an_unusable_plain_form_gives_the_reason(build, group, name, expected):
+    with pytest.raises(PluginError, match=expected):
         build(group, name)

@@ -125,7 +125,7 @@ def test_two_contents_never_share_a_module(write):
     assert first.sha256 != second.sha256
 
 
-def test_a_name_that_is_installed_too_is_a_duplicate_when_asked_for(site, write):
+def test_a_name_that_is_installed_too_is_a_duplicate_when_used(site, write):
     site.add("acme-slime", {groups.REWARDS: {"short": "m:A"}})
     registry = Registry([write(TEXT)])
     with pytest.raises(PluginError, match=r'"acme-slime/short" or "my_reward\.py/short"'):
@@ -142,7 +142,7 @@ def test_its_observers_are_registered(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("x = 1\n\nraise KeyError('no')\n", "my_reward.py, line 3: KeyError: 'no'"),
         ("def f(:\n  pass\n", "my_reward.py, line 1: SyntaxError"),
@@ -161,14 +161,14 @@ def test_its_observers_are_registered(write):
         ("from slime_core.plugin import driver\n@driver('slime.reward', 'x')\ndef f(s): ...\n", "unknown group"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_where_and_why(write, text, said):
+def test_the_error_of_an_unusable_file_gives_the_line_and_the_reason(write, text, expected):
     with pytest.raises(PluginError) as caught:
         Registry([write(text)])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert str(caught.value).startswith("--plugin ")
 
 
-def test_a_failed_file_can_be_mended_in_the_same_process(write):
+def test_a_failed_file_can_be_fixed_in_the_same_process(write):
     path = write("raise ValueError('first')")
     for _ in range(2):
         with pytest.raises(PluginError, match="ValueError: first"):
@@ -176,9 +176,9 @@ def test_a_failed_file_can_be_mended_in_the_same_process(write):
     assert Registry([write(TEXT)]).entries(groups.REWARDS)
 
 
-def test_a_module_beside_the_file_is_called_out(write):
+def test_a_missing_module_beside_the_file_is_reported(write):
     write("x = 1", name="friend.py")
-    with pytest.raises(PluginError, match="A plugin file stands alone: friend beside it is not sent to workers"):
+    with pytest.raises(PluginError, match="A plugin file must be one file: friend beside it is not sent to workers"):
         Registry([write("from friend import x")])
 
 

@@ -15,9 +15,9 @@ from slime_core.cli.plugins import app
 from slime_core.errors import PluginError
 
 LIBRARIES = "import importlib.metadata, pydantic, typer, typer._adapters"
-"""What a listing cannot do without; typer's arguments are pydantic's types."""
+"""Imports that a listing needs; typer's arguments are pydantic's types."""
 BUDGET = 1.75
-"""Times what the libraries take: 250 ms on machines where they take 140."""
+"""Factor over the time of the libraries alone: 250 ms on machines where they take 140 ms."""
 NEVER_LOADED = [
     "torch",
     "ray",
@@ -114,7 +114,7 @@ def test_plugin_files_are_listed(shown, tmp_path):
     assert "from quick.py " in invoke("show", "fast", "--plugin", str(path)).stdout
 
 
-def test_check_exits_with_1_and_says_why(shown, monkeypatch):
+def test_check_exits_with_1_and_lists_the_problems(shown, monkeypatch):
     monkeypatch.setenv("SLIME_PLUGINS_ALLOW", "acme-slime,slime-plugin-kit")
     result = invoke("--check", "--json")
     assert result.exit_code == 1
@@ -167,16 +167,16 @@ def test_show_an_observer(shown):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("show", "mime"), 'NAME = "mime": unknown plugin; close match: mine'),
         (("show", "mine", "--group", "loses"), '--group = "slime.loses": unknown group; close match: slime.losses'),
     ],
 )
-def test_show_something_unknown(shown, arguments, said):
+def test_show_something_unknown(shown, arguments, expected):
     with pytest.raises(PluginError) as caught:
         invoke(*arguments)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [("plugins",), ("plugins", "--json"), ("--help",)], ids=["table", "json", "help"])

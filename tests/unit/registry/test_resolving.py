@@ -49,7 +49,7 @@ def test_a_missing_dependency_names_plugin_version_and_module_and_chains(site):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         ("assert False, 'odd build'", "AssertionError: odd build"),
         ("raise SystemExit(3)", "SystemExit: 3"),
@@ -57,10 +57,10 @@ def test_a_missing_dependency_names_plugin_version_and_module_and_chains(site):
         ("x = 1", "AttributeError"),
     ],
 )
-def test_whatever_an_import_raises_is_reported(site, source, said):
+def test_whatever_an_import_raises_is_reported(site, source, expected):
     site.add("acme-slime", {groups.LOSSES: {"mine": "acme_odd:Mine"}}, {"acme_odd": source})
     error = resolve_error(groups.LOSSES, "mine")
-    assert said in str(error)
+    assert expected in str(error)
     assert error.__cause__ is not None
 
 
@@ -70,7 +70,7 @@ def test_its_own_module_missing_means_a_damaged_installation(site):
 
 
 @pytest.mark.parametrize(("version", "who"), [(API_VERSION + 1, "slime-rl"), (API_VERSION - 1, "acme-slime")])
-def test_another_version_of_the_contracts_says_who_must_upgrade(site, version, who):
+def test_the_error_of_another_contract_version_names_what_to_upgrade(site, version, who):
     source = LOSS.replace("'''Mine.'''", f"api_version = {version}")
     site.add("acme-slime", {groups.LOSSES: {"mine": "acme_version:Mine"}}, {"acme_version": source})
     text = str(resolve_error(groups.LOSSES, "mine"))
@@ -97,7 +97,7 @@ def test_another_version_of_the_contracts_says_who_must_upgrade(site, version, w
         (groups.LOSSES, LOSS + "\nMine = Mine()", "a LossDriver instance; slime.losses takes a LossDriver class"),
     ],
 )
-def test_the_wrong_kind_says_what_was_found_and_what_is_wanted(site, group, source, found):
+def test_the_error_of_the_wrong_kind_names_what_was_found_and_what_is_required(site, group, source, found):
     site.add("acme-slime", {group: {"mine": "acme_kind:Mine"}}, {"acme_kind": source})
     assert found in str(resolve_error(group, "mine"))
 
@@ -117,10 +117,10 @@ def test_expect_narrows_a_group_of_two_kinds(site):
     # Names of the other kind are no help.
     with pytest.raises(PluginError) as caught:
         registry.resolve(groups.FILTERS, "keeep", where="rollout.buffer_filter", expect=BufferFilterDriver)
-    told = str(caught.value)
-    assert told.startswith('rollout.buffer_filter = "keeep": unknown buffer filter. Available:')
-    assert "pop_first" in told
-    assert "acme" not in told
+    message = str(caught.value)
+    assert message.startswith('rollout.buffer_filter = "keeep": unknown buffer filter. Available:')
+    assert "pop_first" in message
+    assert "acme" not in message
     with pytest.raises(PluginError, match=r'"pop": unknown group filter\. Available: keep'):
         registry.resolve(groups.FILTERS, "pop", where="x", expect=FilterDriver)
 

@@ -1,1 +1,1 @@
-"""Agents for slime: a sandboxed interpreter, tool use, agents that answer each other, agents behind an HTTP address."""
+"""Agents for slime: tool use in a sandboxed interpreter, several agents in one episode, agents that call an HTTP API."""

@@ -1,4 +1,4 @@
-"""The reward of ReTool: the answer in a box at the end, and a word of thanks for trying the tool."""
+"""The reward of ReTool: the answer in a box at the end, with a smaller penalty after tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREE_CALLS: Final = 2
 
 
 class BoxedReward(Reward):
-    """1, or min(-0.6, -1 + 0.05 (calls - 2)); never below -1."""
+    """1 for a right answer, else min(-0.6, -1 + 0.05 (calls - 2)), and never below -1."""
 
     def __init__(self, shown_characters: int) -> None:
         self._shown_characters = shown_characters
@@ -32,7 +32,7 @@ class BoxedReward(Reward):
 
 
 def last_box(text: str) -> str | None:
-    """What the last box holds, braces inside it matched; None if there is none that is closed."""
+    """The content of the last box, with matched braces inside. None if no box is closed."""
     start = text.rfind(BOX)
     if start < 0:
         return None

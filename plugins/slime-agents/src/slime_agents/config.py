@@ -20,7 +20,7 @@ WALLS: Final[dict[str, str]] = {
 
 
 class SandboxConfig(DriverConfig):
-    """Limits and walls of the interpreter."""
+    """Limits and walls of the interpreter, which runs code in a sandbox."""
 
     wall_s: float = Field(10.0, gt=0)
     """Seconds that code may take."""
@@ -29,13 +29,13 @@ class SandboxConfig(DriverConfig):
     memory_mb: int = Field(512, ge=64)
     """Address space, the interpreter's own 30 MB included."""
     file_kb: int = Field(4096, gt=0)
-    """What its files may take together; they are gone when it ends."""
+    """Total size of its files, in KiB. They are removed when it ends."""
     max_files: int = Field(1000, gt=0)
-    """Files and folders that it may have at the same time. It is looked at some ten times a second."""
+    """Files and folders that it may have at the same time. Checked about ten times a second."""
     output_kb: int = Field(64, gt=0)
-    """Output beyond that ends it."""
+    """Size of standard output and standard error, in KiB. Code that writes more is killed."""
     workers: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), gt=0)
-    """Executions at the same time; others wait, and their time does not run. By default one for each processor."""
+    """Executions at the same time; others wait, and their time limits do not run yet. By default one for each processor."""
     preload: tuple[str, ...] = (
         "collections",
         "fractions",
@@ -46,30 +46,30 @@ class SandboxConfig(DriverConfig):
         "re",
         "statistics",
     )
-    """Modules that are imported once, so that code which imports them need not wait."""
+    """Modules that the server imports once, so that importing them in code takes no time."""
     site_packages: bool = False
-    """Whether code may import what is installed beside slime, not only Python's own library."""
+    """Whether code may also import the packages of slime's environment, not only Python's standard library."""
     require: tuple[Wall, ...] = ("network", "processes", "files")
-    """Walls without which nothing is run: an error at the first step. What a machine lacks can be given up here by name."""
+    """Walls without which the run ends with an error at its first step. Remove a name to run without that wall."""
 
 
 class RetoolConfig(DriverConfig):
     code_begin: str = "<code>"
-    """What a code block begins with."""
+    """Text that begins a code block."""
     code_end: str = "</code>"
-    """What it ends with: there the model's turn ends, and the code is run. Code fences inside are left out."""
+    """Text that ends a code block. The model's turn ends there, and the code is run. Code fences inside are removed."""
     output_begin: str = "\n<interpreter>\n"
-    """What stands before the output."""
+    """Text inserted before the output."""
     output_end: str = "\n</interpreter>\n"
-    """What stands after it."""
+    """Text inserted after the output."""
     max_tool_calls: int = Field(16, ge=0)
-    """An answer that asks once more ends there, truncated."""
+    """Tool calls of a response. A response with one more ends there and is truncated."""
     max_output_chars: int = Field(2048, ge=16)
-    """Of longer output the middle is left out."""
+    """Longer output is shortened: its middle is removed."""
     tracebacks: bool = False
-    """Whether the model sees the whole traceback of its code, or only the last line."""
+    """Whether the model sees the whole traceback of an exception, or only the last line."""
     tool: bool = True
-    """Off: nothing is run, for a comparison with the model alone."""
+    """False: no code is run, for a comparison with the model alone."""
     sandbox: SandboxConfig = SandboxConfig()
     """Limits and walls of the interpreter."""
 
@@ -78,16 +78,16 @@ class AgentRole(DriverConfig):
     """One of several agents."""
 
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """How templates, metadata and metrics call it."""
+    """Name in templates, metadata and metrics."""
     prompt: str | None = None
-    """What it reads: a Jinja template of `prompt` (the task), `metadata`, `round` (from 0), and `answers`, which has a list of
-    texts for each agent's name. None: the task as it is."""
+    """Jinja template of its prompt. Variables: `prompt` (the task), `metadata`, `round` (from 0), and `answers`, a dict from
+    each agent's name to its responses so far, a list of texts. None: the task unchanged."""
     count: int = Field(1, gt=0)
-    """Answers to the same text."""
+    """Number of responses to the same text."""
     max_new_tokens: int | None = Field(None, gt=0)
-    """Tokens that an answer may have, besides the run's own limit."""
+    """Limit on the tokens of a response, in addition to the run's limit."""
     outcome_share: float = Field(0.0, ge=0, le=1)
-    """Its reward is this much of the outcome's (the mean of the agent that speaks last), and the rest its own answer's."""
+    """Weight of the outcome's reward (mean reward of the last agent) in its reward; the rest is its own response's reward."""
 
 
 SOLVER: Final = AgentRole(name="solver")
@@ -104,9 +104,9 @@ EDITOR: Final = AgentRole(
 
 class MultiAgentConfig(DriverConfig):
     agents: tuple[AgentRole, ...] = Field((SOLVER, CRITIC, EDITOR), min_length=1)
-    """In the order in which they speak."""
+    """The agents, in the order in which they respond."""
     rounds: int = Field(1, gt=0)
-    """How often all of them speak."""
+    """How many times all agents respond."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> MultiAgentConfig:
@@ -122,12 +122,12 @@ class AgentConfig(DriverConfig):
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which the agent is ended; its samples count as truncated."""
     max_calls: int = Field(64, gt=0)
-    """Calls that it may make; then it is told that there are no more answers, and its samples count as truncated."""
+    """Calls that the agent may make. One more gets the error `episode_ended`, and its samples count as truncated."""
     fork_threshold: int = Field(1024, ge=0)
-    """Where an agent goes on with another text than the model's last response, one of fewer tokens is given up (not trained);
-    a longer one stays a sample of its own."""
+    """If a call repeats the model's last response with another text: a response of fewer tokens than this is replaced by that
+    text (not trained), a longer one stays a sample of its own."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Handed to the chat template, such as enable_thinking."""
+    """Arguments of the chat template, such as enable_thinking."""
 
 
 class CommandConfig(AgentConfig):
@@ -142,4 +142,4 @@ class CommandConfig(AgentConfig):
 
 class RetoolRewardConfig(DriverConfig):
     shown_characters: int = Field(100, gt=0)
-    """How far from the end the box may stand."""
+    """The box is searched for in this many characters at the end of the response."""

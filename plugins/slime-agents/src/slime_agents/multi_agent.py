@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class MultiAgent(Generator):
-    """Agents speak in the order given, `rounds` times. Every answer of an agent is a sample with a prompt of its own; all of
-    an episode are one rollout. Agents are compared with themselves alone: each has a credit key for every prompt.
+    """Agents respond in the order given, `rounds` times. Each response of an agent is a sample with its own prompt; all samples
+    of an episode are one rollout. An agent is compared only with itself: each has a credit key for every prompt.
 
-    The samples of the agent that speaks last are the outcome. In an evaluation they are all that is returned.
+    The samples of the last agent are the outcome. An evaluation returns only them.
     """
 
     def __init__(self, config: MultiAgentConfig) -> None:
         self._config = config
-        # Then a partial rollout goes on with its one sample; of several the kernel keeps none.
+        # A partial rollout of one sample continues; of several samples the kernel keeps none.
         self._is_lone = config.rounds * sum(agent.count for agent in config.agents) == 1
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         self._templates: dict[str, Template] = {}
@@ -70,11 +70,11 @@ class MultiAgent(Generator):
         trajectory.append_completion(await episode.complete(trajectory.tokens, sampling))
         trajectory.counts[f"{agent.name}_tokens"] = trajectory.response_length
         sample = trajectory.finish(metadata={"agent": agent.name})
-        # Below zero, so that it is no group's own index.
+        # Negative, so that it differs from every group index.
         return replace(sample, credit_key=-1 - (prompt.group_index * len(self._config.agents) + number))
 
     async def _shared(self, episode: Episode, samples: Sequence[Sample], num_last: int) -> Sequence[Sample]:
-        """Rewards, where any agent's depends on the outcome; else they are left to the run."""
+        """Sets the rewards if those of any agent depend on the outcome; otherwise the run scores the samples."""
         shares = {agent.name: agent.outcome_share for agent in self._config.agents}
         if not any(shares.values()):
             return samples
@@ -86,7 +86,7 @@ class MultiAgent(Generator):
         return [shared(sample, shares[sample.metadata["agent"]], outcome) for sample in scored]
 
     def _prompt(self, episode: Episode, agent: AgentRole, answers: Mapping[str, Sequence[str]], turn: int) -> Prompt:
-        """The task as it is, or what the agent's template makes of it and of the answers so far."""
+        """The task unchanged, or the agent's template rendered with it and the responses so far."""
         task = episode.prompt
         if agent.prompt is None:
             return task
@@ -111,7 +111,7 @@ class MultiAgent(Generator):
 
 
 def shared(sample: Sample, share: float, outcome: float) -> Sample:
-    """With the weighted mean of its own reward and the outcome's."""
+    """Sets the reward to the weighted mean of the sample's own reward and the outcome's."""
     if sample.reward is None:
         return sample
     return replace(
@@ -122,9 +122,10 @@ def shared(sample: Sample, share: float, outcome: float) -> Sample:
 
 
 def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What others read of an answer: without special tokens, also such as it spelled out, which would become real ones."""
+    """The text of a response that other agents read, without special tokens. Special tokens that the model spelled out are
+    removed too, since they would be tokenized as special tokens."""
     text = str(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))
-    # What is left around one that is taken out may be another one.
+    # Removing one may join the text around it into another one.
     while found := [special for special in tokenizer.all_special_tokens if special in text]:
         text = text.replace(found[0], "")
     return text

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Retool(GeneratorDriver):
-    """Answers with code in between, which is run in a sandbox and whose output the model reads (ReTool)."""
+    """Responses with code blocks, which are run in a sandbox and whose output the model reads (ReTool)."""
 
     Config = RetoolConfig
 
@@ -30,7 +30,7 @@ class Retool(GeneratorDriver):
 
 
 class MultiAgent(GeneratorDriver):
-    """Several agents, one model: each reads what the earlier ones wrote and is trained on its own answers."""
+    """Several agents, one model: each reads what the earlier ones wrote and is trained on its own responses."""
 
     Config = MultiAgentConfig
 
@@ -47,7 +47,7 @@ class MultiAgent(GeneratorDriver):
 
 
 class OpenaiAgent(GeneratorDriver):
-    """Any program that speaks with OpenAI's or Anthropic's API: its calls become samples."""
+    """Any program that calls OpenAI's or Anthropic's API: its calls become samples."""
 
     Config = CommandConfig
 
@@ -61,7 +61,7 @@ class OpenaiAgent(GeneratorDriver):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        # A client without imports that take time: it is started for every answer.
+        # It is started for every response, so it imports nothing slow.
         caller = folder / "caller.py"
         caller.write_text(CALLER)
         return [Example(options={"command": [sys.executable, "-I", "-S", str(caller)]})]
@@ -75,10 +75,10 @@ body = json.dumps({"model": "slime", "messages": [{"role": "user", "content": pr
 head = f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: {address}\\r\\nConnection: close\\r\\nContent-Length: {len(body)}\\r\\n"
 with socket.create_connection(address.split(":")) as server:
     server.sendall(f"{head}Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\n\\r\\n".encode() + body)
-    answer = b""
+    response = b""
     while data := server.recv(65536):
-        answer += data
-sys.exit(answer.split()[1] != b"200")
+        response += data
+sys.exit(response.split()[1] != b"200")
 """
 
 
@@ -110,8 +110,8 @@ def agent(name: str) -> Callable[[AgentFunction], type[GeneratorDriver]]:
 
 
 class RetoolReward(RewardDriver):
-    """+1 if the last box near the end holds the label, letter by letter, else -1, and a little less bad the more the tool was
-    called, up to -0.6 (ReTool)."""
+    """+1 if the last box near the end holds the label, character by character, else -1, and slightly more for each tool call,
+    up to -0.6 (ReTool)."""
 
     Config = RetoolRewardConfig
     reward_key = "score"

@@ -1,4 +1,4 @@
-"""retool: a model that writes code while it thinks, and reads what the code prints."""
+"""retool: the model writes code blocks, which are run, and reads what they print."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ FENCE: Final = re.compile(r"\A\s*```(?:python|py)?[^\S\n]*\n(.*?)\n?\s*```\s*\Z"
 
 
 class ToolFailed(Exception):
-    """The sandbox itself failed, which says nothing about the answer: it is generated again, or counted as failed."""
+    """The sandbox itself failed, not the code of the response. The response is generated again, or counted as failed."""
 
 
 class Retool(Generator):
     """The model's turn ends with a code block; what the block prints is appended between the interpreter's tags, which the
-    model sees and is never trained on; then the model goes on.
+    model sees and is never trained on; then the model continues.
 
-    Everything that is known of an answer lies in its tokens, so a partial rollout goes on where it was.
+    The tokens of a response hold its whole state, so a partial rollout continues where it stopped.
     Source: ReTool, arXiv:2504.11536, section 3.
     """
 
     def __init__(self, config: RetoolConfig) -> None:
         self._config = config
         self._interpreter = Interpreter(config.sandbox)
-        self._stands = False
+        self._has_started = False
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
-        if self._config.tool and not self._stands:
-            # What is missing ends the run at its first step.
+        if self._config.tool and not self._has_started:
+            # A missing wall ends the run at its first step.
             await self._interpreter.start()
-            self._stands = True
+            self._has_started = True
         trajectory = episode.trajectory()
         counts = trajectory.counts
         while True:
@@ -55,7 +55,7 @@ class Retool(Generator):
                 if execution.outcome is Outcome.INFRA:
                     raise ToolFailed(execution.reason)
                 counts.update([CALLS, f"tool_{execution.outcome}"])
-                trajectory.append_environment(self._answer(episode, execution))
+                trajectory.append_environment(self._tool_output(episode, execution))
             room = episode.sampling.max_new_tokens - trajectory.response_length
             if room <= 0:
                 return [finished(trajectory, Status.TRUNCATED)]
@@ -71,7 +71,7 @@ class Retool(Generator):
         return replace(episode.sampling, max_new_tokens=room, stop=stop)
 
     def _asked_code(self, episode: Episode, trajectory: Trajectory) -> str | None:
-        """The code that the model's last turn ends with."""
+        """The code block at the end of the model's last turn, or None."""
         if not self._config.tool:
             return None
         written = decode(episode.tokenizer, trajectory.last_turn)
@@ -84,7 +84,7 @@ class Retool(Generator):
         fenced = FENCE.match(code)
         return fenced[1] if fenced else code
 
-    def _answer(self, episode: Episode, execution: Execution) -> npt.NDArray[np.int32]:
+    def _tool_output(self, episode: Episode, execution: Execution) -> npt.NDArray[np.int32]:
         text = execution.out
         if execution.outcome is not Outcome.OK:
             text += execution.err.strip() if self._config.tracebacks and execution.err else execution.reason
@@ -93,5 +93,5 @@ class Retool(Generator):
 
 
 def finished(trajectory: Trajectory, status: Status) -> Sample:
-    """What rewards can see of it stands in the metadata too."""
+    """Returns the sample, with the number of tool calls in its metadata, where rewards can read it."""
     return trajectory.finish(status=status, metadata={CALLS: trajectory.counts[CALLS]})

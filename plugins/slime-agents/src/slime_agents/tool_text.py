@@ -1,4 +1,4 @@
-"""Text that a tool or another agent wrote, as tokens."""
+"""Tokenizes text that a tool or another agent wrote."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def own_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Of text that the run's author wrote, such as a tag: what looks like a special token is one."""
+    """Tokens of text from the run file, such as a tag. Special tokens in it are tokenized as such."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def foreign_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Of text from outside: it may not contain special tokens, or a tool could end the turn or speak for the user."""
+    """Tokens of text from outside. Special tokens in it are split, or a tool could end the turn or write as the user."""
     text = text.encode(errors="replace").decode()
     return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
@@ -28,7 +28,7 @@ def between(tokenizer: PreTrainedTokenizerBase, before: str, text: str, after: s
 
 
 def shortened(text: str, most: int) -> str:
-    """Its beginning and its end, where it is longer than `most` characters."""
+    """Returns a text longer than `most` characters without its middle."""
     if len(text) <= most:
         return text
     head = most // 2

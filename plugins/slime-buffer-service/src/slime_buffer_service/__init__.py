@@ -1,1 +1,1 @@
-"""The data buffer over HTTP: agents outside the run take prompts and push trajectories."""
+"""The data buffer over HTTP: agents outside the run fetch prompts and return trajectories."""

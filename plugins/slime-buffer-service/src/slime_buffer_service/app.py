@@ -15,53 +15,53 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from slime_buffer_service.board import Board, Full, Ticket
 from slime_buffer_service.judgement import Refused, sample_of
 from slime_buffer_service.messages import AddSamples, Generate, GetSamples, Message, Trajectory
-from slime_serving.gate import Gate
+from slime_buffer_service.prompt_queue import Full, Lease, PromptQueue
+from slime_serving.bearer_auth import BearerAuth
 
 RETRY_AFTER_S: Final = 1
 M = TypeVar("M", bound=Message)
 
 
 class TooLarge(Exception):
-    """The body has more bytes than one may have."""
+    """The body has more bytes than the limit."""
 
 
 class BufferApp:
-    """Answers are written to the tickets of a board; whoever posted them goes on."""
+    """Gives leases of the prompt queue to agents, and sets their responses. The generator waits for these."""
 
-    def __init__(self, board: Board, *, max_body_bytes: int, give_labels: bool) -> None:
-        self._board = board
+    def __init__(self, queue: PromptQueue, *, max_body_bytes: int, give_labels: bool) -> None:
+        self._queue = queue
         self._max_body_bytes = max_body_bytes
         self._give_labels = give_labels
 
     def asgi(self, token: str) -> ASGIApp:
         routes = [
-            Route("/get_samples", self._answering(self._get_samples), methods=["POST"]),
-            Route("/add_samples", self._answering(self._add_samples), methods=["POST"]),
-            Route("/generate", self._answering(self._generate), methods=["POST"]),
+            Route("/get_samples", self._with_errors(self._get_samples), methods=["POST"]),
+            Route("/add_samples", self._with_errors(self._add_samples), methods=["POST"]),
+            Route("/generate", self._with_errors(self._generate), methods=["POST"]),
             Route("/health", self._health),
         ]
-        return Gate(Starlette(routes=routes), token, refusal=lambda said: JSONResponse({"error": said}, 401))
+        return BearerAuth(Starlette(routes=routes), token, refusal=lambda reason: JSONResponse({"error": reason}, 401))
 
-    def _answering(
+    def _with_errors(
         self, handle: Callable[[bytes], Awaitable[JSONResponse]]
     ) -> Callable[[Request], Awaitable[JSONResponse]]:
-        async def answer(request: Request) -> JSONResponse:
+        async def respond(request: Request) -> JSONResponse:
             try:
                 return await handle(await self._body(request))
             except TooLarge:
                 return JSONResponse({"error": f"the body has more than {self._max_body_bytes} bytes"}, 413)
             except ValidationError as error:
-                return JSONResponse({"error": told(error), "code": "invalid"}, 422)
+                return JSONResponse({"error": first_problem(error), "code": "invalid"}, 422)
             except Refused as refused:
                 return JSONResponse({"error": refused.text, "code": refused.code}, refused.status)
             except Full:
-                said = f"agents hold {self._board.num_leased} prompts already: push trajectories for those first"
-                return JSONResponse({"error": said, "code": "full"}, 429, headers={"retry-after": str(RETRY_AFTER_S)})
+                reason = f"agents hold {self._queue.num_leased} prompts already. Send trajectories for those first"
+                return JSONResponse({"error": reason, "code": "full"}, 429, headers={"retry-after": str(RETRY_AFTER_S)})
 
-        return answer
+        return respond
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -73,10 +73,10 @@ class BufferApp:
 
     async def _get_samples(self, body: bytes) -> JSONResponse:
         asked = GetSamples.model_validate_json(body or b"{}")
-        tickets = await self._board.take(asked.num_samples, asked.wait_s)
+        tickets = await self._queue.take(asked.num_samples, asked.wait_s)
         return JSONResponse({"samples": [self._shown(ticket) for ticket in tickets]})
 
-    def _shown(self, ticket: Ticket) -> dict[str, Any]:
+    def _shown(self, ticket: Lease) -> dict[str, Any]:
         episode, prompt = ticket.episode, ticket.episode.prompt
         kept = ticket.kept
         shown = {
@@ -104,7 +104,7 @@ class BufferApp:
                 self._add(raw)
                 results.append({"ticket": name, "accepted": True})
             except ValidationError as error:
-                results.append({"ticket": name, "accepted": False, "code": "invalid", "error": told(error)})
+                results.append({"ticket": name, "accepted": False, "code": "invalid", "error": first_problem(error)})
                 worst = max(worst, 422)
             except Refused as refused:
                 results.append({"ticket": name, "accepted": False, "code": refused.code, "error": refused.text})
@@ -112,23 +112,23 @@ class BufferApp:
         return JSONResponse({"results": results}, worst)
 
     def _add(self, raw: dict[str, Any]) -> None:
-        # From JSON again: only there do lists stand for tuples although everything else is strict.
+        # Validated as JSON again: only there does the strict mode accept lists as tuples.
         try:
             text = json.dumps(raw, allow_nan=False)
         except ValueError:
-            raise Refused("invalid", 422, "NaN and infinity are not JSON: send null, or leave the number out") from None
+            raise Refused("invalid", 422, "NaN and infinity are not JSON. Send null, or omit the number") from None
         pushed = Trajectory.model_validate_json(text)
         ticket = self._ticket(pushed.ticket)
-        ticket.answer.set_result(sample_of(pushed, ticket))
-        self._board.end(ticket, "it has been answered already")
+        ticket.response.set_result(sample_of(pushed, ticket))
+        self._queue.end(ticket, "it already has a response")
 
-    def _ticket(self, name: str) -> Ticket:
-        ticket = self._board.find(name)
+    def _ticket(self, name: str) -> Lease:
+        ticket = self._queue.find(name)
         if ticket is not None:
             return ticket
-        reason = self._board.why_ended(name)
+        reason = self._queue.why_ended(name)
         if reason is None:
-            raise Refused("unknown_ticket", 404, f'there is no ticket "{name[:64]}"; /get_samples gives them out')
+            raise Refused("unknown_ticket", 404, f'there is no ticket "{name[:64]}". POST /get_samples returns tickets')
         raise Refused("ticket_ended", 409, f'ticket "{name}": {reason}')
 
     async def _generate(self, body: bytes) -> JSONResponse:
@@ -160,11 +160,11 @@ class BufferApp:
         )
 
     async def _health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "waiting": self._board.num_waiting, "leased": self._board.num_leased})
+        return JSONResponse({"status": "ok", "waiting": self._queue.num_waiting, "leased": self._queue.num_leased})
 
 
-def told(error: ValidationError) -> str:
-    """The first problem, with where it is."""
+def first_problem(error: ValidationError) -> str:
+    """The first problem of `error`, after the path of its field."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else str(first["msg"])

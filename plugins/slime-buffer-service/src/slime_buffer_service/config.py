@@ -1,4 +1,4 @@
-"""Options of the generator `outside_agents`."""
+"""Options of the generator `external_agents`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 
 
-class OutsideAgentsConfig(DriverConfig):
+class ExternalAgentsConfig(DriverConfig):
     host: str = "127.0.0.1"
-    """Address to listen on; another than the loopback's lets other machines in, with the token."""
+    """Address to listen on. Other machines reach an address that is not the loopback's, and need the token."""
     port: int = Field(8765, ge=0, le=65535)
     """Port to listen on; 0: any free one, for tests."""
     token_file: RunPath
-    """File with the bearer token that agents bring; made, readable by its owner alone, if it is not there."""
+    """File with the bearer token that agents send; created, readable by its owner only, if it does not exist."""
     lease_s: float = Field(600.0, gt=0)
-    """Seconds that an agent has for a prompt; then it is given to another one as well, and who pushes first counts."""
+    """Seconds that an agent has for a prompt; then another agent can get it as well, and the first response counts."""
     max_leased: int = Field(4096, gt=0)
-    """Prompts in the hands of agents at once; who asks for more is told to wait."""
+    """Maximum number of prompts that agents hold at the same time; a request for more gets status 429."""
     max_body_bytes: int = Field(64 * 2**20, ge=1024)
-    """Of one request; a larger one is refused before it is read to its end."""
+    """Maximum size of a request's body; a larger one is refused before it is read to its end."""
     policy_after_s: float | None = Field(None, ge=0)
-    """A prompt that no agent has taken for so long is answered by the policy itself, in one turn. None: it waits."""
+    """Seconds after which the policy itself responds, in one turn, to a prompt that no agent fetched. None: it waits."""
     give_labels: bool = False
-    """Agents are given the labels too, to compute rewards of their own."""
+    """Send the labels to agents too, to compute rewards of their own."""

@@ -1,4 +1,4 @@
-"""The generator around the board: an answer is asked for, and whoever pushes it ends the wait."""
+"""The generator `external_agents`: posts a prompt to the queue, and waits until an agent returns its trajectory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_buffer_service.app import BufferApp
-from slime_buffer_service.board import Board, Ticket
-from slime_buffer_service.config import OutsideAgentsConfig
+from slime_buffer_service.config import ExternalAgentsConfig
+from slime_buffer_service.prompt_queue import Lease, PromptQueue
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.sample import Sample, Status
@@ -21,12 +21,12 @@ from slime_serving.token_file import token_from
 BACKLOG: Final = 1024
 
 
-class OutsideAgents(Generator):
-    """The server is there from `open` to `close`."""
+class ExternalAgents(Generator):
+    """Generator whose responses come from agents. Its server runs from `open` to `close`."""
 
-    def __init__(self, config: OutsideAgentsConfig) -> None:
+    def __init__(self, config: ExternalAgentsConfig) -> None:
         self._config = config
-        self._board = Board(lease_s=config.lease_s, max_leased=config.max_leased)
+        self._queue = PromptQueue(lease_s=config.lease_s, max_leased=config.max_leased)
         self._policy = SingleTurn()
         self._starting = asyncio.Lock()
         self._server: InLoopServer | None = None
@@ -47,28 +47,28 @@ class OutsideAgents(Generator):
         if room <= 0:
             return [started.finish(status=Status.TRUNCATED)]
         purpose = "eval" if episode.evaluation else "train"
-        ticket = self._board.post(f"{purpose}-{started.index}", episode, room=room, kept=episode.kept)
+        ticket = self._queue.post(f"{purpose}-{started.index}", episode, room=room, kept=episode.kept)
         stopped: asyncio.Future[None] = asyncio.ensure_future(episode.stopped())
         try:
             if not await self._taken_in_time(ticket, stopped):
-                self._board.end(ticket, "the policy has answered it itself: no agent took it in time")
+                self._queue.end(ticket, "the policy has responded itself: no agent fetched the prompt in time")
                 return await self._policy.generate(episode)
-            ends: list[asyncio.Future[Any]] = [ticket.answer, stopped]
+            ends: list[asyncio.Future[Any]] = [ticket.response, stopped]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if ticket.answer.done():
-                return [ticket.answer.result()]
+            if ticket.response.done():
+                return [ticket.response.result()]
             return [started.finish(status=Status.ABORTED)]
         finally:
             stopped.cancel()
-            self._board.end(ticket, "the run has broken this answer off")
+            self._queue.end(ticket, "the run has aborted this response")
 
     async def close(self) -> None:
         if self._server is not None:
             await self._server.close()
             self._server = None
 
-    async def _taken_in_time(self, ticket: Ticket, stopped: asyncio.Future[None]) -> bool:
-        """Whether it is for an agent to answer; also if the rollouts end first."""
+    async def _taken_in_time(self, ticket: Lease, stopped: asyncio.Future[None]) -> bool:
+        """Whether an agent fetched the prompt within `policy_after_s`, or the rollouts ended before."""
         if self._config.policy_after_s is None:
             return True
         taken = asyncio.ensure_future(ticket.taken.wait())
@@ -85,9 +85,9 @@ class OutsideAgents(Generator):
         with contextlib.ExitStack() as undo:
             undo.callback(listener.close)
             token = token_from(Path(config.token_file), create=True)
-            app = BufferApp(self._board, max_body_bytes=config.max_body_bytes, give_labels=config.give_labels)
+            app = BufferApp(self._queue, max_body_bytes=config.max_body_bytes, give_labels=config.give_labels)
             self._server = InLoopServer(app.asgi(token))
             await self._server.start(listener)
             undo.pop_all()
         self.url = shown(listener, config.host)
-        print(f"outside_agents: {self.url}, token in {config.token_file}", flush=True)
+        print(f"external_agents: {self.url}, token in {config.token_file}", flush=True)

@@ -1,4 +1,4 @@
-"""What is wrong with a trajectory, said so that whoever wrote the agent can mend it."""
+"""Checks of trajectories, with messages from which an agent's author can fix the agent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 import numpy as np
 
-from slime_buffer_service.board import Ticket
 from slime_buffer_service.messages import Trajectory
+from slime_buffer_service.prompt_queue import Lease
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.sample import Sample, Status, VersionSpan
 
 FINISH = {"completed": FinishReason.STOP, "truncated": FinishReason.LENGTH}
 UNKNOWN: Final = -1
-"""Version of a ticket that this run has not given out: older than any."""
+"""Version of a ticket that this run did not give to an agent: older than any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Refused(Exception):
     text: str
 
 
-def sample_of(pushed: Trajectory, ticket: Ticket) -> Sample:
-    """The sample that it makes; Refused if it is none that could be trained on."""
+def sample_of(pushed: Trajectory, ticket: Lease) -> Sample:
+    """The sample of a trajectory. Raises Refused if it cannot be trained on."""
     length = len(pushed.token_ids)
     mask: list[int] = [1] * length if pushed.loss_mask is None else list(pushed.loss_mask)
     for name, found in (("log_probs", len(pushed.log_probs)), ("loss_mask", len(mask))):
@@ -54,7 +54,7 @@ def sample_of(pushed: Trajectory, ticket: Ticket) -> Sample:
                 "stale",
                 409,
                 f"version {version} is too old: tokens of versions {accepted[0]} to {accepted[-1]} are trained "
-                "(--max-staleness). The ticket stays open: answer it with the present policy",
+                "(--max-staleness). The ticket stays open: respond with the present policy",
             )
     return built(pushed, ticket, mask, spans)
 
@@ -63,14 +63,14 @@ def invalid(text: str) -> Refused:
     return Refused("invalid", 422, text)
 
 
-def spans_of(pushed: Trajectory, mask: list[int], ticket: Ticket) -> list[VersionSpan]:
-    """They cover what the policy wrote, in order and without overlap."""
+def spans_of(pushed: Trajectory, mask: list[int], ticket: Lease) -> list[VersionSpan]:
+    """The version spans of the tokens. They must cover all tokens with mask 1, in order and without overlap."""
     length = len(mask)
     if pushed.spans is None:
         version = ticket.versions.get(pushed.ticket, UNKNOWN) if pushed.version is None else pushed.version
         return [VersionSpan(version, 0, length)] if length else []
     if pushed.version is not None:
-        raise invalid("version and spans both say which policy wrote the tokens: give one of them")
+        raise invalid("version and spans are both set, and both name the policy of the tokens. Send one of them")
     spans = [VersionSpan(*span) for span in pushed.spans]
     for place, (_, start, end) in enumerate(spans):
         if not 0 <= start < end <= length:
@@ -83,12 +83,12 @@ def spans_of(pushed: Trajectory, mask: list[int], ticket: Ticket) -> list[Versio
         covered[start:end] = True
     missing = np.flatnonzero(np.array(mask, np.bool_) & ~covered)
     if len(missing):
-        raise invalid(f"no span says which policy wrote token {missing[0]}, which is to be trained")
+        raise invalid(f"no span has the policy version of token {missing[0]}, which is to be trained")
     return spans
 
 
-def built(pushed: Trajectory, ticket: Ticket, mask: list[int], spans: list[VersionSpan]) -> Sample:
-    """Runs of tokens with one mask, one after the other."""
+def built(pushed: Trajectory, ticket: Lease, mask: list[int], spans: list[VersionSpan]) -> Sample:
+    """Builds the sample from consecutive runs of tokens with the same mask."""
     trajectory = ticket.episode.trajectory()
     tokens = np.array(pushed.token_ids, np.int32)
     log_probs = np.array(pushed.log_probs, np.float32)

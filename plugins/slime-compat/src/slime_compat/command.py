@@ -1,4 +1,4 @@
-"""The command `slime-compat`: a launch line to a run file."""
+"""The command `slime-compat`: translates a launch line into a run file."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def translate(words: list[str]) -> int:
-    """Prints the run file, and on stderr what is not in it. The exit code."""
+    """Prints the run file, and the notes on stderr. Returns the exit code."""
     own, line_words = split_at(words, "--")
     parser = argparse.ArgumentParser(prog="slime-compat", usage=USAGE, description=__doc__)
     parser.add_argument("command", choices=["translate"], help="print the run file that a launch line becomes")
-    parser.add_argument(
-        "--lenient", action="store_true", help="exit code 0 even if what is trained would be another thing"
-    )
+    parser.add_argument("--lenient", action="store_true", help="exit code 0 even if the run would train differently")
     parser.add_argument("--backend", help="training backend in place of the line's, such as fsdp")
     parser.add_argument("--engine", default="sglang", help="rollout engine in place of sglang, such as local")
     parser.add_argument("script", nargs="*", help="launch script, and its arguments")
@@ -60,12 +58,12 @@ def translate(words: list[str]) -> int:
 
 def launch_line(script: Sequence[str], words: Sequence[str] | None) -> LaunchLine:
     if (words is None) == (not script):
-        raise ConfigError(f"give either a script or a line behind --: {USAGE}")
+        raise ConfigError(f"pass either a script or a launch line after --: {USAGE}")
     if words is None:
         return from_script(Path(script[0]), script[1:])
     line = from_words(words)
     if line is None:
-        raise ConfigError(f"the line behind -- starts no train.py or train_async.py: {shlex.join(words)}")
+        raise ConfigError(f"the launch line after -- starts no train.py or train_async.py: {shlex.join(words)}")
     return line
 
 
@@ -77,17 +75,17 @@ def split_at(words: list[str], mark: str) -> tuple[list[str], list[str] | None]:
 
 
 def value_of(words: Sequence[str], flag: str) -> list[str]:
-    """The words that were said for it, one for each time."""
+    """The values of a flag, one for each use."""
     behind = [following for word, following in itertools.pairwise(words) if word == flag]
     return behind + [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
 
 
 def run_file(tables: dict[str, Any], source: str) -> str:
-    """TOML, the tables in the order of the run file's own."""
+    """Returns the run file as TOML, its tables in the order of RunConfig."""
     order = list(RunConfig.model_fields)
     document = tomlkit.document()
     document.add(tomlkit.comment(f"From {source}, by slime-compat."))
-    # Plain keys before tables, or they would belong to the last one.
+    # Plain keys come before tables: after a table they would belong to it.
     keys = sorted(tables, key=lambda key: (isinstance(tables[key], dict), order.index(key)))
     for key in keys:
         value = tables[key]
@@ -98,10 +96,10 @@ def run_file(tables: dict[str, Any], source: str) -> str:
 
 
 def report(notes: Sequence[Note]) -> None:
-    """One list: first what changes the training."""
+    """Prints the notes, those that change the training first."""
     if not notes:
         return
-    print("not in the run file, or not as it was:", file=sys.stderr)
+    print("left out of the run file, or changed:", file=sys.stderr)
     for note in sorted(notes, key=lambda note: not note.trains):
         mark = "CHANGES THE TRAINING  " if note.trains else ""
         flag = note.flag if " " in note.flag else f"--{note.flag}"

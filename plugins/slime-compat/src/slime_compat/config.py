@@ -16,25 +16,25 @@ class OldFunctionConfig(DriverConfig):
     path: str = Field(min_length=1)
     """Dotted path of the function: package.module.function."""
     python_path: tuple[RunPath, ...] = ()
-    """Folders in which its module is looked for, after the interpreter's own."""
+    """Folders in which to look for its module, after the interpreter's own path."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """What the function finds in its argument `args`, by the names that it reads there."""
+    """Attributes of the function's argument `args`."""
 
 
 class AskingFunctionConfig(OldFunctionConfig):
-    """Of functions that may wait for an answer; a filter decides in the event loop, and cannot."""
+    """Options of functions that may send requests. Filters may not: they run in the event loop."""
 
     request_timeout: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """Seconds for one request that the function sends by `post` or `get` to anything but the run's engines."""
+    """Timeout in seconds of one request by `post` or `get` to anything but the run's engines."""
 
 
 class CompatRewardConfig(AskingFunctionConfig):
     group: bool = False
-    """The function takes (args, samples) and returns a list: it compares the answers of a group."""
+    """True: the function takes (args, samples), the samples of a group, and returns a list of rewards."""
 
 
 class CompatGeneratorConfig(AskingFunctionConfig):
     missing_log_probs: Literal["error", "zero"] = "error"
-    """What becomes of trained tokens that no engine's answer of this episode has at their place, such as text that was
-    tokenised again, and that come without rollout_log_probs. error: the sample fails, and says where. zero: they are trained
-    with log-prob 0, which is right only where nothing reads the rollout's log-probs; its metrics are wrong then."""
+    """How to handle trained tokens without rollout_log_probs that no engine of this episode generated at their position, such
+    as text that was tokenized again. error: the sample fails, and the error names the first of them. zero: they are trained
+    with log-prob 0, which is right only if nothing reads the rollout's log-probs; their metrics are wrong then."""

@@ -1,4 +1,4 @@
-"""The words of a launch line: which flag they are said to, and what they mean."""
+"""Splits the words of a launch line into flags and values, and converts values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slime_core.errors import ConfigError
 N = TypeVar("N", int, float)
 
 
-def said(words: Sequence[str], note: Callable[..., None]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with its words."""
+def flag_words(words: Sequence[str], note: Callable[..., None]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each flag with its values."""
     name: str | None = None
     values: list[str] = []
     for word in words:
@@ -33,14 +33,14 @@ def said(words: Sequence[str], note: Callable[..., None]) -> Iterator[tuple[str,
 
 
 def custom_config(files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Its keys as if they were flags, over which they win. ConfigError if it cannot be read."""
+    """Yields the keys of the files as flags, which override the flags of the line. ConfigError if a file cannot be read."""
     for file in files:
         try:
             keys = yaml.safe_load(Path(file).read_text())
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"--custom-config-path {file}: {error}") from error
         if not isinstance(keys, dict):
-            raise ConfigError(f"--custom-config-path {file}: a mapping of keys to values is wanted.")
+            raise ConfigError(f"--custom-config-path {file}: must contain a mapping of keys to values.")
         for key, value in keys.items():
             name = str(key).replace("_", "-")
             if isinstance(value, list):
@@ -52,7 +52,7 @@ def custom_config(files: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def typed_as(flag: Flag, word: str) -> Any:
-    """The word as what the key holds. ValueError if it is none."""
+    """The word converted to the type of the flag's key. ValueError if it cannot be converted."""
     bare = bare_type(flag.field.annotation)
     inner = bare_type(get_args(bare)[0]) if takes_many(bare) else bare
     if inner not in (int, float):
@@ -61,11 +61,11 @@ def typed_as(flag: Flag, word: str) -> Any:
 
 
 def number(word: str, kind: type[N]) -> N:
-    """ValueError if it is none."""
+    """The word as a number. ValueError if it is not one."""
     try:
         return kind(word)
     except ValueError:
-        raise ValueError(f'"{word}": a number is wanted') from None
+        raise ValueError(f'"{word}": must be a number') from None
 
 
 def guess(word: str) -> Any:
@@ -78,7 +78,7 @@ def guess(word: str) -> Any:
 
 
 def guessed(words: Sequence[str]) -> Any:
-    """A switch, a value, or a list of them."""
+    """Converts values without a known type: True for a switch, else a value or a list of values."""
     if not words:
         return True
     return guess(words[0]) if len(words) == 1 else [guess(word) for word in words]

@@ -1,4 +1,4 @@
-"""Generators by old functions."""
+"""OldGenerator: calls an old generate function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS = "(args, sample, sampling_params) or (args, samples, evaluation)"
 
 class OldGenerator(Generator):
     def __init__(self, config: CompatGeneratorConfig) -> None:
-        """PluginError if the function is not there, takes something else, or would hold up the event loop."""
+        """PluginError if the function is missing, has another signature, or would block the event loop."""
         self._config = config
         self._function = resolve(config.path, config.python_path, where="generate.path")
         self._of_lists = parameters(self._function)[1:2] == ["samples"]
@@ -35,12 +35,12 @@ class OldGenerator(Generator):
             raise wrong_form(config.path, self._function, "generate.path", FORMS)
         if not inspect.iscoroutinefunction(self._function):
             raise PluginError(
-                f'generate.path = "{config.path}": it is no coroutine (async def): while it waits, the whole run would.'
+                f'generate.path = "{config.path}": it is no coroutine (async def), so it would block the run while it waits.'
             )
         self._evaluation = takes_keyword(self._function, "evaluation")
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
-        """RolloutError if what the function returns cannot be a sample."""
+        """RolloutError if the function returns no valid sample."""
         if episode.prompt.images:
             raise RolloutError(f'generate.path = "{self._config.path}": old generate functions get no images.')
         index = episode.trajectory().index
@@ -63,7 +63,7 @@ class OldGenerator(Generator):
         return await self._function(args, old, sampling_params_of(episode.sampling), **keywords)
 
     def _defaults(self, episode: Episode) -> dict[str, Any]:
-        """What the episode knows of the run. The router's address is always the one that `post` looks for."""
+        """Attributes of `args` from the episode. The router's address is always the one that `post` intercepts."""
         return {
             "sglang_router_ip": ROUTER_HOST,
             "sglang_router_port": ROUTER_PORT,
@@ -78,13 +78,13 @@ class OldGenerator(Generator):
         }
 
     def _sample(self, old: Any, episode: Episode, index: int, written: WrittenTokens) -> Sample:
-        """The kernel's sample of what the function returned."""
+        """Converts the returned sample to the kernel's."""
         fail = self._failure(index)
         if not all(
             hasattr(old, name) for name in Old.__dataclass_fields__ if name in ("tokens", "response_length", "status")
         ):
-            raise fail(f"returned {type(old).__name__}, and a Sample or a list of Samples is wanted")
-        # An answer that was aborted before its first request has no tokens yet.
+            raise fail(f"returned {type(old).__name__}; it must return a Sample or a list of Samples")
+        # A response that was aborted before its first request has no tokens yet.
         tokens = np.asarray(old.tokens if len(old.tokens) else episode.prompt.token_ids, np.int32)
         length = int(old.response_length)
         start = len(tokens) - length
@@ -128,7 +128,7 @@ class OldGenerator(Generator):
     def _given(
         self, old: Any, unknown: npt.NDArray[np.bool_], length: int, fail: Any
     ) -> npt.NDArray[np.float32] | float:
-        """Log-probs of tokens that were not found, as the function says them."""
+        """Log-probs that the function returned, at the tokens that no engine generated."""
         given = old.rollout_log_probs
         if given is not None and len(given) == length:
             return np.asarray(given, np.float32)[unknown]
@@ -138,18 +138,18 @@ class OldGenerator(Generator):
             return 0.0
         first = int(np.flatnonzero(unknown)[0])
         raise fail(
-            f"trains {int(unknown.sum())} response tokens, the first at {first}, that no engine wrote behind what is before "
-            "them: text was tokenised again, probably. Append the ids of output_token_logprobs instead, give loss_mask 0, set "
-            "rollout_log_probs, or say generate.missing_log_probs zero"
+            f"trains {int(unknown.sum())} response tokens, the first at {first}, that no engine generated after the tokens "
+            "before them: probably the function tokenized text again. Append the ids of output_token_logprobs instead, set "
+            "loss_mask to 0 there, set rollout_log_probs, or set generate.missing_log_probs to zero"
         )
 
     def _status(self, status: Any, fail: Any) -> Status:
         try:
-            told = Status(getattr(status, "value", status))
+            known = Status(getattr(status, "value", status))
         except ValueError:
-            raise fail(f"has status {status!r}; there are {', '.join(Status)}") from None
-        # Functions that set none had their samples trained like complete ones.
-        return Status.COMPLETED if told is Status.PENDING else told
+            raise fail(f"has status {status!r}; it must be one of {', '.join(Status)}") from None
+        # Upstream trains samples whose status is not set like completed ones.
+        return Status.COMPLETED if known is Status.PENDING else known
 
     def _reward(self, reward: Any, fail: Any) -> tuple[float | None, dict[str, float]]:
         if reward is None:
@@ -159,7 +159,7 @@ class OldGenerator(Generator):
         key = self._config.args.get("reward_key")
         numbers = {str(name): float(value) for name, value in reward.items() if isinstance(value, Real)}
         if key not in numbers:
-            raise fail(f"has rewards {sorted(numbers)}; say in generate.args.reward_key which one counts")
+            raise fail(f"has rewards {sorted(numbers)}; set generate.args.reward_key to the one to train on")
         return numbers[key], numbers
 
     def _failure(self, index: int) -> Any:
@@ -170,13 +170,13 @@ class OldGenerator(Generator):
 
 
 def response_spans(spans: Sequence[VersionSpan], start: int) -> list[VersionSpan]:
-    """Of the response alone, which begins at `start`."""
+    """The spans of the response, which begins at `start`, relative to its beginning."""
     moved = [VersionSpan(v, max(s - start, 0), e - start) for v, s, e in spans]
     return [span for span in moved if span.end > span.start]
 
 
 def with_unknown(spans: Sequence[VersionSpan], unknown: npt.NDArray[np.bool_], version: int) -> tuple[VersionSpan, ...]:
-    """Trained tokens that nobody saw written count as the oldest version's."""
+    """Adds spans of `version`, the oldest, for trained tokens that no engine generated."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], unknown.astype(np.int8), [0]])))
     runs = [VersionSpan(version, int(s), int(e)) for s, e in zip(edges[::2], edges[1::2], strict=True)]
     return tuple(sorted([*spans, *runs], key=lambda span: span.start))

@@ -1,4 +1,4 @@
-"""Group filters by old functions."""
+"""OldFilter: calls an old dynamic sampling filter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slime_core.types.sample import SampleGroup
 
 
 class OldFilter(GroupFilter):
-    """`remove_sample`, set by the function on samples of a group that it keeps, leaves these out of training."""
+    """Samples of a kept group on which the function sets `remove_sample` are not trained."""
 
     def __init__(self, config: OldFunctionConfig) -> None:
-        """PluginError if the function is not there, or takes something else."""
+        """PluginError if the function is missing, or has another signature."""
         self._path = config.path
         self._args = OldArgs(config.args, "rollout.filters.args")
         self._function = resolve(config.path, config.python_path, where="rollout.filters.path")
@@ -26,21 +26,21 @@ class OldFilter(GroupFilter):
 
     def decide(self, group: SampleGroup) -> FilterDecision:
         samples = [old_sample(sample) for sample in group.samples]
-        told = self._function(self._args, samples)
-        keep = getattr(told, "keep", told)
-        # numpy and torch have their own bools.
+        returned = self._function(self._args, samples)
+        keep = getattr(returned, "keep", returned)
+        # Accepts the bools of numpy and torch.
         if keep is None or isinstance(keep, str) or not hasattr(keep, "__bool__"):
             raise RolloutError(
-                f'rollout.filters.path = "{self._path}": it returned {told!r}; True or False is wanted, or an object with keep '
-                "and reason."
+                f'rollout.filters.path = "{self._path}": it returned {returned!r}. It must return True or False, or an '
+                "object with keep and reason."
             )
         if keep:
             untrained = tuple(place for place, sample in enumerate(samples) if sample.remove_sample)
-            return FilterDecision(keep=True, untrained=untrained)
-        reason = getattr(told, "reason", None) or self._path.rpartition(".")[2]
-        # It stands in a metric's name.
+            return FilterDecision(keep=True, masked_indices=untrained)
+        reason = getattr(returned, "reason", None) or self._path.rpartition(".")[2]
+        # The reason is part of a metric's name.
         return FilterDecision(
             keep=False,
             reason=re.sub(r"[^\w.+-]+", "_", str(reason)),
-            keep_when_insufficient=bool(getattr(told, "keep_when_insufficient", False)),
+            keep_when_insufficient=bool(getattr(returned, "keep_when_insufficient", False)),
         )

@@ -1,4 +1,4 @@
-"""What is known of flags that have no key of the same name here. Names without dashes in front."""
+"""Upstream flags that have no key of the same name here. Names are without the leading dashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE_WORDS: Final = """
     tokenizer-model
 """
 SHAPE: Final = frozenset(SHAPE_WORDS.split())
-"""The model's shape and tokenizer, which its folder says here."""
+"""The model's shape and tokenizer, which slime reads from the model's folder."""
 
 MEGATRON_WORDS: Final = """
     recompute-granularity recompute-method recompute-num-layers recompute-modules moe-token-dispatcher-type
@@ -34,8 +34,7 @@ MEGATRON_WORDS: Final = """
     context-parallel-size expert-model-parallel-size expert-tensor-parallel-size use-distributed-optimizer bf16 fp16
 """
 MEGATRON: Final = frozenset(MEGATRON_WORDS.split())
-"""Options of Megatron's that keep their names in the backend megatron, whether or not Megatron is installed where a line is
-translated."""
+"""Options of Megatron that keep their names in the backend megatron. They are known also where Megatron is not installed."""
 RENAMED_MEGATRON: Final = {
     "decoder-first-pipeline-num-layers": "num-layers-in-first-pipeline-stage",
     "decoder-last-pipeline-num-layers": "num-layers-in-last-pipeline-stage",
@@ -43,39 +42,39 @@ RENAMED_MEGATRON: Final = {
 TRAINING_MEGATRON: Final = frozenset(
     {"moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate", "fp8-format", "fp8-recipe", "fp16"}
 )
-"""Of these, what another backend cannot leave out without changing what is trained."""
+"""Options of Megatron that change the training, so leaving them out for another backend does too."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "accumulate-allreduce-grads-in-fp32": "gradients are summed in float32 here",
-    "attention-backend": "backends choose their attention",
-    "attention-softmax-in-fp32": "backends choose their attention",
-    "balance-by-flops": "micro-batches are balanced by estimated operations (train.balance_data)",
-    "check-weight-update-equal": "transports compare checksums",
-    "ckpt-format": "checkpoints have one format",
-    "ci-test": "these checks are tests here",
-    "ci-load-grad-norm": "these checks are tests here",
-    "ci-save-grad-norm": "these checks are tests here",
-    "ci-train-rollout-logprob-abs-diff-threshold": "the difference is a metric, train_rollout_logprob_abs_diff",
-    "ci-disable-kl-checker": "these checks are tests here",
-    "deterministic-mode": "runs are seeded, see `slime config explain seed`",
-    "distributed-backend": "the device decides",
-    "distributed-timeout-minutes": "lost ranks are noticed by the launcher",
-    "finetune": "a run starts with a fresh optimiser unless it resumes",
-    "http-proxy": "engines are asked directly",
+    "attention-backend": "the backend chooses its attention kernel",
+    "attention-softmax-in-fp32": "the backend chooses its attention kernel",
+    "balance-by-flops": "micro-batches are balanced by estimated FLOPs (train.balance_data)",
+    "check-weight-update-equal": "transports always compare checksums",
+    "ckpt-format": "there is only one checkpoint format",
+    "ci-test": "slime's test suite has these checks",
+    "ci-load-grad-norm": "slime's test suite has these checks",
+    "ci-save-grad-norm": "slime's test suite has these checks",
+    "ci-train-rollout-logprob-abs-diff-threshold": "the difference is logged as the metric train_rollout_logprob_abs_diff",
+    "ci-disable-kl-checker": "slime's test suite has these checks",
+    "deterministic-mode": "every run is seeded, see `slime config explain seed`",
+    "distributed-backend": "it follows from the device",
+    "distributed-timeout-minutes": "the launcher detects lost ranks",
+    "finetune": "a run starts with a fresh optimizer unless it resumes",
+    "http-proxy": "requests go to the engines directly",
     "log-interval": "every step is logged",
     "fsdp-state-dict-cpu-offload": "checkpoints are written shard by shard",
     "memory-recorder": "see debug.record_memory_history",
     "memory-snapshot-dir": "snapshots go to profile/ in the run folder",
     "megatron-to-hf-mode": "bridges are chosen by config.json",
     "no-check-for-nan-in-loss-and-grad": "see train.on_nonfinite and max_skipped_steps",
-    "no-load-optim": "a run starts with a fresh optimiser unless it resumes",
+    "no-load-optim": "a run starts with a fresh optimizer unless it resumes",
     "no-load-rng": "a run starts with its own seed unless it resumes",
     "num-data-workers": "rows are read as they are drawn",
     "num-workers": "rows are read as they are drawn",
     "rollout-global-dataset": "this is the default",
-    "train-env-vars": "say it in the environment of the run",
-    "transformer-impl": "Transformer Engine is used where it is installed",
-    "update-weight-buffer-size": "the transport's own bucket size, see `slime config explain bucket_bytes`",
+    "train-env-vars": "set them in the environment of the run",
+    "transformer-impl": "Transformer Engine is used if it is installed",
+    "update-weight-buffer-size": "the transport has its own bucket size, see `slime config explain bucket_bytes`",
     "slime-router-health-check-failure-threshold": "see rollout.rollout_health_check_interval",
     "slime-router-max-connections": "see rollout.concurrency",
     "slime-router-timeout": "see engine.request_timeout",
@@ -85,10 +84,10 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "update-weight-disk-keep-files": "an option of the transport, see `slime config explain`",
     "update-weight-local-checkpoint-dir": "an option of the transport, see `slime config explain`",
     "use-distributed-post": "requests are sent by one client",
-    "use-slime-router": "the run spreads requests itself; policies are router.middlewares",
-    "data-pad-size-multiplier": "packed micro-batches are not padded to it",
+    "use-slime-router": "the run distributes requests itself; for policies see router.middlewares",
+    "data-pad-size-multiplier": "packed micro-batches are not padded",
 }
-"""Left out: nothing that is trained depends on it. With why."""
+"""Flags that are left out because the training does not depend on them, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +97,11 @@ class Missing:
     why: str
     what_to_do: str
     trains: bool = True
-    """Leaving it out changes what is trained."""
+    """Whether leaving it out changes the training."""
 
 
 def hook(point: str, example: str, *, trains: bool = True) -> Missing:
-    return Missing("a function with this signature cannot be called here", f"write {point}, see {example}", trains)
+    return Missing("functions with this signature are not supported", f"write {point}, see {example}", trains)
 
 
 MISSING: Final[Mapping[str, Missing]] = {
@@ -119,58 +118,66 @@ MISSING: Final[Mapping[str, Missing]] = {
     "custom-advantage-function-path": hook("an advantage estimator (slime.advantages)", "slime-reinforce"),
     "custom-loss-function-path": hook("a loss (slime.losses)", "slime-grpo"),
     "custom-pg-loss-reducer-function-path": Missing(
-        "how token losses are averaged is a name", "say --aggregation seq_mean, token_mean or constant"
+        "the averaging of token losses is chosen by name", "pass --aggregation seq_mean, token_mean or constant"
     ),
     "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-model-provider-path": hook("a bridge (slime_megatron.bridges)", "slime-megatron"),
     "custom-megatron-init-path": Missing(
-        "trainers are not patched at run time", "change the backend's options, or a bridge"
+        "trainers cannot be patched at run time", "set options of the backend, or write a bridge"
     ),
-    "custom-megatron-before-log-prob-hook-path": Missing("trainers are not patched at run time", "write a bridge"),
-    "custom-megatron-before-train-step-hook-path": Missing("trainers are not patched at run time", "write a bridge"),
+    "custom-megatron-before-log-prob-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
+    "custom-megatron-before-train-step-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
     "custom-update-weight-post-write-path": hook("a transport (slime.transports)", "slime-sglang", trains=False),
     "slime-router-middleware-paths": hook("a middleware (slime.middlewares)", "slime-router", trains=False),
-    "keep-old-actor": Missing("no second copy of the actor is kept", "say --use-rollout-logprobs, or leave it out"),
+    "keep-old-actor": Missing("no second copy of the actor is kept", "pass --use-rollout-logprobs, or leave it out"),
     "ref-ckpt-step": Missing(
-        "a reference is a Hugging Face folder", "convert that step: slime convert, then --ref-load"
+        "the reference model is a Hugging Face folder", "convert that step with slime convert, and pass --ref-load"
     ),
     "opd-teacher-ckpt-step": Missing(
-        "a teacher is a Hugging Face folder", "convert that step, then --opd-teacher-load"
+        "the teacher is a Hugging Face folder", "convert that step with slime convert, and pass --opd-teacher-load"
     ),
     "load-debug-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
-    "allgather-cp": Missing("sequences are shared in zigzag", "leave it out", trains=False),
-    "attn-implementation": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
-    "fsdp-cpu-offload": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
-    "gradient-checkpointing": Missing("an option of the backend fsdp", "say --backend fsdp", trains=False),
-    "recompute-loss-function": Missing("the backend decides", "leave it out", trains=False),
-    "release-train": Missing("trainers sleep between steps", "say --colocate or --offload-train", trains=False),
-    "qwen-gdn-backend": Missing("the backend has one kernel", "leave it out", trains=False),
-    "megatron-deepgemm-forward-layers": Missing("forwards are computed in one precision", "leave it out"),
-    "megatron-deepgemm-moe-forward-layers": Missing("forwards are computed in one precision", "leave it out"),
+    "allgather-cp": Missing("context parallelism uses the zigzag layout", "leave it out", trains=False),
+    "attn-implementation": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
+    "fsdp-cpu-offload": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
+    "gradient-checkpointing": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
+    "recompute-loss-function": Missing("the backend decides what it recomputes", "leave it out", trains=False),
+    "release-train": Missing(
+        "trainers are offloaded between steps", "pass --colocate or --offload-train", trains=False
+    ),
+    "qwen-gdn-backend": Missing("the backend has only one kernel", "leave it out", trains=False),
+    "megatron-deepgemm-forward-layers": Missing("all layers compute in the same precision", "leave it out"),
+    "megatron-deepgemm-moe-forward-layers": Missing("all layers compute in the same precision", "leave it out"),
     "freeze-indexer": Missing("indexers are never trained", "leave it out", trains=False),
     "gradient-accumulation-steps": Missing(
-        "it follows from the batch sizes", "say --global-batch-size and --micro-batch-size"
+        "it follows from the batch sizes", "pass --global-batch-size and --micro-batch-size"
     ),
-    "eval-max-context-len": Missing("evaluation has the run's", "say --rollout-max-context-len", trains=False),
-    "megatron-config-path": Missing("roles have tables", "say roles.critic.* in the run file"),
-    "start-rollout-id": Missing("a run counts its steps itself", "slime run run.toml --resume FOLDER"),
+    "eval-max-context-len": Missing("evaluations have the run's limit", "pass --rollout-max-context-len", trains=False),
+    "megatron-config-path": Missing("each role has a table in the run file", "set roles.critic.*"),
+    "start-rollout-id": Missing("a resumed run knows its step", "resume with slime run run.toml --resume FOLDER"),
     "load-debug-rollout-data-subsample": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "load-forge-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "fetch-trajectory-retry-times": Missing("trajectories come from another service here", "see slime-buffer-service"),
-    "min-batch-collection-ratio": Missing("a step has all its groups", "see rollout.over_sampling_batch_size"),
+    "min-batch-collection-ratio": Missing("a step always has all its groups", "see rollout.over_sampling_batch_size"),
     "rollout-task-type": Missing("trajectories come from another service here", "see slime-buffer-service"),
     "rollout-buffer-url": Missing("trajectories come from another service here", "see slime-buffer-service"),
     "disable-rollout-global-dataset": Missing(
         "a run has a data source", "write one (slime.sources), see slime-sources"
     ),
     "disable-compute-advantages-and-returns": Missing(
-        "the algorithm decides", "choose one without advantages: --algo sft"
+        "the algorithm decides", "pass an algorithm without advantages, such as --algo sft"
     ),
-    "use-rollout-entropy": Missing("the entropy is computed while training", "leave it out", trains=False),
-    "no-save-optim": Missing("checkpoints are whole, so that a run can go on", "leave it out", trains=False),
-    "ckpt-step": Missing("it belongs to the command", "slime run run.toml --ckpt-step N", trains=False),
-    "sglang-config": Missing("groups of engines are tables", "see engines.* and engine.servers", trains=False),
+    "use-rollout-entropy": Missing("the entropy is computed during training", "leave it out", trains=False),
+    "no-save-optim": Missing(
+        "checkpoints include the optimizer, so that a run can resume", "leave it out", trains=False
+    ),
+    "ckpt-step": Missing(
+        "it is a flag of the command", "pass it to slime run: slime run run.toml --ckpt-step N", trains=False
+    ),
+    "sglang-config": Missing(
+        "engine groups are tables of the run file", "see engines.* and engine.servers", trains=False
+    ),
     "sglang-router-ip": Missing(
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
@@ -178,14 +185,20 @@ MISSING: Final[Mapping[str, Missing]] = {
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
     "eval-config": Missing(
-        "evaluation sets are tables of the run file", "write them in [eval.datasets.NAME]", trains=False
+        "evaluation sets are tables of the run file", "write a table [eval.datasets.NAME] for each", trains=False
     ),
-    "eval-function-path": Missing("each set names its generator", "say eval.datasets.NAME.generate", trains=False),
-    "rollout-data-transport": Missing("batches go through the launcher", "leave it out", trains=False),
-    "use-stateless-adam": Missing("Adam keeps its moments", "say --optimizer sgd for no state at all"),
-    "reset-optimizer-states": Missing("the optimiser's state is kept through a run", "leave it out"),
-    "loss-mask-type": Missing("masks follow the chat template", "see the collector sft: --collector.loss-mask-type"),
-    "rm-url": Missing("only the reward remote asks a URL", "say --reward remote --reward.rm-url URL", trains=False),
+    "eval-function-path": Missing(
+        "each evaluation set has its own generator", "set eval.datasets.NAME.generate", trains=False
+    ),
+    "rollout-data-transport": Missing("the launcher sends the batches", "leave it out", trains=False),
+    "use-stateless-adam": Missing(
+        "Adam always keeps its moments", "pass --optimizer sgd for an optimizer without state"
+    ),
+    "reset-optimizer-states": Missing("the optimizer's state is never reset during a run", "leave it out"),
+    "loss-mask-type": Missing(
+        "loss masks follow the chat template", "see the collector sft: --collector.loss-mask-type"
+    ),
+    "rm-url": Missing("only the reward remote calls a URL", "pass --reward remote --reward.rm-url URL", trains=False),
 }
 
 HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -200,9 +213,9 @@ HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     ),
 }
-"""Hook paths that name what a run does anyway."""
+"""Hook paths that name upstream's defaults, which need no translation."""
 OTHER_HOOKS: Final[Mapping[str, Missing]] = {
-    "rollout-function-path": hook("a collector (slime.collectors); most need a generator alone", "slime new"),
+    "rollout-function-path": hook("a collector (slime.collectors); most need only a generator", "slime new"),
     "buffer-filter-path": hook("a buffer filter (slime.filters)", "slime-filters"),
     "data-source-path": hook("a data source (slime.sources)", "slime-sources"),
 }
@@ -217,7 +230,7 @@ REWARDS: Final[Mapping[str, str]] = {
     "remote_rm": "remote",
     "random": "random",
 }
-"""--rm-type to the reward here."""
+"""Upstream's --rm-type -> reward of slime."""
 
 ARGS_BY_DEFAULT: Final[Mapping[str, Any]] = {
     "apply_chat_template": False,
@@ -243,4 +256,4 @@ ARGS_BY_DEFAULT: Final[Mapping[str, Any]] = {
     "sglang_server_concurrency": 512,
     "use_rollout_routing_replay": False,
 }
-"""What old functions find in `args` though no launch line said it."""
+"""Attributes of `args` that old functions read, and their values if the run file does not set them."""

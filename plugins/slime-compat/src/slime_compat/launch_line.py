@@ -1,7 +1,7 @@
-"""How a run was launched: the words behind train.py, from a command line or from a script that bash expands.
+"""LaunchLine: the arguments of train.py, from a command line or from a script.
 
-A script is run by bash, since only bash knows what its arrays become; but what it calls is recorded and not run. bash finds
-a few programs that only read text; every other command, and all that would start, end or write something, is recorded.
+bash runs the script, because only bash can expand its arrays. The commands in it are recorded, not run: bash finds only a few
+programs that read text, and everything that would start, end or write something is recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALLED: Final = """
     pip pip3 pkill python python3 ray rm rmdir rocm-smi rsync sbatch scp sh singularity sleep srun ssh sudo tee timeout
     torchrun uv wandb wget
 """
-"""Functions by these names win over whatever a script puts on its PATH."""
+"""Shell functions with these names override programs on the PATH that a script sets."""
 
 PRELUDE: Final = """\
 set -o noclobber
@@ -53,11 +53,11 @@ unset __name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLine:
     entry: str
-    """Path of train.py or train_async.py, as it was typed."""
+    """Path of train.py or train_async.py, as written."""
     words: tuple[str, ...]
-    """Behind it."""
+    """Its arguments."""
     python_path: tuple[str, ...]
-    """Where the launched Python looks for modules: the folder of train.py, then PYTHONPATH."""
+    """Module search path of the launched Python: the folder of train.py, then PYTHONPATH."""
 
     @property
     def asynchronous(self) -> bool:
@@ -65,8 +65,8 @@ class LaunchLine:
 
 
 def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None:
-    """None if these words start something else. Of several wrappers (`ray job submit ... -- python3`) the last one's Python
-    counts."""
+    """The launch line in these words, behind any wrappers (`ray job submit ... -- python3`). None if they start another
+    program."""
     places = [n for n, word in enumerate(words) if Path(word).name in ENTRIES]
     if not places:
         return None
@@ -80,7 +80,7 @@ def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None
 
 
 def of_runtime_env(words: Sequence[str]) -> list[str]:
-    """PYTHONPATH in Ray's runtime environment."""
+    """The folders of PYTHONPATH in Ray's runtime environment."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, has_value, value = word.partition("=")
         if name == "--runtime-env-json":
@@ -93,13 +93,13 @@ def of_runtime_env(words: Sequence[str]) -> list[str]:
 
 
 def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
-    """ConfigError if the script cannot be read, starts no training, or several."""
+    """The launch line that a script runs. ConfigError if it cannot be read, or does not start exactly one training."""
     if not script.is_file():
         raise ConfigError(f"{script}: no such launch script.")
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError(
-            f"{script}: bash is needed to expand it. Give the line behind -- instead: -- python3 train.py ..."
+            f"{script}: bash is required to expand it. Pass the launch line after -- instead: -- python3 train.py ..."
         )
     with tempfile.TemporaryDirectory() as made:
         calls, prelude, programs = Path(made, "calls"), Path(made, "prelude"), Path(made, "bin")
@@ -122,20 +122,22 @@ def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{script}: bash did not come to its end within {TIMEOUT_S:g} s.") from None
+            raise ConfigError(f"{script}: bash did not finish within {TIMEOUT_S:g} s.") from None
         lines = [line for line in (from_words(*call) for call in recorded(calls)) if line is not None]
     distinct = list(dict.fromkeys(lines))
     if len(distinct) == 1:
         return distinct[0]
     if distinct:
-        raise ConfigError(f"{script}: it starts {len(distinct)} trainings; give the line of one behind -- instead.")
+        raise ConfigError(
+            f"{script}: it starts {len(distinct)} trainings. Pass the launch line of one after -- instead."
+        )
     last = "\n".join(ended.stderr.strip().splitlines()[-3:])
-    told = f" bash ended with exit code {ended.returncode}: {last}" if ended.returncode else ""
-    raise ConfigError(f"{script}: it starts no {' or '.join(ENTRIES)}.{told}")
+    ending = f" bash ended with exit code {ended.returncode}: {last}" if ended.returncode else ""
+    raise ConfigError(f"{script}: it starts no {' or '.join(ENTRIES)}.{ending}")
 
 
 def recorded(calls: Path) -> Iterator[tuple[list[str], str]]:
-    """Words and PYTHONPATH of each command that was called."""
+    """Yields the words and the PYTHONPATH of each recorded command."""
     fields = calls.read_text(errors="replace").split("\0")[:-1]
     while fields:
         count = int(fields[0])

@@ -1,4 +1,4 @@
-"""OldArgs: the namespace that old functions read their settings from."""
+"""OldArgs: the argument `args` of old functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from slime_compat.known_flags import ARGS_BY_DEFAULT
 
 
 class OldArgs:
-    """Attributes are what the run file lists, what a plugin adds for the episode, and a few defaults. Nothing can be set: what
-    a function changed would be in no record of the run."""
+    """Attributes are those that the run file lists, those that a plugin adds for the episode, and a few defaults. They are
+    read-only, since no record of the run would contain what a function changes."""
 
     __slots__ = ("_values", "_where")
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        """`where`: the table of the run file that lists more of them, such as `reward.args`."""
+        """`where`: the table of the run file that lists attributes, such as `reward.args`."""
         object.__setattr__(self, "_values", dict(values))
         object.__setattr__(self, "_where", where)
 
@@ -27,14 +27,14 @@ class OldArgs:
             return ARGS_BY_DEFAULT[name]
         where = object.__getattribute__(self, "_where")
         raise AttributeError(
-            f'args has no "{name}": say {where}.{name} in the run file. Listed: {", ".join(sorted(values)) or "nothing"}.',
+            f'args has no "{name}". Set {where}.{name} in the run file. Listed: {", ".join(sorted(values)) or "nothing"}.',
             name=name,
             obj=self,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         where = object.__getattribute__(self, "_where")
-        raise AttributeError(f"args.{name} cannot be set: say {where}.{name} in the run file.")
+        raise AttributeError(f"args.{name} is read-only. Set {where}.{name} in the run file.")
 
     def __dir__(self) -> Iterator[str]:
         return iter(sorted(object.__getattribute__(self, "_values")))

@@ -1,4 +1,4 @@
-"""A dotted path to the function that it names, and whether it can be called as its role wants."""
+"""Resolves dotted paths to functions, and checks their signatures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ OldFunction: TypeAlias = Callable[..., Any]
 
 
 def resolve(path: str, python_path: Sequence[str], *, where: str) -> OldFunction:
-    """The function. PluginError says which part of the path is not there, and what is. `where`: the key of the run file."""
+    """Returns the function. PluginError names the part of the path that is missing, and what there is.
+
+    where: key of the run file that has the path."""
     asked = f'{where} = "{path}"'
     module_path, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
-        raise PluginError(f"{asked}: a dotted path is wanted, package.module.function.")
+        raise PluginError(f"{asked}: must be a dotted path, package.module.function.")
     stand_ins.install()
-    # At the end: a folder of scripts must not hide what is installed.
+    # Appended: a folder of scripts must not hide installed packages.
     sys.path.extend(folder for folder in python_path if folder not in sys.path)
     importlib.invalidate_caches()
     module = import_module(module_path, python_path, asked)
@@ -33,14 +35,14 @@ def resolve(path: str, python_path: Sequence[str], *, where: str) -> OldFunction
         functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         file = ""
         if name == "py":
-            file = f" A path to a file names no function: say {module_path}.FUNCTION."
+            file = f" This is the path of a file, not of a function. Set it to {module_path}.FUNCTION."
         raise PluginError(
             f'{asked}: module {module_path} has no "{name}"{matched(name, functions)}. '
             f"It has: {', '.join(functions) or 'no function'}.{file}"
         ) from None
     if not callable(found) or inspect.isclass(found):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
-        raise PluginError(f"{asked}: it is {kind}, and a function is wanted.")
+        raise PluginError(f"{asked}: it is {kind}. It must be a function.")
     return found  # type: ignore[no-any-return]
 
 
@@ -61,10 +63,10 @@ def import_module(name: str, python_path: Sequence[str], asked: str) -> ModuleTy
         )
         raise PluginError(
             f'{asked}: there is no module "{last}" {looked}{matched(last, beside)}. '
-            "Say in python_path which folder it lies in."
+            "Set python_path to the folder that contains it."
         ) from None
     except Exception as error:
-        # Importing runs foreign code, which may raise anything.
+        # Importing runs user code, which may raise any exception.
         raise PluginError(f"{asked}: importing {name} raised {type(error).__name__}: {error}.") from error
 
 
@@ -74,13 +76,13 @@ def matched(name: str, known: Sequence[str]) -> str:
 
 
 def parameters(function: OldFunction) -> list[str]:
-    """Names of what it takes by position, as far as that can be told."""
+    """Names of its positional parameters."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in by_position]
 
 
 def takes(function: OldFunction, count: int) -> bool:
-    """Whether it can be called with `count` values by position and nothing else."""
+    """Whether it can be called with `count` positional arguments and nothing else."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:
@@ -94,6 +96,6 @@ def takes_keyword(function: OldFunction, name: str) -> bool:
 
 def wrong_form(path: str, function: OldFunction, where: str, forms: str) -> PluginError:
     return PluginError(
-        f'{where} = "{path}": it takes {inspect.signature(function)}, and is called as {forms}. Write a function of that form '
-        "that calls it."
+        f'{where} = "{path}": it takes {inspect.signature(function)}, and is called as {forms}. Write a function with that '
+        "signature that calls it."
     )

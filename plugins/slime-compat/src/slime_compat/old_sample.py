@@ -1,4 +1,4 @@
-"""Sample as old functions know it: one writable record, made from the kernel's and read back by the generator."""
+"""Sample as old functions use it: a writable record, made from the kernel's sample and converted back by the generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_core.types.sample import Sample as KernelSample
 
 
 class Status(Enum):
-    """How generation ended, in the words of old functions."""
+    """How generation ended, with upstream's values."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -23,25 +23,25 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """Every attribute may be set. What a generate function leaves in them becomes a sample of the run; what a reward or a
-    filter leaves in them is forgotten."""
+    """All attributes can be set. What a generate function sets becomes a sample of the run; what a reward or a filter sets is
+    ignored, except `remove_sample` in a filter."""
 
     group_index: int | None = None
     index: int | None = None
     prompt: Any = ""
-    """The rendered text that the engine is given."""
+    """The rendered text of the prompt."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and response; empty before generation."""
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Any = None
-    """A number, or named ones."""
+    """A number, or a dict of numbers."""
     loss_mask: list[int] | None = None
-    """Of the response; None: all 1."""
+    """One number per response token; None: all 1."""
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
-    """Of the response."""
+    """One number per response token, nats."""
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -55,16 +55,16 @@ class Sample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
-        """The number that is trained on: of named ones, that of `args.reward_key`."""
+        """The number that is trained on: in a dict, that of `args.reward_key`."""
         return self.reward[args.reward_key] if isinstance(self.reward, dict) else self.reward
 
 
-# Where old functions look for it: Sample.Status.COMPLETED.
+# Old functions write Sample.Status.COMPLETED.
 Sample.Status = Status  # type: ignore[attr-defined]
 
 
 def old_prompt(prompt: Prompt, index: int) -> Sample:
-    """Nothing generated yet."""
+    """A sample without a response."""
     return Sample(
         group_index=prompt.group_index,
         index=index,
@@ -76,7 +76,7 @@ def old_prompt(prompt: Prompt, index: int) -> Sample:
 
 
 def old_sample(sample: KernelSample) -> Sample:
-    """With a reward if it has one: the named numbers, if there were several."""
+    """Converts the kernel's sample. Its reward is a dict if the reward had named numbers."""
     old = old_prompt(sample.prompt, sample.index)
     old.rollout_id = sample.rollout_id
     old.tokens = sample.tokens.tolist()

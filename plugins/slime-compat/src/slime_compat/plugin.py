@@ -1,4 +1,4 @@
-"""What the entry points name: an old function by its dotted path, as a reward, a generator or a group filter."""
+"""Drivers of slime-compat: an old function by its dotted path, as a reward, a generator or a group filter."""
 
 from __future__ import annotations
 

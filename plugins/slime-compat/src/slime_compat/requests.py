@@ -1,7 +1,7 @@
-"""How old generate functions reach the engines: `post` at the router's URL, which is answered by the episode.
+"""How old generate functions reach the engines: the episode serves `post` at the router's URL.
 
-So a request has what every request of a run has: whichever engine there is, its place in a pause for new weights, another
-engine if one is lost, and the version of each token. Other URLs are asked over HTTP.
+So these requests are handled like all requests of a run: they work with every engine, pause for weight updates, are sent again
+if an engine is lost, and record the policy version of each token. Requests to other URLs go over HTTP.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from slime_core.contracts.generator import Episode
 
 ROUTER_HOST: Final = "slime-compat.invalid"
-"""`args.sglang_router_ip`. A name that never resolves: who asks it by another client than `post` fails at once, with a
-message that has this name in it."""
+"""`args.sglang_router_ip`. The name never resolves: a request by another client than `post` fails at once, with an error that
+contains the name."""
 ROUTER_PORT: Final = 30000
 ATTEMPTS: Final = 5
 PARAMS: Final = {
@@ -40,46 +40,49 @@ PARAMS: Final = {
     "repetition_penalty": float,
 }
 IGNORED: Final = frozenset({"no_stop_trim", "spaces_between_special_tokens", "sampling_seed", "n"})
-"""Of text alone, or decided by the run."""
+"""Parameters that concern only the text, or that the run sets."""
 
 
 class Asking:
-    """One episode of an old function: its requests are numbered by the kernel, so it makes them one after the other or
-    together, as it likes."""
+    """The requests of one episode of an old function. The kernel numbers them, so they may run one after another or at once."""
 
     def __init__(self, episode: Episode, written: WrittenTokens) -> None:
         self.episode = episode
         self.written = written
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The answer to SGLang's /generate. RolloutError for what an episode cannot ask."""
+        """Serves SGLang's /generate. RolloutError for parameters that an episode does not support."""
         sampling, trimmed = self._sampling(payload.get("sampling_params") or {})
         if unknown := sorted(
             {"image_data", "video_data", "audio_data", "stream"} & {k for k, v in payload.items() if v}
         ):
             raise RolloutError(
-                f"an old generate function asked /generate with {', '.join(unknown)}; only tokens are sent."
+                f"an old generate function called /generate with {', '.join(unknown)}; only tokens are supported."
             )
         tokenizer = self.episode.tokenizer
         ids = payload.get("input_ids")
         if ids is None:
             ids = tokenizer(payload["text"], add_special_tokens=False)["input_ids"]
         if not len(ids) or not isinstance(ids[0], int):
-            raise RolloutError("an old generate function asked /generate with input_ids that are no list of token ids.")
+            raise RolloutError(
+                "an old generate function called /generate with input_ids that are no list of token ids."
+            )
         tokens = np.asarray(ids, np.int32)
         completion = await self.episode.complete(tokens, sampling)
         self.written.add(tokens, completion)
-        return self._answer(completion, len(tokens), sampling, trimmed)
+        return self._response(completion, len(tokens), sampling, trimmed)
 
     def _sampling(self, params: dict[str, Any]) -> tuple[SamplingParams, bool]:
-        """Also whether stop strings are cut off the text."""
+        """The sampling parameters, and whether stop strings are removed from the text."""
         stop, stop_ids = params.get("stop") or (), params.get("stop_token_ids") or ()
         given = {name: kind(params[name]) for name, kind in PARAMS.items() if params.get(name) is not None}
         if params.get("n", 1) != 1:
-            raise RolloutError("an old generate function asked for several answers at once (n); ask once for each.")
+            raise RolloutError(
+                "an old generate function requested several responses at once (n). Send one request for each."
+            )
         if unknown := sorted(set(params) - set(PARAMS) - IGNORED - {"stop", "stop_token_ids", "skip_special_tokens"}):
             raise RolloutError(
-                f"an old generate function asked with sampling_params {', '.join(unknown)}, which engines are not asked for. "
+                f"an old generate function called /generate with sampling_params {', '.join(unknown)}: not supported. "
                 f"Known: {', '.join([*PARAMS, 'stop', 'stop_token_ids', 'skip_special_tokens'])}."
             )
         given.setdefault("max_new_tokens", self.episode.sampling.max_new_tokens)
@@ -91,7 +94,7 @@ class Asking:
         )
         return sampling, not params.get("no_stop_trim", False)
 
-    def _answer(self, completion: Completion, asked: int, sampling: SamplingParams, trimmed: bool) -> dict[str, Any]:
+    def _response(self, completion: Completion, asked: int, sampling: SamplingParams, trimmed: bool) -> dict[str, Any]:
         ids: list[int] = completion.token_ids.tolist()
         text = str(self.episode.tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
         finish: dict[str, Any] = {"type": completion.finish_reason.value}
@@ -121,26 +124,26 @@ class Asking:
 
 
 asking: ContextVar[Asking] = ContextVar("slime_compat_asking")
-"""Whose requests these are: tasks that a function starts inherit it."""
+"""The episode of the current task. Tasks that a function starts inherit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimit:
-    """Of one request over HTTP, from its sending to the end of the answer."""
+    """Time limit of one request over HTTP, until the end of the response."""
 
     seconds: float
     option: str
-    """Where the run file says it."""
+    """Key of the run file that sets it."""
 
 
 request_limit: ContextVar[RequestLimit] = ContextVar("slime_compat_request_limit")
-OUTSIDE: Final = RequestLimit(REQUEST_TIMEOUT_S, "no option says another limit here")
-"""Of requests from threads that a function started itself, where nobody knows whose they are."""
+OUTSIDE: Final = RequestLimit(REQUEST_TIMEOUT_S, "no option sets this limit")
+"""Limit of requests from threads that a function started itself; they do not inherit the context."""
 
 
 @contextmanager
 def limited(seconds: float, option: str) -> Iterator[None]:
-    """Requests of what is called inside, and of tasks that it starts."""
+    """Limits the requests of code that is called inside, and of tasks that it starts."""
     token = request_limit.set(RequestLimit(seconds, option))
     try:
         yield
@@ -152,18 +155,18 @@ def current(what: str) -> Asking:
     found = asking.get(None)
     if found is None:
         raise RolloutError(
-            f"{what} was called outside a generate function; only the generator compat has engines for it."
+            f"{what} was called outside a generate function; only the generator compat can reach the engines."
         )
     return found
 
 
 async def post(url: str, payload: Any, max_retries: int = ATTEMPTS, headers: dict[str, str] | None = None) -> Any:
-    """JSON to JSON. RolloutError for the router's other routes, which are the run's own business."""
+    """Sends JSON, returns JSON. RolloutError for routes of the router other than /generate."""
     address = httpx.URL(url)
     if address.host != ROUTER_HOST:
         return await over_http("POST", url, max_retries, json=payload, headers=headers)
     if address.path != "/generate":
-        raise RolloutError(f"an old generate function asked the router for {address.path}; only /generate is answered.")
+        raise RolloutError(f"an old generate function called {address.path} of the router; only /generate is served.")
     return await current("post").generate(payload)
 
 
@@ -172,21 +175,20 @@ async def get(url: str) -> Any:
 
 
 async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any:
-    """Asks again after errors of the network and of the server, and where there was no answer in time, up to `attempts`
-    times."""
+    """Sends a request up to `attempts` times: again after network errors, server errors and timeouts."""
     limit = request_limit.get(OUTSIDE)
     async with httpx.AsyncClient(timeout=limit.seconds) as client:
         for attempt in range(1, attempts + 1):
             try:
-                # httpx counts from byte to byte: a server that drips would hold the request for ever.
+                # httpx limits the time between bytes: a slow server could keep the request open for ever.
                 async with asyncio.timeout(limit.seconds):
-                    answer = await client.request(method, url, **options)
-                answer.raise_for_status()
-                return answer.json()
+                    response = await client.request(method, url, **options)
+                response.raise_for_status()
+                return response.json()
             except (TimeoutError, httpx.TimeoutException) as error:
                 if attempt == attempts:
                     raise httpx.ReadTimeout(
-                        f"{method} {url}: no answer within {limit.seconds:g} s, asked {attempts} times ({limit.option})"
+                        f"{method} {url}: no response within {limit.seconds:g} s, {attempts} attempts ({limit.option})"
                     ) from error
             except httpx.HTTPError as error:
                 refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
@@ -197,7 +199,7 @@ async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any
 
 
 class GenerateState:
-    """What old generate functions take the tokenizer from. Made anew wherever it is asked for: it belongs to the episode."""
+    """Gives old generate functions the tokenizer. Each call makes a new one, which belongs to the episode."""
 
     def __init__(self, args: Any) -> None:
         episode = current("GenerateState").episode
@@ -211,7 +213,7 @@ class GenerateState:
 
 
 def sampling_params_of(sampling: SamplingParams) -> dict[str, Any]:
-    """As old generate functions are given them."""
+    """The sampling parameters in the form that old generate functions get."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,4 +1,4 @@
-"""Rewards by old functions: of one sample, of a group, or of prompt and response."""
+"""OldReward: calls an old reward function, of one sample, of a group, or of prompt and response."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slime_core.types.sample import SampleGroup
 
 
 class OldReward(Reward):
-    """Coroutines of one group run together in one event loop, which stays open from group to group: old modules keep
-    connections."""
+    """Coroutines of one group run concurrently in one event loop, which stays open between groups: old modules keep
+    connections open."""
 
     def __init__(self, config: CompatRewardConfig) -> None:
-        """PluginError if the function is not there, or takes something else."""
+        """PluginError if the function is missing, or has another signature."""
         self._path = config.path
         self._group = config.group
         self._request_timeout = config.request_timeout
@@ -32,10 +32,10 @@ class OldReward(Reward):
         self._function = resolve(config.path, config.python_path, where="reward.path")
         self._by_text = not config.group and parameters(self._function)[:2] == ["prompt", "response"]
         if not takes(self._function, 2):
-            told = (
+            forms = (
                 "(args, samples), with reward.group" if config.group else "(args, sample) or (prompt, response, label)"
             )
-            raise wrong_form(config.path, self._function, "reward.path", told)
+            raise wrong_form(config.path, self._function, "reward.path", forms)
         self._loop = asyncio.new_event_loop()
         weakref.finalize(self, self._loop.close)
 
@@ -51,7 +51,7 @@ class OldReward(Reward):
         values = await finished(self._function(self._args, samples))
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise RewardError(
-                f"{self._path} returned {values!r}; with reward.group a list is wanted, a value for each sample."
+                f"{self._path} returned {values!r}; with reward.group it must return a list, a value for each sample."
             )
         return values
 
@@ -62,14 +62,14 @@ class OldReward(Reward):
         return await finished(self._function(sample.prompt, sample.response, **label))
 
     def _value(self, value: Any) -> RewardValue:
-        """Of named values the numbers: a run logs them, and text beside them has no place."""
+        """The numbers of a dict, which the run logs; other values are dropped."""
         if isinstance(value, Mapping):
             numbers = {str(key): float(number) for key, number in value.items() if isinstance(number, Real)}
             if not numbers:
                 raise RewardError(f"{self._path} returned {dict(value)!r}, which has no number.")
             return numbers
         if value is None:
-            raise RewardError(f"{self._path} returned nothing; a number, or a dict of numbers, is wanted.")
+            raise RewardError(f"{self._path} returned None; it must return a number, or a dict of numbers.")
         return value  # type: ignore[no-any-return]
 
 

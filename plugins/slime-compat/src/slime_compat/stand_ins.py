@@ -1,7 +1,7 @@
-"""Modules that old functions import, with what they import from them.
+"""Replacements of upstream modules that old functions import.
 
-Found where THUDM's slime is not installed; where it is, these few take the place of its own, since its `post` would ask a
-router that this run does not have. Everything else of it is found where it lies.
+They are used also where upstream slime is installed: its `post` would call a router that this run does not have. All other
+upstream modules are imported from the installed package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTENT: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": "slime_compat.filter_output"},
 }
-"""Module to its names, each with the module here that has it."""
+"""Upstream module -> its names -> the module here that defines them."""
 
 PACKAGES: Final = frozenset({"slime", "slime.utils", "slime.rollout", "slime.rollout.filter_hub"})
 
@@ -53,13 +53,13 @@ class StandIns(MetaPathFinder):
         if fullname in PACKAGES:
             return importlib.machinery.ModuleSpec(fullname, StandInLoader({}), is_package=True)
         raise ModuleNotFoundError(
-            f"{fullname} is a module of THUDM's slime, which is not installed; slime-compat stands in for "
-            f"{', '.join(CONTENT)} alone",
+            f"{fullname} is a module of upstream slime, which is not installed; slime-compat only replaces "
+            f"{', '.join(CONTENT)}",
             name=fullname,
         )
 
 
 def install() -> None:
-    """Once in a process, before an old module is imported: it may import these later, inside its functions."""
+    """Installs the import hook, once in a process. It stays, since functions may import these modules when called."""
     if not any(isinstance(finder, StandIns) for finder in sys.meta_path):
         sys.meta_path.insert(0, StandIns())

@@ -1,7 +1,7 @@
-"""A launch line on its way to the tables of a run file.
+"""Translation: the tables and notes that a launch line becomes.
 
-A flag that slime has under the same name sets its key. Others have a rule (`rules`), or are known to have no effect or no
-counterpart. Defaults that differ are written out, so that what is trained stays the same.
+A flag that slime has under the same name sets its key. Other flags have a rule (`rules`), or are listed as having no effect or
+no counterpart. Defaults that differ are written into the run file, so that the training stays the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from slime_compat import known_flags
-from slime_compat.flag_words import N, custom_config, guessed, number, said
+from slime_compat.flag_words import N, custom_config, flag_words, guessed, number
 from slime_compat.known_flags import Missing
 from slime_compat.launch_line import LaunchLine
 from slime_core.registry import Registry
@@ -18,22 +18,22 @@ from slime_core.registry import Registry
 D = TypeVar("D")
 SECRETS: Final = frozenset({"wandb-key"})
 FUNCTION_FLAGS: Final = ("custom-rm-path", "custom-generate-function-path", "dynamic-sampling-filter-path")
-"""Functions that run here as they are."""
+"""Flags of functions that run unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A flag that is not in the run file, or not as it was."""
+    """A note on a flag that is left out of the run file, or changed."""
 
     flag: str
     text: str
     trains: bool
-    """What is trained may be another thing for it."""
+    """Whether this may change the training."""
 
 
 @dataclass(slots=True)
 class Translation:
-    """`tables` and `notes` are what came out."""
+    """`tables` and `notes` are the result."""
 
     line: LaunchLine
     registry: Registry
@@ -42,13 +42,13 @@ class Translation:
     tables: dict[str, Any] = field(init=False, default_factory=dict)
     notes: list[Note] = field(init=False, default_factory=list)
     given: dict[str, list[str]] = field(init=False, default_factory=dict)
-    """Flags to their words; a flag that was repeated has the last one's, but lists of evaluation sets all."""
+    """Flag -> values. A repeated flag has its last values, but --eval-prompt-data has all of them."""
     done: set[str] = field(init=False, default_factory=set)
     of_file: set[str] = field(init=False, default_factory=set)
-    """Those that stand in the file of --custom-config-path alone."""
+    """Flags that only the file of --custom-config-path sets."""
 
     def __post_init__(self) -> None:
-        for name, words in said(self.line.words, self.note):
+        for name, words in flag_words(self.line.words, self.note):
             if name == "eval-prompt-data":
                 self.given.setdefault(name, []).extend(words)
             else:
@@ -63,13 +63,13 @@ class Translation:
         return any(name in self.given for name in FUNCTION_FLAGS)
 
     def take(self, name: str) -> str | None:
-        """The only or last word of a flag, which no other rule sees then; a switch that was said is "true"."""
+        """The last value of a flag, which is then marked as done; "true" for a switch, None if the flag is not set."""
         words = self.given.get(name)
         self.done.add(name)
         return None if words is None else (words[-1] if words else "true")
 
     def number(self, name: str, kind: type[N], default: D) -> N | D:
-        """As `take`. `default` where the flag is not said, and where its word is no number, which is noted."""
+        """As `take`, converted to `kind`. `default` if the flag is not set or its value is no number, which adds a note."""
         words = self.given.get(name)
         self.done.add(name)
         if words:
@@ -78,7 +78,7 @@ class Translation:
             except ValueError as error:
                 self.note(name, f"{error}", trains=True)
         elif words is not None:
-            self.note(name, "wants a value", trains=True)
+            self.note(name, "requires a value", trains=True)
         return default
 
     def put(self, path: str, value: Any) -> None:
@@ -95,11 +95,11 @@ class Translation:
         self.note(flag, f"{of.why}; {of.what_to_do}", trains=of.trains)
 
     def args(self) -> dict[str, Any]:
-        """What was said, by the names that old functions read; what is of trainers, engines and trackers is none of theirs."""
+        """The flags as the `args` of old functions, without those of trainers, engines and trackers."""
         hidden = known_flags.SHAPE | known_flags.MEGATRON | SECRETS | set(known_flags.WITHOUT_EFFECT)
-        said_here = {
+        given_args = {
             name: guessed(words)
             for name, words in self.given.items()
             if name not in hidden and not name.startswith(("sglang-", "router-", "wandb-", "tb-"))
         }
-        return {name.replace("-", "_"): value for name, value in sorted(said_here.items())}
+        return {name.replace("-", "_"): value for name, value in sorted(given_args.items())}

@@ -1,4 +1,4 @@
-"""Functions in the old form: what the contract kit tries the plugin on, and the `generate` that old ones build upon."""
+"""Functions in the old form: examples for the contract kit, and the `generate` that old functions call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort
 
 
 async def reward(args: Any, sample: Sample) -> float:
-    """1 for a response that is the label."""
+    """1 for a response that equals the label."""
     return float(sample.response.strip() == str(sample.label))
 
 
@@ -40,13 +40,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         "sampling_params": sampling_params | {"max_new_tokens": left},
         "return_logprob": True,
     }
-    answer = await post(url, payload)
-    meta = answer["meta_info"]
+    reply = await post(url, payload)
+    meta = reply["meta_info"]
     written = [token for _, token, *_ in meta["output_token_logprobs"]]
     before = sample.rollout_log_probs or [], sample.loss_mask or []
     sample.tokens = [*tokens, *written]
     sample.response_length += len(written)
-    sample.response += answer["text"]
+    sample.response += reply["text"]
     sample.rollout_log_probs = before[0] + [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
     sample.loss_mask = before[1] + [1] * len(written)
     sample.weight_versions.append(meta["weight_version"])

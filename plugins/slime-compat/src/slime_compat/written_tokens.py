@@ -1,7 +1,7 @@
-"""WrittenTokens: what the engines wrote in one episode, found again in the samples that come of it.
+"""WrittenTokens: finds the tokens that engines generated in the samples that a function returns.
 
-Old functions keep log-probs and versions themselves, or not at all. Which tokens of a sample were sampled, from which
-context and by which policy, is known better here than from what they return.
+Old functions return log-probs and policy versions, or none. Recorded here, they are reliable: which tokens were sampled, from
+which context, and by which policy.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from slime_core.types.sample import Sample, VersionSpan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """Of a sample of T tokens."""
+    """Where the T tokens of a sample come from."""
 
     log_probs: npt.NDArray[np.float32]
     """(T,) nats; 0 where unknown."""
     known: npt.NDArray[np.bool_]
-    """(T,) an engine wrote this token behind exactly the tokens before it."""
+    """(T,) whether an engine generated this token after exactly the tokens before it."""
     spans: tuple[VersionSpan, ...]
-    """Over positions of the sample, not of its response."""
+    """Positions in the sample, not in its response."""
     routed_experts: RoutedExperts | None
 
 
 class WrittenTokens:
     def __init__(self, kept: Sample | None) -> None:
-        """`kept`: what a partial rollout left, which earlier episodes wrote."""
+        """`kept`: the sample of a partial rollout, which earlier episodes generated."""
         self._kept = kept
-        self._answers: list[tuple[npt.NDArray[np.int32], Completion]] = []
+        self._completions: list[tuple[npt.NDArray[np.int32], Completion]] = []
 
     def add(self, context: npt.NDArray[np.int32], completion: Completion) -> None:
-        self._answers.append((context, completion))
+        self._completions.append((context, completion))
 
     @property
     def versions(self) -> list[int]:
         of_kept = [] if self._kept is None else [span.version for span in self._kept.spans]
-        return of_kept + [span.version for _, completion in self._answers for span in completion.spans]
+        return of_kept + [span.version for _, completion in self._completions for span in completion.spans]
 
     def find(self, tokens: npt.NDArray[np.int32]) -> Found:
-        """An answer counts as far as its tokens are there: functions cut the end off."""
+        """Matches each completion up to the first token that differs: functions may cut off its end."""
         log_probs = np.zeros(len(tokens), np.float32)
         known = np.zeros(len(tokens), np.bool_)
         spans: list[VersionSpan] = []
@@ -56,7 +56,7 @@ class WrittenTokens:
             log_probs[start:end], known[start:end] = kept.rollout_log_probs, True
             spans += shifted(kept.spans, start, end)
             experts = kept.routed_experts
-        for context, completion in self._answers:
+        for context, completion in self._completions:
             start = len(context)
             if start > len(tokens) or not np.array_equal(tokens[:start], context):
                 continue
@@ -70,13 +70,13 @@ class WrittenTokens:
 
 
 def common_length(tokens: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> int:
-    """Of the longest beginning that both have."""
+    """Length of the longest common prefix."""
     length = min(len(tokens), len(others))
     different = np.flatnonzero(tokens[:length] != others[:length])
     return int(different[0]) if len(different) else length
 
 
 def shifted(spans: Sequence[VersionSpan], start: int, end: int) -> list[VersionSpan]:
-    """By `start`, and cut off at `end`."""
+    """Shifts spans by `start`, and cuts them at `end`."""
     moved = [VersionSpan(v, s + start, min(e + start, end)) for v, s, e in spans]
     return [span for span in moved if span.end > span.start]

@@ -1,8 +1,8 @@
-"""AssistantTurns: which characters of a rendered conversation the assistant wrote. The chat template itself says so.
+"""AssistantTurns: finds the assistant's turns in a rendered conversation, by the chat template.
 
-Where a template marks them with {% generation %}, its marks are taken. Any other is rendered up to each turn: what it adds
-to the generation prompt is the turn, which is right only if both renderings are beginnings of the whole one. That is
-checked for every turn, and a template that looks back and changes what it wrote before is an error.
+If the template marks them with {% generation %}, its marks are used. Otherwise it is rendered up to each turn: what the turn
+adds to the generation prompt is trained. This requires that both renderings are prefixes of the whole one, which is checked
+for every turn; a template that changes earlier text when later messages follow is an error.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text; `turns` are [start, end) in characters, in order: what is to be learnt."""
+    """A conversation as text. `turns`: [start, end) in characters of the text to train on, in order."""
 
     text: str
     turns: tuple[tuple[int, int], ...]
 
 
 class AssistantTurns:
-    """Tool, user and system messages are never learnt, nor are headers that the generation prompt writes; what ends a
-    turn is. A message with `step_loss_mask` 0 is left out, and with `last_turn_only` all but the last one are."""
+    """Tool, user and system messages are never trained, nor are headers of the generation prompt; the end of a turn is trained.
+    Not trained are also messages with `step_loss_mask` 0, and with `last_turn_only` all turns but the last."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], *, last_turn_only: bool = False
@@ -47,15 +47,15 @@ class AssistantTurns:
         self._last_turn_only = last_turn_only
 
     def render(self, messages: Sequence[Message], tools: Tools, origin: str) -> Rendered:
-        """DataError names `origin` if there is no such turn, the template fails, or turns cannot be told apart."""
+        """DataError, with `origin`, if there is no such turn, the template fails, or the turns cannot be located."""
         spoken = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not spoken:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise DataError(
-                f'{origin}: no message with role "{ASSISTANT}", so there is nothing to learn; there is {roles}. '
-                "An answer in a column of its own is named with --label-key."
+                f'{origin}: no message with role "{ASSISTANT}", so there is nothing to train on; there is {roles}. '
+                "If the response is in another column, pass --label-key."
             )
-        wanted = [
+        selected = [
             position
             for position, number in enumerate(spoken)
             if messages[number].get(UNTRAINED_KEY, 1) and (not self._last_turn_only or position == len(spoken) - 1)
@@ -63,8 +63,8 @@ class AssistantTurns:
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
             if GENERATION_BLOCK.search(template):
-                return self._marked(template, messages, tools, len(spoken), wanted, origin)
-            return self._by_beginnings(messages, tools, [spoken[position] for position in wanted], origin)
+                return self._marked(template, messages, tools, len(spoken), selected, origin)
+            return self._by_beginnings(messages, tools, [spoken[position] for position in selected], origin)
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{origin}: the chat template failed: {error}") from error
 
@@ -74,12 +74,12 @@ class AssistantTurns:
         messages: Sequence[Message],
         tools: Tools,
         num_spoken: int,
-        wanted: Sequence[int],
+        selected: Sequence[int],
         origin: str,
     ) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # What `apply_chat_template` calls; its own token mask ends at the first mark that no token begins at.
+        # Calls what `apply_chat_template` calls, whose token mask ends at the first mark where no token begins.
         (text,), (marks,) = render_jinja_template(
             conversations=[messages],
             tools=tools,
@@ -87,14 +87,14 @@ class AssistantTurns:
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **self._kwargs},
         )
-        if len(wanted) == num_spoken and marks:
+        if len(selected) == num_spoken and marks:
             return Rendered(text, tuple(marks))
         if len(marks) != num_spoken:
             raise DataError(
                 f"{origin}: the chat template marks {len(marks)} turns with {{% generation %}}, and {num_spoken} messages "
-                f'have the role "{ASSISTANT}": which of them are to be learnt cannot be told.'
+                f'have the role "{ASSISTANT}": the marks cannot be assigned to messages.'
             )
-        return Rendered(text, tuple(marks[position] for position in wanted))
+        return Rendered(text, tuple(marks[position] for position in selected))
 
     def _by_beginnings(
         self, messages: Sequence[Message], tools: Tools, numbers: Sequence[int], origin: str
@@ -106,10 +106,10 @@ class AssistantTurns:
             through = self._text(messages[: number + 1], tools, prompt=False)
             if not (through.startswith(before) and whole.startswith(through)):
                 raise DataError(
-                    f"{origin}: the chat template writes the beginning of the conversation, up to message {number}, in "
-                    "another way once the rest follows, so that this turn's tokens cannot be told. Put {% generation %} "
-                    "and {% endgeneration %} around what the assistant writes in the model's chat template, or learn the "
-                    "last turn alone: --rollout.collector sft --collector.loss-mask-type last_assistant."
+                    f"{origin}: the chat template renders the conversation up to message {number} differently when later "
+                    "messages follow, so the tokens of this turn cannot be located. Put {% generation %} and "
+                    "{% endgeneration %} around the assistant's text in the model's chat template, or train only the last "
+                    "turn: --rollout.collector sft --collector.loss-mask-type last_assistant."
                 )
             turns.append((len(before), len(through)))
         return Rendered(whole, tuple(turns))

@@ -1,6 +1,6 @@
 """ConversationGroups: the collector of supervised fine-tuning. A row of the data is a group of one finished sample.
 
-Legend: T tokens, P of them before the first that is learnt, R = T - P.
+Legend: T tokens, P of them before the first trained one, R = T - P.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ Mask: TypeAlias = npt.NDArray[np.uint8]
 
 
 class ConversationGroups(Collector["RolloutContext"]):
-    """Takes rows from the buffer in its order. With messages (`data.apply_chat_template`) the assistant's turns are
-    learnt, the label being the last one if the row ends before it; without, the label and the end token after it.
+    """Takes rows from the buffer in its order. With messages (`data.apply_chat_template`) the assistant's turns are trained;
+    the label is the last turn if the messages do not end with one. Without, the label and an end token are trained.
 
-    What is longer than `rollout_max_response_len` or `rollout_max_context_len` is cut, and counted as truncated.
+    Text longer than `rollout_max_response_len` or `rollout_max_context_len` is cut, and counted as truncated.
     """
 
     def __init__(self, *, last_turn_only: bool = False) -> None:
         self._last_turn_only = last_turn_only
 
     async def collect(self, step: int, context: RolloutContext) -> list[SampleGroup]:
-        """RolloutError if the data has ended; DataError names a row that has no answer."""
-        wanted = context.config.rollout_batch_size
-        items = context.take(wanted)
-        if len(items) < wanted:
+        """RolloutError if the data has ended; DataError, with its origin, for a row without a response."""
+        num_groups = context.config.rollout_batch_size
+        items = context.take(num_groups)
+        if len(items) < num_groups:
             context.buffer.add_samples([item.as_returned(step) for item in items])
-            raise RolloutError(f"step {step}: the data has ended: {len(items)} rows are left, and {wanted} are wanted.")
+            raise RolloutError(
+                f"step {step}: the data has ended: {len(items)} rows are left, and {num_groups} are required."
+            )
         turns = AssistantTurns(
             context.tokenizer, context.data.apply_chat_template_kwargs, last_turn_only=self._last_turn_only
         )
@@ -59,7 +61,7 @@ class ConversationGroups(Collector["RolloutContext"]):
 def group_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: AssistantTurns, limits: RolloutConfig
 ) -> SampleGroup:
-    """The row as a group of one sample."""
+    """Makes a group of one sample from a row."""
     images = prompt.images
     if prompt.messages is None:
         token_ids, mask = labelled(prompt, tokenizer)
@@ -68,17 +70,17 @@ def group_of(
         token_ids, mask = tokenized(rendered, tokenizer)
         if images:
             token_ids, mask, images = with_images(prompt, token_ids, mask)
-    # The first token has nothing before it to be predicted from.
+    # The first token cannot be predicted: no token is before it.
     learnt = np.flatnonzero(mask[1:]) + 1
     start = int(learnt[0]) if len(learnt) else len(token_ids)
     length = min(len(token_ids), start + limits.rollout_max_response_len, limits.rollout_max_context_len or 2**62)
-    # An image is seen whole, or not at all.
+    # An image is kept as a whole, or cut as a whole.
     cut = [image for image in images if image.places and last_of(image) >= length]
     length = min([length, *(image.places[0] for image in cut)])
     start = min(start, length)
     seen = tuple(image for image in images if image not in cut)
     if prompt.messages is not None:
-        # The conversation up to there, not with a generation prompt after it, is what the answer was given to.
+        # The prompt is the conversation up to the first trained token, without a generation prompt after it.
         prompt = replace(prompt, token_ids=token_ids[:start], text=tokenizer.decode(token_ids[:start]), images=seen)
     elif cut:
         prompt = replace(prompt, images=seen)
@@ -98,12 +100,12 @@ def group_of(
 
 
 def last_of(image: Image) -> int:
-    """Where its last feature stands."""
+    """Position of its last feature."""
     return image.places[-1] + image.num_tokens // image.num_places - 1
 
 
 def with_videos(rendered: Rendered, prompt: Prompt) -> Rendered:
-    """The text with the times of each video's frames, and the turns where they are then."""
+    """Inserts the times of each video's frames into the text, and moves the turns accordingly."""
     videos = [image for image in prompt.images if image.frames]
     if not videos:
         return rendered
@@ -118,14 +120,14 @@ def with_videos(rendered: Rendered, prompt: Prompt) -> Rendered:
 
 
 def with_images(prompt: Prompt, token_ids: Tokens, mask: Mask) -> tuple[Tokens, Mask, tuple[Image, ...]]:
-    """Tokens and mask with the token of each image as often as it has features, and the images with their places. Wherever an
-    image stands, it is not learnt."""
+    """Repeats the token of each image as often as it has features. Returns tokens, mask, and the images with their positions.
+    Images are never trained."""
     is_place = np.isin(token_ids, [prompt.token_ids[image.places[0]] for image in prompt.images])
     places = sum(image.num_places for image in prompt.images)
     if is_place.sum() != places:
         raise DataError(
             f"{prompt.origin}: {len(prompt.images)} images and videos with {places} places, and {is_place.sum()} of their "
-            "tokens in the conversation: the answer may not hold one that stands for no image."
+            "tokens in the conversation. The response must not contain an image token without an image."
         )
     placed_ids, placed = with_features(token_ids, is_place, prompt.images)
     repeats = np.ones(len(token_ids), np.int64)
@@ -134,7 +136,7 @@ def with_images(prompt: Prompt, token_ids: Tokens, mask: Mask) -> tuple[Tokens, 
 
 
 def conversation(prompt: Prompt) -> Sequence[Message]:
-    """The row's messages; a label is the assistant's next one, unless the assistant spoke last."""
+    """The row's messages. If the last one is not the assistant's, the label is appended as the assistant's message."""
     messages = prompt.messages
     assert messages is not None
     if messages[-1]["role"] == ASSISTANT or prompt.label is None:
@@ -143,35 +145,35 @@ def conversation(prompt: Prompt) -> Sequence[Message]:
 
 
 def labelled(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, Mask]:
-    """(T,) each: the prompt, and after it the label and the end token, which are learnt."""
+    """(T,) each: the prompt, and after it the label and the end token, which are trained."""
     if prompt.label is None:
         raise DataError(
-            f"{prompt.origin}: a prompt without an answer. Name the column of the answer with --label-key, or give "
-            "messages that the assistant takes part in, with --apply-chat-template."
+            f"{prompt.origin}: a prompt without a response. Pass the column of the response with --label-key, or use "
+            "messages with turns of the assistant and pass --apply-chat-template."
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {tokenizer.name_or_path} has no eos_token, which ends an answer.")
+        raise ModelError(f"the tokenizer of {tokenizer.name_or_path} has no eos_token, which ends a response.")
     text = text_label(prompt)
-    answer: list[int] = [*tokenizer.encode(text, add_special_tokens=False, verbose=False), tokenizer.eos_token_id]
-    mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt.token_ids), len(answer)])
-    return np.concatenate([prompt.token_ids, np.array(answer, np.int32)]), mask
+    response: list[int] = [*tokenizer.encode(text, add_special_tokens=False, verbose=False), tokenizer.eos_token_id]
+    mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt.token_ids), len(response)])
+    return np.concatenate([prompt.token_ids, np.array(response, np.int32)]), mask
 
 
 def text_label(prompt: Prompt) -> str:
     label: Any = prompt.label
     if not isinstance(label, str):
         raise DataError(
-            f"{prompt.origin}: the label is the answer to learn and must be a string, found {label!r:.60} (label_key)."
+            f"{prompt.origin}: the label is the response to train on and must be a string, found {label!r:.60} (label_key)."
         )
     return label
 
 
 def tokenized(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, Mask]:
-    """(T,) each, of the whole text at once: a token is learnt if any of its characters is in a turn."""
+    """(T,) each: tokens of the whole text, and the mask. A token is trained if any of its characters is in a turn."""
     if not tokenizer.is_fast:
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path} does not tell which characters its tokens stand for: masks of "
-            "conversations need a fast one (tokenizer.json)."
+            f"the tokenizer of {tokenizer.name_or_path} has no character offsets of tokens. Masks of "
+            "conversations require a fast tokenizer (tokenizer.json)."
         )
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     marked = np.zeros(len(rendered.text), np.int64)

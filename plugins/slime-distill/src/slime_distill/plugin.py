@@ -1,4 +1,4 @@
-"""What slime-distill registers: on-policy distillation and supervised fine-tuning, and their parts.
+"""Drivers of slime-distill: on-policy distillation and supervised fine-tuning, and their parts.
 
 In the formulas l_t is the log-prob of token t under the weights being trained, old_t before this rollout's training,
 teacher_t under the teacher; rho_t = exp(l_t - old_t); A_t the advantage; M the number of trainable tokens of a rollout.
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 # --- Recipes ----------------------------------------------------------------------------------------------------------
 
 OPD = Recipe(
-    summary="On-policy distillation: the student writes, and at each of its tokens a teacher says how much likelier or "
-    "less likely it would have been; no reward is needed.",
+    summary="On-policy distillation: the student generates, and a teacher computes the log-prob of each of its tokens; no "
+    "reward is needed.",
     paper="On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes, arXiv:2306.13649",
     relative="grpo",
     differences=(
         "A_t = -opd_kl_coef (old_t - teacher_t), one estimate of the reverse KL for each token, instead of the rollout's "
-        "normalised reward",
+        "normalized reward",
         "no group: one sample per prompt is enough",
-        "every token weighs the same (token_mean), since each has a signal of its own",
-        "the gradient of a policy, with PPO's clip, on the reverse KL of the student's samples; the paper differentiates "
-        "a divergence of whole distributions",
+        "every token has the same weight (token_mean), since each has its own signal",
+        "a policy gradient with PPO's clip on the reverse KL at the sampled tokens; the paper differentiates a divergence "
+        "of whole distributions",
     ),
     formula="mean over trainable tokens of max(-rho_t A_t, -clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t), "
     "A_t = -opd_kl_coef (old_t - teacher_t)",
@@ -50,12 +50,12 @@ OPD = Recipe(
 )
 
 SFT = Recipe(
-    summary="Supervised fine-tuning: the likelihood of the answers in the data, nothing is generated.",
+    summary="Supervised fine-tuning: maximizes the likelihood of the responses in the data; nothing is generated.",
     paper="Training language models to follow instructions with human feedback, arXiv:2203.02155, step 1",
     differences=(
         "no advantages, no old log-probs, no reward and no engine (evaluation sets start one)",
-        "answers come from the data: what the assistant says in a conversation, through the chat template, or a label",
-        "log-probs at temperature 1, whatever rollouts are sampled at",
+        "responses come from the data: the assistant's turns of a conversation, through the chat template, or a label",
+        "log-probs at temperature 1, for any rollout temperature",
     ),
     formula="mean over trainable tokens of -l_t",
     advantage=None,
@@ -69,7 +69,7 @@ SFT = Recipe(
 
 class ReverseKlConfig(DriverConfig):
     opd_kl_coef: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Weight of the teacher. As a term beside another advantage: how many units of that one a nat is worth."""
+    """Weight of the teacher. As a term of another advantage: how many of its units one nat counts."""
 
 
 class ReverseKl(AdvantageDriver):
@@ -119,12 +119,12 @@ class Sft(LossDriver):
 
 class ConversationsConfig(DriverConfig):
     loss_mask_type: Literal["assistant", "last_assistant"] = "assistant"
-    """Which turns are learnt: all that the chat template marks as the assistant's, or the last one of them alone. A
-    message with `step_loss_mask = 0` is never learnt."""
+    """Which turns are trained: all turns of the assistant, or only the last one. A message with `step_loss_mask = 0` is never
+    trained."""
 
 
 class Conversations(CollectorDriver):
-    """Answers from the data: the assistant's turns of a conversation, or the label of a prompt. No engine is started."""
+    """Responses from the data: the assistant's turns of a conversation, or the label of a prompt. No engine is started."""
 
     Config = ConversationsConfig
 
@@ -147,12 +147,12 @@ class Conversations(CollectorDriver):
         found = []
         if rollout.n_samples_per_prompt != 1:
             found.append(
-                f"rollout.n_samples_per_prompt = {rollout.n_samples_per_prompt}: a row of the data has one answer. "
-                "Say --n-samples-per-prompt 1."
+                f"rollout.n_samples_per_prompt = {rollout.n_samples_per_prompt}: a row of the data has one response. "
+                "Pass --n-samples-per-prompt 1."
             )
         if rollout.filters:
             names = ", ".join(table.name for table in rollout.filters)
-            found.append(f"rollout.filters ({names}): collector sft takes every row of the data. Leave them out.")
+            found.append(f"rollout.filters ({names}): collector sft uses every row of the data. Leave the filters out.")
         return found
 
     @classmethod

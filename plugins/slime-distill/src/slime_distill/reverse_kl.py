@@ -1,4 +1,4 @@
-"""ReverseKl: a teacher's opinion of each token as its advantage.
+"""ReverseKl: the difference of the teacher's and the old log-probs as advantage.
 
 Legend: M response tokens.
 """
@@ -25,9 +25,9 @@ class ReverseKl(AdvantageEstimator):
     def estimate(self, inputs: CreditInputs) -> Credit:
         old_M, teacher_M = inputs.columns.old_log_probs, inputs.columns.teacher_log_probs
         if old_M is None or teacher_M is None:
-            raise ValueError("reverse_kl needs the columns old_log_probs and teacher_log_probs")
+            raise ValueError("reverse_kl requires the columns old_log_probs and teacher_log_probs")
         trained_M = inputs.batch.mask.astype(np.bool_)
-        # Selected before the subtraction: at masked tokens anything may stand, infinities too.
+        # Selected before the subtraction: masked tokens may have any values, even infinities.
         gap_M = np.where(trained_M, old_M, np.float32(0)) - np.where(trained_M, teacher_M, np.float32(0))
         estimate = float(gap_M[trained_M].mean(dtype=np.float64)) if trained_M.any() else 0.0
         return Credit(

@@ -1,4 +1,4 @@
-"""Comparison: which samples of a batch are judged against each other, and the statistics of each such group.
+"""RewardGroups: the groups of samples whose rewards are compared, and the statistics of each group.
 
 Legend: S samples, N scored samples (those with a reward), R rollouts (a rollout may be several samples), G groups.
 """
@@ -16,18 +16,18 @@ from slime_core.types.batch import Batch, Float64, Int64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Comparison:
-    """Samples with one credit key form a group; samples without a reward (NaN) stay out.
+class RewardGroups:
+    """Samples with the same credit key form a group; samples without a reward (NaN) are left out.
 
     Inside a group every rollout counts once, with the mean of its samples, so that a trajectory cut into many samples
-    does not outvote the others. A trajectory whose samples have several credit keys is one rollout in each of those
-    groups. Statistics of equal rewards are exact: deviations and standard deviations are 0, not 1e-17.
+    has no larger weight. A trajectory whose samples have several credit keys is one rollout in each of those groups.
+    Statistics of equal rewards are exact: deviations and standard deviations are 0, not 1e-17.
     """
 
     num_samples: int
     """S"""
     scored: Int64
-    """(N,) which samples they are."""
+    """(N,) indices of the scored samples."""
     rewards: Float64
     """(N,)"""
     group_of_sample: Int64
@@ -40,8 +40,8 @@ class Comparison:
     """(G,), none of them 0."""
 
     @classmethod
-    def of(cls, batch: Batch, rewards: Float64) -> Comparison:
-        """`rewards` (S,) after shaping; NaN: none."""
+    def of(cls, batch: Batch, rewards: Float64) -> RewardGroups:
+        """Groups the samples of a batch. `rewards`: (S,) after shaping; NaN: no reward."""
         scored = np.flatnonzero(~np.isnan(rewards))
         group_of_sample, num_groups = numbered(batch.credit_key[scored])
         trajectory_of_sample, num_trajectories = numbered(batch.rollout_id[scored])
@@ -79,14 +79,14 @@ class Comparison:
 
     @cached_property
     def deviation(self) -> Float64:
-        """(N,) a sample's reward minus its group's mean; 0 in a group of one rollout, which has nothing to be compared
-        with."""
+        """(N,) a sample's reward minus its group's mean; 0 in a group of one
+        rollout."""
         alone = (self.num_rollouts == 1)[self.group_of_sample]
         return np.where(alone, 0.0, self.rewards - self.group_mean[self.group_of_sample])
 
     @property
     def num_singletons(self) -> int:
-        """Groups of one rollout."""
+        """Number of groups with one rollout."""
         return int((self.num_rollouts == 1).sum())
 
     def credit(self, values: Float64) -> Float64:
@@ -101,13 +101,13 @@ class Comparison:
 
 
 def numbered(keys: npt.NDArray[np.integer[Any]]) -> tuple[Int64, int]:
-    """Each key as a number in [0, n), and n."""
+    """Maps each key to a number in [0, n). Returns the numbers, and n."""
     distinct, numbers = np.unique(keys, return_inverse=True)
     return numbers.astype(np.int64, copy=False), len(distinct)
 
 
 def segment_means(values: Float64, segment: Int64, num_segments: int) -> Float64:
-    """Mean of each segment's values, none of them empty; of equal values, exactly that value."""
+    """Mean of the values of each segment, none of which is empty. The mean of equal values is exactly that value."""
     lowest = np.full(num_segments, np.inf)
     highest = np.full(num_segments, -np.inf)
     np.minimum.at(lowest, segment, values)

@@ -18,18 +18,18 @@ def discounted_sums(
 ) -> Float64:
     """y_t = x_t + decay x y_(t+1), with t counting the masked-in tokens of a sample alone; (M,) to (M,), float64.
 
-    `lengths` (S,) are those of the samples' responses and add up to M. Masked-out tokens cost no decay, get 0, and their
-    values, even NaN, go nowhere.
+    `lengths`: (S,) response lengths of the samples; their sum is M. Masked-out tokens cost no decay and get 0, and their
+    values, even NaN, are not used.
 
-    One vector operation over the samples for each position, counted from their ends: no power of `decay` is formed and
-    nothing is divided by one, so long responses neither overflow nor lose digits, and decay 1 gives plain sums.
+    One vector operation over the samples for each position, counted from their ends. No power of `decay` is computed, so
+    long responses neither overflow nor lose digits, and decay 1 gives plain sums.
     """
     rows_of_tokens = np.flatnonzero(mask)
     sample_of_row = np.repeat(np.arange(len(lengths)), lengths)
     num_tokens = np.bincount(sample_of_row[rows_of_tokens], minlength=len(lengths))
     order = np.argsort(-num_tokens, kind="stable")
     last_token = np.cumsum(num_tokens)[order] - 1
-    # How many samples still have a token at each distance from their last one: the first so many in `order`.
+    # Number of samples that have a token at each distance from their last one; they are the first ones in `order`.
     distances = np.arange(num_tokens.max(initial=0))
     num_alive = len(lengths) - np.searchsorted(np.sort(num_tokens), distances, side="right")
 

@@ -1,4 +1,4 @@
-"""The ratio of the trainer's to the engine's probability of a token, and what tis and icepop report of it.
+"""The ratio of the trainer's to the engine's probability of a token, and its metrics in tis and icepop.
 
 Legend: T response tokens of the micro-batch.
 """
@@ -21,8 +21,8 @@ def engine_ratio(inputs: LossInputs) -> Tensor:
 
 
 def exp_gap(log_probs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """(T,) exp(log_probs - other), detached, 1 at masked tokens, whatever stands there."""
-    # Chosen from the tokens first: inf - inf would be NaN.
+    """(T,) exp(log_probs - other), detached, 1 at masked tokens whatever their values."""
+    # Selected before the subtraction: inf - inf would be NaN.
     gap = torch.where(mask, log_probs.detach(), 0.0) - torch.where(mask, other, 0.0)
     return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

@@ -1,11 +1,11 @@
-"""What the contract kit tries the corrections on, with numbers worked out on paper: the engine's log-probs are the
-trainer's less the logarithm of a round ratio."""
+"""Anchors for the contract kit: inputs of the corrections, with results worked out by hand. The engine's log-probs are the
+trainer's minus the logarithm of a round ratio."""
 
 from __future__ import annotations
 
 from slime_core.contracts.example import CorrectionExample, ExampleSample
 
-# Ratios 8, 1.25, a tool token and 0.25; then 2.5. The tool's log-probs are far apart, and nobody may look.
+# Ratios 8, 1.25, a tool token and 0.25; then 2.5. The tool's log-probs differ much, and must not be used.
 _TOKENS = (
     ExampleSample(
         mask=(1, 1, 0, 1),
@@ -78,7 +78,7 @@ MIS = (
 )
 
 # The first sample's trained tokens have become less likely by 0.3 and 0.1 nats, 0.2 in the mean; the second's, with a
-# good answer, by 0.5; the third's more likely.
+# good response, by 0.5; the third's more likely.
 _MOVED = (
     ExampleSample(
         mask=(1, 0, 1), log_probs=(-1.3, -1.0, -1.1), old_log_probs=(-1.0, -9.0, -1.0), advantages=(-1.0, -1.0, -1.0)

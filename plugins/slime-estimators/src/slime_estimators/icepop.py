@@ -1,4 +1,4 @@
-"""icepop: importance sampling between trainer and engine that leaves out what is too far off."""
+"""icepop: importance sampling between trainer and engine that masks tokens outside the bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_estimators.engine_ratio import engine_ratio, ratio_metrics
 class IcePop(OffPolicyCorrection):
     """w_t = ratio_t if low <= ratio_t <= high, else 0, with ratio_t = exp(old_t - rollout_t).
 
-    Differs from `TruncatedImportanceSampling` beyond the bounds alone: there a token has no gradient. Source: "Every Step
+    Differs from `TruncatedImportanceSampling` only outside the bounds: there a token has no gradient. Source: "Every Step
     Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model", arXiv:2510.18855, section on IcePop.
     """
 

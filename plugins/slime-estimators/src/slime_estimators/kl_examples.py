@@ -1,4 +1,4 @@
-"""What the contract kit tries the KL estimators on, with numbers worked out on paper.
+"""Anchors for the contract kit: inputs of the KL estimators, with results worked out by hand.
 
 The gaps d = l - ref are 0.5, -2 and 0: exp(-0.5) = 0.606530660, exp(2) = 7.389056099. Then d = -2 with a ratio of 1.5.
 """

@@ -18,7 +18,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class Bounds(NamedTuple):
-    """Of the ratio, both inclusive."""
+    """Bounds of the ratio, both inclusive."""
 
     low: float
     high: float
@@ -26,19 +26,19 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """What has a ratio of its own at some level."""
+    """The units of a level, each with one ratio: tokens or samples."""
 
     ratio: Float64
     """(U,) exp of the level's log-ratio, its exponent clamped to [-20, 20]."""
     counted: Bool
-    """(U,) a trained token, or a sample that has one."""
+    """(U,) True for a trained token, or a sample that has one."""
     of_token: Int64
-    """(M,) in [0, U)."""
+    """(M,) unit of each token, in [0, U)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gap:
-    """x = old - rollout of the samples of an optimiser step."""
+    """x = old - rollout of the samples of an optimizer step."""
 
     values: Float64
     """(M,) nats, 0 at masked tokens."""
@@ -85,7 +85,7 @@ class Weighted:
     weights: Float64
     keep: Bool
     beyond: Mapping[str, Bool]
-    """What the bounds changed, by the name of its metric."""
+    """Metric name -> (U,) where this bound changed the weight."""
 
 
 def truncate(ratio: Float64, bounds: Bounds) -> Weighted:
@@ -111,7 +111,7 @@ MODES: Final[Mapping[str, Callable[[Float64, Bounds], Weighted]]] = {"truncate":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """How tokens are weighted."""
+    """Options of the weights."""
 
     level: str
     mode: str
@@ -121,18 +121,18 @@ class Weighting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """What is left out beyond the bounds, whatever its weight."""
+    """Options of the rejection, which does not depend on the weights."""
 
     level: str
     bounds: Bounds
 
 
 class MaskedImportanceSampling(OffPolicyCorrection):
-    """Weights, rejection and veto, each on request; a token that any of them leaves out has no gradient.
+    """Weights, rejection and veto, each optional; a token that any of them masks has no gradient.
 
     Source: J. Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"
-    (2025). Differs from `TruncatedImportanceSampling` in that it sees the whole optimiser step: ratios of samples, and
-    weights that are normalised over all micro-batches and ranks.
+    (2025). Differs from `TruncatedImportanceSampling` in that it sees the whole optimizer step: ratios of samples, and
+    weights that are normalized over all micro-batches and ranks.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class MaskedImportanceSampling(OffPolicyCorrection):
 
 
 def over_mean(weights: Float64, counted: Bool) -> Float64:
-    """(U,) divided by the mean of those that count."""
+    """(U,) weights divided by the mean of the counted ones."""
     return weights / weights[counted].mean() if counted.any() else weights
 
 
 def weight_metrics(weights: Float64, keep: Bool, trained: Bool) -> dict[str, float]:
-    """The mean is of what the loss is multiplied with, so 0 counts where a token is left out; the extrema are of the
-    others."""
+    """Metrics of the weights. The mean includes masked tokens as 0, since the loss is multiplied with it; minimum and maximum
+    do not."""
     metrics = {"mis_weight_mean": float(np.where(keep, weights, 0.0)[trained].mean()) if trained.any() else 0.0}
     kept = weights[keep & trained]
     if len(kept):

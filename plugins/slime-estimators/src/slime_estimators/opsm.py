@@ -12,11 +12,11 @@ from slime_core.contracts.loss import LossInputs, Segments
 
 
 class OffPolicySequenceMask(OffPolicyCorrection):
-    """Leaves out tokens with A_t < 0 of samples whose mean of old_t - l_t over the trained tokens is above delta: bad
-    answers that the policy has moved away from already.
+    """Masks tokens with A_t < 0 of samples whose mean of old_t - l_t over the trained tokens is above delta: bad responses
+    whose probability the policy has already reduced.
 
     Source: "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", arXiv:2512.02556, off-policy sequence
-    masking. Metric: opsm_clipfrac, the share of trained tokens that are left out.
+    masking. Metric: opsm_clipfrac, the share of trained tokens that are masked.
     """
 
     def __init__(self, *, delta: float) -> None:

@@ -1,7 +1,7 @@
-"""What slime-estimators registers: the KL estimators k1, k2, k3 and low_var_kl, which have no options, and the off-policy
+"""Drivers of slime-estimators: the KL estimators k1, k2, k3 and low_var_kl, which have no options, and the off-policy
 corrections tis, icepop, mis and opsm.
 
-x_t = old_t - rollout_t, the trainer's log-prob of a token less the engine's, under the same weights.
+x_t = old_t - rollout_t, the trainer's log-prob of a token minus the engine's, with the same weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class K1(KlDriver):
     """d = l - ref: unbiased, high variance, any sign.
 
-    Meant for the reward side (`kl_reward_type`). As a loss its expected gradient on-policy is zero, since it is the
-    score function itself: prefer k3 for `kl_loss_type`, or ask for `use_unbiased_kl` with it.
+    Meant for the reward (`kl_reward_type`). As a loss its expected gradient on-policy is zero, since it is the score
+    function itself: prefer k3 for `kl_loss_type`, or set `use_unbiased_kl`.
     """
 
     @classmethod
@@ -80,7 +80,7 @@ class K3(KlDriver):
 
 
 class LowVarKl(KlDriver):
-    """k3 clamped to [-10, 10], so that one token cannot carry the step; a clamped token has no gradient."""
+    """k3 clamped to [-10, 10], so that no single token dominates the step; a clamped token has no gradient."""
 
     never_negative = True
 
@@ -116,7 +116,7 @@ class Tis(CorrectionDriver):
     """Truncated importance sampling: w_t = clip(exp(x_t), tis_clip_low, tis_clip)."""
 
     Config = TisConfig
-    # Not for l itself, but so that where the old log-probs are the current ones no forward is spent on them.
+    # It does not read l, but this saves a forward pass if the old log-probs equal the current ones.
     in_loss = True
 
     @classmethod
@@ -134,9 +134,9 @@ class Tis(CorrectionDriver):
 
 class IcePopConfig(DriverConfig):
     tis_clip: float = Field(5.0, gt=0, allow_inf_nan=False)
-    """Tokens with a larger ratio are left out."""
+    """Tokens with a larger ratio are masked."""
     tis_clip_low: float = Field(0.5, ge=0, allow_inf_nan=False)
-    """Tokens with a smaller ratio are left out."""
+    """Tokens with a smaller ratio are masked."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> IcePopConfig:
@@ -145,7 +145,7 @@ class IcePopConfig(DriverConfig):
 
 
 class IcePop(CorrectionDriver):
-    """Importance sampling that leaves tokens out beyond its bounds: w_t = exp(x_t) within them, else 0."""
+    """Importance sampling that masks tokens outside its bounds: w_t = exp(x_t) inside them, else 0."""
 
     Config = IcePopConfig
     in_loss = True
@@ -168,29 +168,30 @@ Level: TypeAlias = Literal["token", "sequence", "geometric"]
 
 class MisConfig(DriverConfig):
     use_tis: bool = True
-    """Weigh tokens with the ratio; off: all weights are 1, for rejection and veto alone."""
+    """Weight tokens with the ratio; False: all weights are 1, for rejection and veto only."""
     tis_level: Level = "token"
-    """Log-ratio that the weight is the exp of: token, x_t; sequence, the sum of x over the sample's trained tokens;
-    geometric, their mean."""
+    """Log-ratio whose exp is the weight: token, x_t; sequence, the sum of x over the sample's trained tokens; geometric,
+    their mean."""
     tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """Beyond the bounds: truncate, down to the upper one; clip, to the nearer one; mask, the token is left out."""
+    """Weights outside the bounds: truncate lowers them to the upper bound, clip sets them to the nearer bound, mask masks the
+    token."""
     tis_lower_bound: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Smallest weight; unset: 1 / tis_upper_bound. truncate has no use for it."""
+    """Smallest weight; unset: 1 / tis_upper_bound. truncate does not use it."""
     tis_upper_bound: float = Field(2.0, gt=0, allow_inf_nan=False)
-    """Largest weight. A geometric ratio moves far less than a token's: about 1.0001 there."""
+    """Largest weight. A geometric ratio varies much less than a token's: set about 1.0001 for it."""
     tis_batch_normalize: bool = False
-    """Divide weights by their mean over the optimiser step: over trained tokens at the level token, over samples at the
-    others; what the mode mask leaves out does not count."""
+    """Divide weights by their mean over the optimizer step: over trained tokens at the level token, over samples at the
+    others; masked tokens do not count."""
     use_rs: bool = False
-    """Rejection: leave tokens out where the ratio of rs_level is beyond the rs bounds."""
+    """Rejection: mask tokens whose ratio of rs_level is outside the rs bounds."""
     rs_level: Level = "token"
-    """As tis_level, of the ratio that rejection looks at: sequence and geometric reject whole samples."""
+    """Level of the ratio for rejection, see tis_level: sequence and geometric reject whole samples."""
     rs_lower_bound: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Smallest ratio that is kept; unset: the smallest weight."""
     rs_upper_bound: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Largest ratio that is kept; unset: tis_upper_bound."""
     rs_veto_threshold: float | None = Field(1e-4, ge=0, lt=1)
-    """Leave a whole sample out if exp(x_t) of any of its trained tokens is below; 0: never."""
+    """Veto: mask a whole sample if exp(x_t) of any of its trained tokens is below this; 0: off."""
 
     @property
     def tis_bounds(self) -> tuple[float, float]:
@@ -208,12 +209,14 @@ class MisConfig(DriverConfig):
         check_bounds("tis_lower_bound", self.tis_bounds[0], "tis_upper_bound", self.tis_bounds[1])
         check_bounds("rs_lower_bound", self.rs_bounds[0], "rs_upper_bound", self.rs_bounds[1])
         if not (self.use_tis or self.use_rs or self.rs_veto_threshold):
-            raise ValueError("use_tis and use_rs are off and rs_veto_threshold is 0: nothing would be corrected")
+            raise ValueError(
+                "use_tis and use_rs are off and rs_veto_threshold is 0: nothing would be corrected. Set one of them"
+            )
         return self
 
 
 class Mis(CorrectionDriver):
-    """Importance sampling by token, sequence or geometric mean, with bounds of three kinds, rejection and veto."""
+    """Importance sampling by token, sequence or geometric mean, with three kinds of bounds, rejection and veto."""
 
     Config = MisConfig
 
@@ -243,12 +246,12 @@ class Mis(CorrectionDriver):
 
 class OpsmConfig(DriverConfig):
     opsm_delta: float = Field(1e-4, ge=0, allow_inf_nan=False)
-    """Mean of old - l over a sample's trained tokens, in nats, above which its tokens with negative advantage are left
-    out."""
+    """Mean of old - l over a sample's trained tokens, in nats, above which its tokens with negative advantage are
+    masked."""
 
 
 class Opsm(CorrectionDriver):
-    """Off-policy sequence masking: leaves out bad answers that the policy has moved away from already."""
+    """Off-policy sequence masking: masks bad responses whose probability the policy has already reduced."""
 
     Config = OpsmConfig
     needs = frozenset({Need.OLD_LOGPROBS})

@@ -1,4 +1,4 @@
-"""Rewards of samples, where in the response they were earned."""
+"""Rewards of samples at the tokens where they were earned."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from slime_core.types.batch import Batch, Float64
 
 
 def rewards_by_token(batch: Batch, rewards: Float64) -> Float64:
-    """(S,) to (M,): each sample's reward where it was earned. What process rewards gave stands at its tokens, and the
-    rest at the last trained token. 0 for samples without a reward (NaN); a sample without a trained token has none."""
+    """(S,) to (M,): each sample's reward where it was earned. Process rewards are at their tokens, and the rest is at the
+    last trained token. 0 for samples without a reward (NaN) and for samples without a trained token."""
     earned = np.zeros(len(batch.mask), np.float64)
     rest = rewards
     scored = ~np.isnan(rewards)

@@ -1,4 +1,4 @@
-"""fresh_first: what waits in the buffer, newest policy first."""
+"""fresh_first: takes items from the buffer, newest policy first."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class FreshFirstFilter(BufferFilter):
-    """By the oldest policy version among an item's tokens, highest first. An item without tokens is as fresh as can
-    be: the current policy will write it. Equal ones go in the order in which they were added."""
+    """Orders items by the oldest policy version of their tokens, highest first. Items without tokens come first, since the
+    current policy will generate them. Ties keep the order in which they were added."""
 
     def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
         # Sorting is stable, so position breaks ties.

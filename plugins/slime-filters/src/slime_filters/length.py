@@ -1,4 +1,4 @@
-"""length: groups by the length of their responses."""
+"""length: keeps groups by the length of their responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthFilter(GroupFilter):
-    """Lengths are response tokens, those of tools included. Looks at all samples, scored or not."""
+    """Lengths are response tokens, tool tokens included. Checks all samples, scored or not."""
 
     min_response_len: int
     max_response_len: int | None

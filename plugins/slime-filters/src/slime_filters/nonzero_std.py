@@ -1,4 +1,4 @@
-"""nonzero_std: groups whose rewards differ."""
+"""nonzero_std: keeps groups whose rewards differ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KEEP = FilterDecision(keep=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonzeroStdFilter(GroupFilter):
-    """Population standard deviation in float64: of one reward it is 0, so a group of one is dropped.
+    """Uses the population standard deviation in float64. It is 0 for one reward, so a group of one is dropped.
 
-    (The sample standard deviation would be undefined there; elsewhere both are zero together.)
+    (The sample standard deviation would be undefined there. For larger groups both are zero in the same cases.)
     """
 
     min_std: float

@@ -1,4 +1,4 @@
-"""oldest_first: what will soon be too old goes before it is."""
+"""oldest_first: takes items from the buffer before they are too old."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldestFirstFilter(BufferFilter):
-    """By the oldest policy version among an item's tokens, lowest first, as long as it is within the limit: nothing that may
-    still be trained is left until it may not. Items beyond the limit and items without tokens go last. Equal ones go in the
-    order in which they were added."""
+    """Orders items by the oldest policy version of their tokens, lowest first, if it is within the limit, so that they are
+    trained before they exceed it. Items beyond the limit and items without tokens come last. Ties keep the order in which
+    they were added."""
 
     max_behind: int | None
-    """Versions; None: the run's max_staleness."""
+    """Limit in policy versions; None: the run's max_staleness."""
 
     def select(self, items: Sequence[BufferItem], num_groups: int, versions: Versions) -> list[int]:
         limit = versions.max_staleness if self.max_behind is None else self.max_behind

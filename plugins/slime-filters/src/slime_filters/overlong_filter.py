@@ -1,4 +1,4 @@
-"""overlong_filter: answers that were cut off train nothing."""
+"""overlong_filter: masks responses that reached the length limit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class OverlongFilter(GroupFilter):
-    """Keeps every group. Samples that hit the length limit count in its statistics, but their tokens have mask 0: whether
-    a cut answer would have been right is not known, so its reward is noise.
+    """Keeps every group. Samples that reached the length limit count in its statistics, but their tokens have mask 0: a cut
+    response might have become right, so its reward is noise.
 
     Source: arXiv:2503.14476 (DAPO), section 3.4, overlong filtering.
     """
 
     def decide(self, group: SampleGroup) -> FilterDecision:
         cut = (position for position, sample in enumerate(group.samples) if sample.status is Status.TRUNCATED)
-        return FilterDecision(keep=True, untrained=tuple(cut))
+        return FilterDecision(keep=True, masked_indices=tuple(cut))

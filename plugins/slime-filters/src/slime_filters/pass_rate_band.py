@@ -1,4 +1,4 @@
-"""pass_rate_band: groups of which some samples pass and some do not."""
+"""pass_rate_band: keeps groups whose pass rate is inside a band."""
 
 from __future__ import annotations
 

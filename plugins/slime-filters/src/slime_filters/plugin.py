@@ -1,4 +1,4 @@
-"""What the entry points name: options of the filters."""
+"""Drivers of slime-filters: the filters, and their options."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class GroupFilterConfig(DriverConfig):
     """Options of every group filter."""
 
     keep_when_insufficient: bool = False
-    """Keep a rejected group after all if the remaining candidates would not fill the batch."""
+    """Keep a rejected group if the remaining candidates would not fill the batch."""
 
 
 class NonzeroStdConfig(GroupFilterConfig):
     min_std: float = Field(1e-6, ge=0, allow_inf_nan=False)
-    """Standard deviation of the rewards that must be exceeded; the default only tells equal from unequal."""
+    """Largest standard deviation of rewards that is dropped; the default drops only groups with equal rewards."""
 
 
 class PassRateBandConfig(GroupFilterConfig):
     min_pass_rate: float = Field(0.1, ge=0, le=1)
     """Smallest share of samples that pass, inclusive: below it a prompt is too hard to learn from."""
     max_pass_rate: float = Field(0.9, ge=0, le=1)
-    """Largest share of samples that pass, inclusive: above it a prompt is learnt."""
+    """Largest share of samples that pass, inclusive: above it the model has learned the prompt."""
     pass_reward: float = Field(1.0, allow_inf_nan=False)
     """A sample passes with this reward or more."""
 
@@ -43,16 +43,18 @@ class PassRateBandConfig(GroupFilterConfig):
 
 class LengthConfig(GroupFilterConfig):
     min_response_len: int = Field(0, ge=0)
-    """Tokens that every response of the group must have at least."""
+    """Smallest number of tokens of each response in a group."""
     max_response_len: int | None = Field(None, gt=0)
-    """Tokens that every response of the group may have at most; by default any number."""
+    """Largest number of tokens of each response in a group; by default unlimited."""
     max_truncated_ratio: float = Field(1.0, ge=0, le=1)
-    """Largest share of responses that may have hit the length limit, inclusive."""
+    """Largest share of responses that reached the length limit, inclusive."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> LengthConfig:
         if self.min_response_len == 0 and self.max_response_len is None and self.max_truncated_ratio == 1.0:
-            raise ValueError("give min_response_len, max_response_len or max_truncated_ratio: nothing would be dropped")
+            raise ValueError(
+                "set min_response_len, max_response_len or max_truncated_ratio: otherwise nothing would be dropped"
+            )
         if self.max_response_len is not None and self.min_response_len > self.max_response_len:
             raise ValueError(
                 f"min_response_len = {self.min_response_len} is above max_response_len = {self.max_response_len}: "
@@ -63,18 +65,18 @@ class LengthConfig(GroupFilterConfig):
 
 class PriorityConfig(DriverConfig):
     key: str = Field("priority", min_length=1)
-    """Entry of the prompt's metadata that holds its priority, a number; the highest goes first."""
+    """Key of the prompt's metadata with its priority, a number; the highest comes first."""
     default: float | None = Field(None, allow_inf_nan=False)
-    """Priority of prompts without that entry; by default their lack of it is an error."""
+    """Priority of prompts without that key; by default they are an error."""
 
 
 class OldestFirstConfig(DriverConfig):
     max_behind: int | None = Field(None, ge=0)
-    """Versions that an item may be behind to go first; by default the run's max_staleness."""
+    """Limit of staleness in policy versions, beyond which items come last; by default the run's max_staleness."""
 
 
 class NonzeroStd(FilterDriver):
-    """Drops groups whose samples all earned the same reward: their advantages are zero (DAPO's dynamic sampling)."""
+    """Drops groups whose samples all have the same reward: their advantages are zero (DAPO's dynamic sampling)."""
 
     Config = NonzeroStdConfig
 
@@ -127,7 +129,7 @@ class Length(FilterDriver):
 
 
 class OverlongFilter(FilterDriver):
-    """Keeps all groups, but does not train on answers that were cut off at the length limit."""
+    """Keeps all groups, but does not train on responses that reached the length limit."""
 
     @classmethod
     def build(cls, config: DriverConfig) -> GroupFilter:
@@ -137,7 +139,7 @@ class OverlongFilter(FilterDriver):
 
 
 class Priority(BufferFilterDriver):
-    """Takes from the buffer by a number in the prompts' metadata, highest first."""
+    """Takes items from the buffer by a number in the prompts' metadata, highest first."""
 
     Config = PriorityConfig
 
@@ -156,7 +158,7 @@ class Priority(BufferFilterDriver):
 
 
 class FreshFirst(BufferFilterDriver):
-    """Takes from the buffer what the newest policy wrote, so that training stays as on-policy as it can."""
+    """Takes items from the buffer that the newest policy generated, so that training stays as on-policy as possible."""
 
     @classmethod
     def build(cls, config: DriverConfig) -> BufferFilter:
@@ -166,7 +168,7 @@ class FreshFirst(BufferFilterDriver):
 
 
 class OldestFirst(BufferFilterDriver):
-    """Takes what will soon be too old, so that as little as possible is thrown away."""
+    """Takes items from the buffer that will soon be too old, so that few are dropped."""
 
     Config = OldestFirstConfig
 

@@ -1,4 +1,4 @@
-"""priority: what waits in the buffer, by a number in the prompts' metadata."""
+"""priority: takes items from the buffer by a number in the prompts' metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityFilter(BufferFilter):
-    """Highest first; equal ones in the order in which they were added."""
+    """Orders items by priority, highest first. Ties keep the order in which they were added."""
 
     key: str
     default: float | None
@@ -36,7 +36,7 @@ class PriorityFilter(BufferFilter):
         if value is None:
             raise DataError(
                 f"buffer filter 'priority': the metadata of {place} has no {self.key!r}. "
-                "Add it to every row, or give the others a priority with rollout.buffer_filter.default."
+                "Add it to every row, or set rollout.buffer_filter.default."
             )
         raise DataError(
             f"buffer filter 'priority': {self.key!r} in the metadata of {place} is {value!r}, not a number."

@@ -1,5 +1,5 @@
-"""Linear layers with adapters, made by peft in a model, fresh or from an adapter folder. peft is an extra of slime-fsdp:
-this module is imported where adapters are wanted and nowhere else."""
+"""Linear layers with adapters, which peft inserts into a model, new or from an adapter folder. peft is an extra of slime-fsdp:
+this module is imported only if adapters are requested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNDERSTOOD = frozenset(
         # Dropout is off; modules beside the adapters are checked by their weights.
         "lora_dropout",
         "modules_to_save",
-        # Bookkeeping.
+        # Metadata.
         "auto_mapping",
         "base_model_name_or_path",
         "inference_mode",
@@ -57,8 +57,8 @@ PLAIN_STARTS = (True, False, "gaussian")
 def add_adapters(
     model: PreTrainedModel, layers: Sequence[nn.Module], config: FsdpConfig, folder: ModelFolder, *, seed: int
 ) -> Adapters:
-    """Into linear layers of `layers`, the decoder's. Fresh ones have A uniform and B = 0, so they change nothing yet.
-    On the meta device they have no values. Raises ModelError for what cannot be adapted or read."""
+    """Inserts adapters into linear layers of `layers`, the decoder's. New ones have A uniform and B = 0, so they change nothing
+    yet. On the meta device they have no values. Raises ModelError for what cannot be adapted or read."""
     path = None if config.lora_adapter_path is None else Path(config.lora_adapter_path)
     lora_config = fresh_config(layers, config) if path is None else read_config(path)
     lora_config.task_type = TASK_TYPES[folder.head]
@@ -70,7 +70,7 @@ def add_adapters(
             inject_adapter_in_model(lora_config, model, ADAPTER, low_cpu_mem_usage=empty)
         except ValueError as error:
             raise ModelError(f"{folder.path}: backend fsdp cannot put LoRA adapters into it: {error}") from error
-    # New layers start in training mode.
+    # New layers are created in training mode.
     model.eval()
     adapted = adapted_layers(model, layers, folder)
     if path is not None and not empty:
@@ -94,7 +94,7 @@ def fresh_config(layers: Sequence[nn.Module], config: FsdpConfig) -> LoraConfig:
 
 
 def adapted_layers(model: PreTrainedModel, layers: Sequence[nn.Module], folder: ModelFolder) -> dict[str, lora.Linear]:
-    """By name. Raises ModelError for any other kind of module that peft has adapted."""
+    """Adapted layers by name. Raises ModelError for any other kind of module that peft has adapted."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     adapted: dict[str, lora.Linear] = {}
     for name, module in model.named_modules():
@@ -102,13 +102,13 @@ def adapted_layers(model: PreTrainedModel, layers: Sequence[nn.Module], folder: 
             continue
         if id(module) not in inside:
             raise ModelError(
-                f"{folder.path}: {name} is not in a decoder layer, and backend fsdp adapts nothing else; "
-                "choose other backend.target_modules."
+                f"{folder.path}: {name} is not in a decoder layer, and backend fsdp adapts nothing else. "
+                "Set other backend.target_modules."
             )
         if type(module) is not lora.Linear or not isinstance(module.base_layer, nn.Linear):
             raise ModelError(
-                f"{folder.path}: {name} is not a linear layer, and backend fsdp adapts nothing else; "
-                "choose other backend.target_modules."
+                f"{folder.path}: {name} is not a linear layer, and backend fsdp adapts nothing else. "
+                "Set other backend.target_modules."
             )
         adapted[name] = module
     return adapted
@@ -120,7 +120,7 @@ def read_config(path: Path) -> LoraConfig:
         raise ModelError(f"{path}: it has no {CONFIG_FILE}, so it is not an adapter folder of peft.")
     try:
         with warnings.catch_warnings():
-            # Keys of another version of peft; those it knows are looked at below.
+            # Keys of another version of peft; the keys of this version are checked below.
             warnings.simplefilter("ignore")
             config = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -130,18 +130,18 @@ def read_config(path: Path) -> LoraConfig:
     plain = LoraConfig()
     understood = UNDERSTOOD | ({"init_lora_weights"} if config.init_lora_weights in PLAIN_STARTS else frozenset())
     names = [field.name for field in fields(config) if field.name not in understood]
-    # peft writes an empty list for one that was not given.
+    # peft writes an empty list for an option that was not set.
     other = [name for name in names if (getattr(config, name) or None) != (getattr(plain, name) or None)]
     if other:
         asked = ", ".join(f"{name} = {getattr(config, name)!r}" for name in other)
-        raise ModelError(f"{file}: it says {asked}; backend fsdp trains plain LoRA only.")
+        raise ModelError(f"{file}: {asked}: backend fsdp trains plain LoRA only.")
     config.inference_mode = False
     config.modules_to_save = None
     return config
 
 
 def read_weights(model: PreTrainedModel, path: Path) -> None:
-    """Adapters, and the value head if the folder has one."""
+    """Loads the adapters, and the value head if the folder has one."""
     file = path / WEIGHTS_FILE
     if not file.is_file():
         raise ModelError(f"{path}: it has no {WEIGHTS_FILE}.")
@@ -149,14 +149,14 @@ def read_weights(model: PreTrainedModel, path: Path) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
-    wanted = {file_name(name): p for name, p in model.named_parameters() if is_trained_with_adapters(name)}
+    requested = {file_name(name): p for name, p in model.named_parameters() if is_trained_with_adapters(name)}
     optional = {file_name(name) for name, _ in model.named_parameters() if VALUE_HEAD.match(name)}
-    wrong = sorted((wanted.keys() ^ found.keys()) - (optional - found.keys()))
-    wrong += [name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape]
+    wrong = sorted((requested.keys() ^ found.keys()) - (optional - found.keys()))
+    wrong += [name for name in requested.keys() & found.keys() if requested[name].shape != found[name].shape]
     if wrong:
         raise ModelError(
             f"{file}: {len(wrong)} weights do not fit the model and {CONFIG_FILE}, such as {', '.join(wrong[:3])}."
         )
     with torch.no_grad():
         for name, tensor in found.items():
-            wanted[name].copy_(tensor)
+            requested[name].copy_(tensor)

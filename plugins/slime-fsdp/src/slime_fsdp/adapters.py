@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER = "default"
-"""What peft calls the only adapter of a model."""
+"""peft's name of the only adapter of a model."""
 ADAPTER_WEIGHT = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
 VALUE_HEAD = re.compile(r"^score\.")
 BASE_LAYER = ".base_layer."
@@ -33,11 +33,11 @@ FILE_PREFIX = "base_model.model."
 class Adapters:
     config: LoraConfig
     scales: Mapping[str, float]
-    """s of each adapted layer, by the layer's name."""
+    """Scale s of each adapted layer, by the layer's name."""
 
     def merge(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """W + s B A under the names of the base model, (O, I) float32; what has no adapter stays as it is. `weights`
-        are whole tensors under their names here, of complete layers."""
+        """Returns W + s B A under the names of the base model, (O, I) float32; weights without adapter are unchanged.
+        `weights`: whole tensors under the names of this model, of complete layers."""
         merged: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             if is_adapter(name):
@@ -56,17 +56,17 @@ def is_adapter(name: str) -> bool:
 
 
 def is_trained_with_adapters(name: str) -> bool:
-    """A value head starts from nothing, so it is trained whole."""
+    """A new value head is trained as a whole, since it has no base weights."""
     return is_adapter(name) or VALUE_HEAD.match(name) is not None
 
 
 def base_name(name: str) -> str:
-    """A weight's name in the model without adapters."""
+    """The weight's name in the model without adapters."""
     return name.replace(BASE_LAYER, ".")
 
 
 def file_name(name: str) -> str:
-    """A trained weight's name in peft's adapter_model.safetensors."""
+    """The trained weight's name in peft's adapter_model.safetensors."""
     return FILE_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
@@ -75,19 +75,19 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def values_without_effect(model: nn.Module) -> dict[str, Tensor]:
-    """Adapters that leave the base model as it is: B = 0."""
+    """Adapters that do not change the base model: B = 0."""
     return {name: torch.zeros_like(parameter.detach()) for name, parameter in trained_parameters(model).items()}
 
 
 def copy_trained(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """The trained weights into `values`."""
+    """Copies the trained weights into `values`."""
     for name, parameter in trained_parameters(model).items():
         local(values[name]).copy_(local(parameter.detach()))
 
 
 @contextmanager
 def replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other adapters. Under FSDP no weights may be gathered on the way in or out."""
+    """Runs the model with other adapters. Under FSDP no weights may be gathered on entry or exit."""
     mine = {name: local(parameter.detach()) for name, parameter in trained_parameters(model).items()}
     kept = {name: tensor.clone() for name, tensor in mine.items()}
     for name, tensor in mine.items():

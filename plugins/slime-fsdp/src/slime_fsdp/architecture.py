@@ -1,4 +1,4 @@
-"""What two folders must have in common for a model of the one to compute with weights of the other as that one would."""
+"""Compares the architecture of two folders: whether a model built from one computes the other's weights correctly."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from transformers import PreTrainedConfig
 
 WITHOUT_EFFECT: Final = frozenset(
     {
-        # Names and forms.
+        # Names and file formats.
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "return_dict", "use_cache"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
-        # Of classifiers.
+        # Options of classifiers.
         *("id2label", "label2id", "num_labels", "problem_type"),
-        # Of training elsewhere; nothing is dropped here.
+        # Options of training elsewhere; dropout is off here.
         *("initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "attention_dropout", "hidden_dropout"),
-        # Of generation.
+        # Options of generation.
         *("bos_token_id", "eos_token_id", "pad_token_id"),
-        # `layer_types` says what comes of them.
+        # `layer_types` has their result.
         *("max_window_layers", "use_sliding_window"),
     }
 )
-"""Keys of a config.json that change no log-prob. Any other does, as far as anybody here knows."""
+"""Keys of a config.json that do not change log-probs. All other keys are assumed to."""
 
 
 def differences(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
-    """Keys of config.json, `text_config.rope_parameters` of nested ones, whose values change log-probs and are not the same."""
+    """Keys of config.json whose values change log-probs and differ, written as `text_config.rope_parameters` if nested."""
     return sorted(different(ours.to_dict(), theirs.to_dict()))
 
 
@@ -43,7 +43,8 @@ def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[st
 
 
 def scales_rotation(parameters: Mapping[str, Any] | None) -> bool:
-    """By how many positions there are. `parameters`: of all layers, or of each kind of layer its own."""
+    """Whether the rotation depends on the number of positions. `parameters`: of all layers, or one entry for each kind of
+    layer."""
     if not parameters:
         return False
     each = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]

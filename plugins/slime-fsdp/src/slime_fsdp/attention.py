@@ -15,68 +15,57 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
-from slime_training.attention_kernels import attend_packed, attend_short
+from slime_training.attention_blocks import Rectangle, far_apart, padded_rows
+from slime_training.attention_kernels import attend_packed
 from slime_training.attention_runs import Run, runs_of
+from slime_training.attention_variants import variants_asked
 from slime_training.batch_invariant.attention import attend as invariant_attention
 from slime_training.delta_rule import RecurrencePlan
+from slime_training.deterministic_gather import DeterministicGather, GatherUnique, places_of, take
 from slime_training.key_gather import gather_keys
-from slime_training.rows import Take, TakeUnique, places_of, take
-from slime_training.segment_table import Int64, SegmentTable
+from slime_training.segment_table import SegmentTable
 
 PACKED = "slime_packed"
-"""Our name among transformers' attention implementations."""
-UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")
-
-# Sequences share a block while the longest is at most this much longer than the shortest. One SDPA call costs about
-# as much as this many padded tokens.
-MAX_STRETCH = 1.25
-FREE_TOKENS = 8
-# Scores per segment and head up to which a CPU computes masked attention by its formula: SDPA's kernel for masks calls
-# tiny matrix products one by one and gains nothing from threads (measured 21 against 4 ms for 768 segments of 11 x 19).
-SHORT_SCORES = 2048
+"""slime's name among transformers' attention implementations."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """Segments of like length, padded to one rectangle."""
+class Block(Rectangle):
+    """Segments of similar length in one rectangle, and which keys their queries see."""
 
-    num_segments: int
-    query_length: int
-    key_length: int
     last_key: Tensor
     """(S or 1, Lq) int64: the last key that each query sees."""
     mask: Tensor | None
-    """(S or 1, 1, Lq, Lk) bool, the keys in sight without a window. None: every segment has as many keys as queries, so
-    that a plain causal mask does, padding at the right end included."""
+    """(S or 1, 1, Lq, Lk) bool: the keys that each query sees, without a window. None: every segment has as many keys as
+    queries, so that a plain causal mask is enough, with padding at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """How one micro-batch's tokens attend; made once, used by all layers."""
+    """How the tokens of one micro-batch attend; built once, used by all layers."""
 
     runs: tuple[Run, ...]
-    """For the kernels of GPUs; one of everything if blocks or another implementation of attention are used."""
+    """Runs for the GPU kernels; one run of everything for blocks or another implementation of attention."""
     blocks: tuple[Block, ...] = ()
-    """Empty: the kernels of GPUs are used."""
+    """Empty: the GPU kernels are used."""
     query_rows: Tensor | None = None
-    """(sum S Lq,) int64: the query that fills each place of the blocks; None: the stream already is one block."""
+    """(sum S Lq,) int64: the query at each place of the blocks; None: the stream is one block."""
     query_places: Tensor | None = None
     """(N,) int64: the place of each query in the blocks."""
     key_rows: Tensor | None = None
-    """int64: the key that fills each place of the blocks or of the kernels' stream; None: as `query_rows`."""
+    """int64: the key at each place of the blocks or of the kernels' stream; None: the same as `query_rows`."""
     key_places: Tensor | None = None
-    """int64: `places_of` the kernels' stream, if it repeats keys only a few times."""
+    """int64: `places_of` for the kernels' stream, if it repeats keys only a few times."""
     group: dist.ProcessGroup | None = None
-    """Context parallel group to gather keys and values from."""
-    invariant: bool = False
-    """What comes out for a token does not depend on the blocks, to the bit."""
+    """Context-parallel group to gather keys and values from."""
+    batch_invariant: bool = False
+    """The result of a token does not depend on the blocks, bit for bit."""
     recurrence: RecurrencePlan | None = None
-    """Of linear attention, if the model has any."""
+    """Plan of linear attention, if the model has any."""
 
 
 def plan_attention(
@@ -85,15 +74,15 @@ def plan_attention(
     device: torch.device,
     varlen: bool,
     group: dist.ProcessGroup | None = None,
-    invariant: bool = False,
+    batch_invariant: bool = False,
     long: int | None = None,
 ) -> AttentionPlan:
-    """`varlen`: for the kernels of GPUs. `group`: the context parallel group that holds the keys. `long`: see `runs_of`."""
+    """`varlen`: plan for the GPU kernels. `group`: the context-parallel group that holds the keys. `long`: see `runs_of`."""
     query_lengths, key_lengths = table.query_lengths, table.key_lengths
     common: dict[str, Any] = {
         "runs": runs_of(query_lengths, key_lengths, device, long=long if varlen else None),
         "group": group,
-        "invariant": invariant,
+        "batch_invariant": batch_invariant,
     }
     if varlen:
         if table.key_rows is None:
@@ -112,9 +101,9 @@ def plan_attention(
     for members in np.split(order, cuts):
         wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
         blocks.append(make_block(query_lengths[members], key_lengths[members], device))
-        query_rows.append(runs(table.query_starts[members], query_lengths[members], np.full(len(members), wide)))
+        query_rows.append(padded_rows(table.query_starts[members], query_lengths[members], wide))
         if table.key_rows is not None:
-            places = runs(key_starts[members], key_lengths[members], np.full(len(members), deep))
+            places = padded_rows(key_starts[members], key_lengths[members], deep)
             key_rows.append(table.key_rows[places])
     if len(blocks) == 1 and table.key_rows is None and (query_lengths == query_lengths[0]).all():
         return AttentionPlan(**common, blocks=tuple(blocks))
@@ -133,10 +122,10 @@ def plan_attention(
 
 def make_block(query_lengths: np.ndarray, key_lengths: np.ndarray, device: torch.device) -> Block:
     wide, deep = int(query_lengths.max()), int(key_lengths.max())
-    # The last query of a segment stands at its last key; where all are as far behind, one row serves all segments.
+    # The last query of a segment is at its last key; if all queries have the same distance, one row serves all segments.
     behind = key_lengths - query_lengths
     behind = behind[:1] if (behind == behind[0]).all() else behind
-    # The clamp keeps a key in sight of every padded query: a row without any would be NaN, in the backward too.
+    # The clamp lets every padded query see a key: a row without any would be NaN, also in the backward.
     last_key = torch.from_numpy(np.minimum(behind[:, None] + np.arange(wide), deep - 1)).to(device)
     mask = None if not behind.any() else keys_in_sight(last_key, deep)
     return Block(num_segments=len(query_lengths), query_length=wide, key_length=deep, last_key=last_key, mask=mask)
@@ -150,9 +139,9 @@ def keys_in_sight(last_key: Tensor, key_length: int, window: int | None = None) 
 
 
 def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray, square: np.ndarray) -> list[int]:
-    """Where to cut segments, longest first, so that no block wastes much on padding or mixes the two kinds of mask."""
+    """Where to cut segments, sorted by length, so that no block wastes much on padding or mixes the two kinds of mask."""
     cuts, longest, deepest = [], query_lengths[0], key_lengths[0]
-    # Lengths repeat: looking only where they change keeps this short for thousands of sequences.
+    # Lengths repeat: checking only where they change keeps this fast for thousands of sequences.
     changes = np.flatnonzero((np.diff(query_lengths) != 0) | (np.diff(key_lengths) != 0)) + 1
     for i in changes:
         apart = far_apart(longest, query_lengths[i]) or far_apart(deepest, key_lengths[i])
@@ -162,18 +151,7 @@ def block_cuts(query_lengths: np.ndarray, key_lengths: np.ndarray, square: np.nd
     return cuts
 
 
-def far_apart(one: float, other: float) -> bool:
-    return max(one, other) > min(one, other) * MAX_STRETCH + FREE_TOKENS
-
-
-def runs(starts: Int64, lengths: Int64, padded: Int64) -> Int64:
-    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded[i]` of them."""
-    before = np.cumsum(padded) - padded
-    offset = np.arange(int(padded.sum())) - np.repeat(before, padded)
-    return np.repeat(starts, padded) + np.minimum(offset, np.repeat(lengths - 1, padded))
-
-
-# Compiled layers stop here: a graph would be specialised to each micro-batch's plan.
+# Excluded from compiled layers: a graph would be specialized to each micro-batch's plan.
 @torch.compiler.disable
 def packed_attention(
     module: nn.Module,
@@ -187,14 +165,14 @@ def packed_attention(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query (1, H, N, D), key and value (1, K, N, D); gives (1, N, H, D).
+    """transformers' attention signature: query (1, H, N, D), key and value (1, K, N, D); returns (1, N, H, D).
 
     `attention_plan` came down from the model's own call. Dropout is never applied.
     """
     if attention_plan is None:
         raise ModelError(f"{type(module).__name__} keeps keyword arguments from its attention: it cannot be packed.")
-    if asked := [name for name in UNSUPPORTED if kwargs.get(name) is not None]:
-        raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not compute it.")
+    if asked := variants_asked(kwargs):
+        raise ModelError(f"{type(module).__name__} requires {', '.join(asked)}: packed attention does not compute it.")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if attention_plan.group is not None:
         k, v = gather_keys(k, v, attention_plan.group)
@@ -221,63 +199,42 @@ def attend_blocks(
             k = Pad.apply(k, plan.query_rows, plan.query_places)
             v = Pad.apply(v, plan.query_rows, plan.query_places)
         else:
-            k, v = Take.apply(k, plan.key_rows), Take.apply(v, plan.key_rows)
+            k, v = DeterministicGather.apply(k, plan.key_rows), DeterministicGather.apply(v, plan.key_rows)
     queries = q.split([block.num_segments * block.query_length for block in plan.blocks])
     sizes = [block.num_segments * block.key_length for block in plan.blocks]
-    attend = attend_block_invariant if plan.invariant else attend_block
+    attend = attend_block_invariant if plan.batch_invariant else attend_block
     outputs = [
         attend(*parts, block, scaling, sliding_window)
         for *parts, block in zip(queries, k.split(sizes), v.split(sizes), plan.blocks, strict=True)
     ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if plan.query_rows is not None and plan.query_places is not None:
-        out = TakeUnique.apply(out, plan.query_places)
+        out = GatherUnique.apply(out, plan.query_places)
     return out
-
-
-def rectangles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D')."""
-    return (
-        q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2),
-        k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2),
-        v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2),
-    )
 
 
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S Lq, H, D')."""
-    q, k, v = rectangles(q, k, v, block)
     mask = block.mask
     if sliding_window is not None and sliding_window < block.key_length:
         mask = keys_in_sight(block.last_key, block.key_length, sliding_window)
-    if mask is not None and not q.is_cuda and block.query_length * block.key_length <= SHORT_SCORES:
-        return attend_short(q, k, v, mask, scaling).transpose(1, 2).flatten(0, 1)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1)
+    return block.attend(q, k, v, mask, scaling)
 
 
 def attend_block_invariant(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """As `attend_block`."""
-    q, k, v = rectangles(q, k, v, block)
+    """`attend_block` with batch-invariant kernels."""
+    q, k, v = block.shaped(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return invariant_attention(q, k, v, block.last_key, scale, sliding_window).transpose(1, 2).flatten(0, 1)
 
 
 class Pad(torch.autograd.Function):
-    """Rows into the places of the blocks. Padding repeats a row that exists; nothing reads what comes of it, so its
-    gradient is zero and the backward is a plain selection (no atomic adds: the same bits every time)."""
+    """Gathers rows into the places of the blocks. Padding repeats an existing row, and its result is not read, so its gradient
+    is zero and the backward is a plain selection (no atomic adds: bitwise reproducible)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:

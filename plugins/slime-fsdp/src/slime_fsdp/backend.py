@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
-from slime_core.contracts.loss import Segments
-from slime_core.contracts.setup import TrainerSetup
-from slime_core.errors import ModelError, unknown_name
+from slime_core.contracts.backend import ACTOR, Objective, Scores
+from slime_core.errors import ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -38,35 +36,29 @@ from slime_fsdp.packed_model import Outputs, PackedModel
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
-from slime_training.context_parallel import ZigzagSegments
-from slime_training.head import EntropyMode
+from slime_training.context_parallel import segments_of
+from slime_training.frozen_copies import require_copy
+from slime_training.head import EntropyMode, requested_entropy
 from slime_training.random_state import random_state
 from slime_training.rounded_adamw import local
-from slime_training.segments import LocalSegments
+from slime_training.scores import scores_of
+from slime_training.trainer_backend import TrainerBackend
 
 
-class FsdpBackend(TrainBackend):
+class FsdpBackend(TrainerBackend[Trainer]):
     def __init__(self, config: FsdpConfig) -> None:
+        super().__init__(partial(make_trainer, config))
         self._config = config
-        self._trainer: Trainer | None = None
 
-    @property
-    def _ready(self) -> Trainer:
-        if self._trainer is None:
-            raise RuntimeError("call setup first")
-        return self._trainer
-
-    def setup(self, setup: TrainerSetup) -> Layout:
-        self._trainer = make_trainer(self._config, setup)
-        return self._trainer.layout
-
-    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
+    def forward_only(
+        self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
+    ) -> list[Scores]:
         trainer = self._ready
         if weights == ACTOR:
             return self._score(trainer.model, micros, entropy)
         self._check_copy(weights)
-        if weights in trainer.copies:
-            return self._score(trainer.copies[weights], micros, entropy)
+        if weights in trainer.frozen_models:
+            return self._score(trainer.frozen_models[weights], micros, entropy)
         with replaced(trainer.model.model, trainer.adapter_copies[weights]):
             return self._score(trainer.model, micros, entropy)
 
@@ -78,16 +70,14 @@ class FsdpBackend(TrainBackend):
                 micro, plan = prepare(self._ready, self._config, whole)
                 parts.append((micro, model(micro, plan, mode)))
         for shard in model.shards():
-            # A forward without a backward leaves the root's weights gathered, to go stale at the next step.
+            # A forward without a backward leaves the root's weights gathered; they would be stale at the next step.
             shard.reshard()
-        return [scores_of(micro, outputs) for micro, outputs in parts]
+        return [scores_of(micro, columns_of(outputs)) for micro, outputs in parts]
 
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
         trainer = self._ready
-        entropy: EntropyMode = "none"
-        if objective.wants_entropy or objective.entropy_has_gradient:
-            entropy = "gradient" if objective.entropy_has_gradient else "metric"
+        entropy = requested_entropy(objective)
         loss = torch.zeros((), device=trainer.placement.device)
         sums: dict[str, Tensor] = {}
         parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
@@ -98,7 +88,7 @@ class FsdpBackend(TrainBackend):
             outputs: Outputs = trainer.model(micro, plan, entropy)
             result = objective(
                 micro,
-                segments=self._segments(micro),
+                segments=segments_of(micro, trainer.ranks.cp_group),
                 log_probs=outputs.log_probs,
                 entropy=outputs.entropy,
                 values=outputs.values,
@@ -112,7 +102,7 @@ class FsdpBackend(TrainBackend):
         gradients.give()
         norm = gradient_norm(parameters).to(loss.device)
         finite = trainer.ranks.all_agree(loss.isfinite() & norm.isfinite())
-        # One transfer to the host for all numbers of the step.
+        # One transfer to the host for all metrics of the step.
         grad_norm, is_finite, *totals = torch.stack(
             [norm.double(), finite.double(), *(value.double() for value in sums.values())]
         ).tolist()
@@ -138,12 +128,6 @@ class FsdpBackend(TrainBackend):
         trainer.optimizer.step()
         trainer.steps_done += 1
 
-    def _segments(self, micro: MicroBatch) -> Segments:
-        group = self._ready.ranks.cp_group
-        if group is None:
-            return LocalSegments(micro.segments, micro.num_samples)
-        return ZigzagSegments(micro.segments, micro.num_samples, group)
-
     def _sync_gradients(self, last: bool) -> None:
         trainer = self._ready
         each = self._config.sync_each_micro_batch
@@ -153,13 +137,11 @@ class FsdpBackend(TrainBackend):
             shard.set_requires_gradient_sync(each or last, recurse=False)
 
     def _check_copy(self, name: str) -> None:
-        copies = [*self._ready.copies, *self._ready.adapter_copies]
-        if name not in copies:
-            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *copies]))
+        require_copy(name, [*self._ready.frozen_models, *self._ready.adapter_copies])
 
-    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+    def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         trainer = self._ready
-        keep = everywhere or trainer.ranks.is_first
+        keep = all_ranks or trainer.ranks.is_first
         return whole_tensors(trainer.model, trainer.placement.compute_dtype, keep=keep)
 
     def frozen_tensors(self) -> frozenset[str]:
@@ -171,24 +153,24 @@ class FsdpBackend(TrainBackend):
 
     def save(self, folder: Path) -> None:
         trainer = self._ready
-        if trainer.saving_group is None:
-            trainer.saving_group = trainer.ranks.group_for_saving()
-        checkpoint.write(folder, self._snapshot(), trainer.ranks, trainer.saving_group)
+        checkpoint.write(folder, self._snapshot(), trainer.ranks, trainer.checkpoint_groups.saving)
 
     def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
         if trainer.staging is None:
             trainer.staging = Staging(trainer.placement.device)
-            trainer.staging_group = trainer.ranks.group_for_saving()
         snapshot = self._snapshot()
         snapshot = replace(snapshot, tensors=trainer.staging.copied(snapshot.tensors))
-        return partial(checkpoint.write, folder, snapshot, trainer.ranks, trainer.staging_group)
+        return partial(checkpoint.write, folder, snapshot, trainer.ranks, trainer.checkpoint_groups.staging)
 
     def _snapshot(self) -> checkpoint.Snapshot:
         trainer = self._ready
-        copies = sorted(trainer.refreshed)
+        frozen_models = sorted(trainer.refreshed)
         return checkpoint.Snapshot(
-            tensors=self._tensors(copies), random=random_state(), steps_done=trainer.steps_done, copies=copies
+            tensors=self._tensors(frozen_models),
+            random=random_state(),
+            steps_done=trainer.steps_done,
+            frozen_models=frozen_models,
         )
 
     def load(self, folder: Path) -> None:
@@ -196,7 +178,7 @@ class FsdpBackend(TrainBackend):
         manifest = checkpoint.read_manifest(folder)
         for name in manifest.copies:
             self._check_copy(name)
-            if name in trainer.copies:
+            if name in trainer.frozen_models:
                 self._require_architecture(name)
         if not trainer.optimizer_driver.state_before_steps:
             make_state(trainer.optimizer, self._parameter_names(), checkpoint.shapes_and_dtypes(folder))
@@ -204,9 +186,9 @@ class FsdpBackend(TrainBackend):
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
 
-    def _tensors(self, copies: Sequence[str]) -> dict[str, Tensor]:
-        """Everything a checkpoint holds besides random state; loading writes into the same tensors. The base of adapters
-        is in its own folder."""
+    def _tensors(self, frozen_models: Sequence[str]) -> dict[str, Tensor]:
+        """All tensors of a checkpoint except random state; loading writes into the same tensors. The base of adapters is in its
+        own folder."""
         trainer = self._ready
         names = self._parameter_names()
         state = trainer.model.model.state_dict()
@@ -216,40 +198,40 @@ class FsdpBackend(TrainBackend):
             kept = [name for name in kept if name not in frozen]
         tensors = {f"model.{name}": state[name] for name in kept}
         tensors |= optimizer_tensors(trainer.optimizer, trainer.optimizer_driver, names)
-        for copy in copies:
+        for copy in frozen_models:
             if copy in trainer.adapter_copies:
                 tensors |= {f"copy.{copy}.{name}": value for name, value in trainer.adapter_copies[copy].items()}
                 continue
-            state = trainer.copies[copy].model.state_dict()
-            tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.copies[copy].weight_names}
+            state = trainer.frozen_models[copy].model.state_dict()
+            tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.frozen_models[copy].weight_names}
         return tensors
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._ready.model.model.named_parameters()}
 
-    def refresh_copy(self, name: str) -> None:
+    def update_frozen_model(self, name: str) -> None:
         trainer = self._ready
         self._check_copy(name)
         if name in trainer.adapter_copies:
             copy_trained(trainer.model.model, trainer.adapter_copies[name])
         else:
             self._require_architecture(name)
-            copy_weights(trainer.model, trainer.copies[name])
+            copy_weights(trainer.model, trainer.frozen_models[name])
         trainer.refreshed.add(name)
 
     def _require_architecture(self, name: str) -> None:
-        """A copy has a model of its own, which turns positions and norms as its folder says: trained weights would compute
-        other log-probs in it."""
+        """Raises an error if a frozen copy has another architecture: its positions and norms come from its own folder, so the
+        trained weights would compute other log-probs in it."""
         trainer = self._ready
-        copy = trainer.copies[name]
+        copy = trainer.frozen_models[name]
         found = differences(trainer.model.model.config, copy.model.config)
         if base_shapes(copy) != base_shapes(trainer.model):
             found.append("shapes of weights")
         if found:
             raise ModelError(
-                f'weights "{name}": {trainer.setup.copies[name]} has another architecture than the trained model '
-                f"{trainer.folder.path} ({', '.join(found)}), so it cannot take its weights. Leave "
-                "train.ref_update_interval out, or give a copy that has the same in its config.json."
+                f'weights "{name}": {trainer.setup.frozen_models[name]} has another architecture than the trained model '
+                f"{trainer.folder.path} ({', '.join(found)}), so it cannot be refreshed from it. Leave "
+                "train.ref_update_interval out, or set a copy with the same values in its config.json."
             )
 
     def sleep(self, keep_weights: bool = False) -> None:
@@ -258,29 +240,23 @@ class FsdpBackend(TrainBackend):
         trainer.parking.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()
 
-    def wake(self, weights_only: bool = False) -> None:
-        self._ready.parking.wake(weights_only=weights_only)
+    def wake_up(self, weights_only: bool = False) -> None:
+        self._ready.parking.wake_up(weights_only=weights_only)
 
     def _other_tensors(self) -> Iterator[Tensor]:
-        """What `export_tensors` does not read."""
+        """Tensors that `export_weights` does not read."""
         trainer = self._ready
-        for copy in trainer.copies.values():
+        for copy in trainer.frozen_models.values():
             yield from tensors_of(copy)
         for values in trainer.adapter_copies.values():
             yield from map(local, values.values())
         for state in trainer.optimizer.state.values():
             yield from (local(value) for value in state.values() if isinstance(value, Tensor))
 
-    def close(self) -> None:
-        if self._trainer is not None:
-            self._trainer.ranks.leave()
-            self._trainer = None
-
 
 def tensors_of(model: torch.nn.Module) -> list[Tensor]:
     return [local(tensor) for tensor in chain(model.parameters(), model.buffers())]
 
 
-def scores_of(micro: MicroBatch, outputs: Outputs) -> Scores:
-    columns = {name: value.cpu().numpy() for name, value in outputs._asdict().items() if value is not None}
-    return Scores(**columns, rows=None if micro.rows is None else micro.rows.cpu().numpy())
+def columns_of(outputs: Outputs) -> dict[str, Tensor]:
+    return {name: value for name, value in outputs._asdict().items() if value is not None}

@@ -1,5 +1,5 @@
-"""Which models transformers has a causal language model for, as its source says: to import its table is to import torch and its
-compiler, which takes seconds, and a run file is bound wherever somebody asks about it."""
+"""Model types for which transformers has a causal language model, read from its source. Importing its table imports torch and
+its compiler, which takes seconds, and every command that reads a run file needs the table."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SOURCE: Final = Path("models") / "auto" / "modeling_auto.py"
 
 
 def causal_model_types() -> frozenset[str]:
-    """The model types, as config.json names them."""
+    """The model types, by their names in config.json."""
     spec = find_spec("transformers")
     folders = () if spec is None else spec.submodule_search_locations or ()
     for path in (Path(folder) / SOURCE for folder in folders):
         if path.is_file() and (found := types_in(path.read_text(encoding="utf-8"))):
             return found
-    # Installed without its source, or written in another way.
+    # Installed without source, or with another syntax.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def types_in(source: str) -> frozenset[str]:
-    """The keys of the table, which is written out as `OrderedDict([(KEY, VALUE), ...])`; none if it is not."""
+    """The keys of the table, which has the form `OrderedDict([(KEY, VALUE), ...])`; empty if it has another form."""
     for statement in ast.parse(source).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[ast.List(elts=entries)])) if (

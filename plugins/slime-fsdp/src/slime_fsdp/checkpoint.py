@@ -1,16 +1,15 @@
 """A rank's part of a training checkpoint: torch.distributed.checkpoint in safetensors files, so nothing is unpickled.
 
-The folder holds `state/` (weights, optimiser, refreshed copies; any number of ranks can read it), `rng_R.safetensors`
+The folder holds `state/` (weights, optimizer, refreshed copies; any number of ranks can read it), `rng_R.safetensors`
 for each rank R, and `fsdp.json`, written last: the steps done, the shape of every tensor and the size of every file.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slime_core.errors import CheckpointError
 from slime_fsdp.process import Ranks
-from slime_training.collective_errors import first_failure_alone, on_all_ranks
+from slime_training.checkpoint_manifest import Manifest
+from slime_training.collective_errors import first_failure_alone, raise_on_all_ranks
 from slime_training.random_state import restore_random_state
 from slime_training.written_files import check_sizes, sizes_of
 
@@ -33,38 +33,26 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    format: int
-    steps_done: int
-    world_size: int
-    copies: Sequence[str]
-    """Frozen copies that were refreshed from the trained weights, so that their folder no longer holds them."""
-    shapes: Mapping[str, Sequence[int]]
-    sizes: Mapping[str, int]
-    """Bytes of every other file."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a rank saves, at one instant."""
+    """The state that a rank saves, at one instant."""
 
     tensors: Mapping[str, Tensor]
-    """DTensors, or whole on a single rank."""
+    """DTensors, or whole tensors on a single rank."""
     random: Mapping[str, Tensor]
     steps_done: int
-    copies: Sequence[str]
+    frozen_models: Sequence[str]
 
 
 def write(folder: Path, snapshot: Snapshot, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
-    """All ranks call; `group`: of all of them."""
+    """All ranks call it; `group`: a group of all of them."""
     rank = 0 if ranks.mesh is None else ranks.mesh.get_rank()
     world_size = 1 if ranks.mesh is None else ranks.mesh.size()
     writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
     with single_process_is_meant(), first_failure_alone():
         dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group, no_dist=ranks.mesh is None)
     own = folder / f"rng_{rank}.safetensors"
-    on_all_ranks(lambda: save_file(dict(snapshot.random), own), group, world_size)
-    on_all_ranks(lambda: write_manifest(folder, snapshot, world_size) if rank == 0 else None, group, world_size)
+    raise_on_all_ranks(lambda: save_file(dict(snapshot.random), own), group, world_size)
+    raise_on_all_ranks(lambda: write_manifest(folder, snapshot, world_size) if rank == 0 else None, group, world_size)
 
 
 def write_manifest(folder: Path, snapshot: Snapshot, world_size: int) -> None:
@@ -74,38 +62,30 @@ def write_manifest(folder: Path, snapshot: Snapshot, world_size: int) -> None:
         format=FORMAT,
         steps_done=snapshot.steps_done,
         world_size=world_size,
-        copies=list(snapshot.copies),
+        copies=list(snapshot.frozen_models),
         shapes={name: list(tensor.shape) for name, tensor in snapshot.tensors.items()},
         sizes=sizes_of(folder, files),
     )
-    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    manifest.write(folder / MANIFEST)
 
 
 @contextmanager
 def single_process_is_meant() -> Iterator[None]:
-    """torch warns about no_dist even when it was asked for."""
+    """Silences torch's warning about no_dist, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError, naming the file, unless all that `write` left is there and whole."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete or not one of backend fsdp.")
-    try:
-        manifest = Manifest(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.format}; this version reads {FORMAT}.")
+    """Raises CheckpointError with the file's name unless all that `write` has written exists and is complete."""
+    manifest = Manifest.read(folder / MANIFEST, backend="fsdp", expected_format=FORMAT)
     check_sizes(folder, manifest.sizes)
     return manifest
 
 
 def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Into `tensors`, in place, and into this rank's random generators. All ranks call."""
+    """Loads into `tensors`, in place, and into this rank's random generators. All ranks call it."""
     check_shapes(folder, manifest, tensors)
     reader = HuggingFaceStorageReader(str(folder / STATE))
     with single_process_is_meant(), first_failure_alone():
@@ -116,7 +96,7 @@ def read(folder: Path, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ra
 
 
 def shapes_and_dtypes(folder: Path) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Of all that a checkpoint holds, by name."""
+    """Shapes and dtypes of all tensors of a checkpoint, by name."""
     stored = HuggingFaceStorageReader(str(folder / STATE)).read_metadata().state_dict_metadata
     return {
         name: (tensor.size, tensor.properties.dtype)
@@ -126,11 +106,11 @@ def shapes_and_dtypes(folder: Path) -> dict[str, tuple[Sequence[int], torch.dtyp
 
 
 def check_shapes(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted.keys() | manifest.shapes.keys()):
-        here, there = wanted.get(name), manifest.shapes.get(name)
+    requested = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(requested.keys() | manifest.shapes.keys()):
+        here, there = requested.get(name), manifest.shapes.get(name)
         if here is None or there is None or here != list(there):
             raise CheckpointError(
                 f"{folder / MANIFEST}: {name} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this "
-                "run: another model, optimiser or list of trained parameters."
+                "run: another model, optimizer or list of trained parameters."
             )

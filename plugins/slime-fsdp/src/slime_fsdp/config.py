@@ -1,4 +1,4 @@
-"""Options of the FSDP backend: their checks, and the layout that they ask for. Nothing heavy is imported here."""
+"""Options of the FSDP backend: their checks, and the layout that they set. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ class FsdpConfig(DriverConfig):
     context_parallel_size: int = Field(1, gt=0)
     """Ranks that share the tokens of each sequence (zigzag); the number of ranks must divide by it."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What forward and backward compute in; weights, gradient sums and optimiser are float32 unless the three options below
-    say otherwise. auto: float32 on the CPU, bfloat16 on GPUs."""
+    """Compute dtype of forward and backward; weights, gradient sums and optimizer are float32 unless the three options below
+    are set. auto: float32 on the CPU, bfloat16 on GPUs."""
     main_params_dtype: StoredDtype = "fp32"
-    """What trained weights are kept in. bf16: 2 bytes each in place of 4, rounded stochastically after every step, since
-    most steps of a small learning rate are less than bfloat16 can tell; needs precision bfloat16."""
+    """Dtype in which trained weights are kept. bf16: 2 bytes each in place of 4, rounded stochastically after every step, since
+    most steps of a small learning rate are smaller than bfloat16 resolves; requires precision bfloat16."""
     exp_avg_dtype: StoredDtype = "fp32"
-    """What Adam's first moment is kept in."""
+    """Dtype in which Adam's first moment is kept."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
-    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
+    """Dtype in which Adam's second moment is kept; bf16 is rounded stochastically, so that it can decay."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input and compute the rest again in the backward: less memory, about a third slower."""
+    """Keep only each layer's input and recompute the rest in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimiser in host memory between uses. GPUs only."""
+    """Keep weights, gradients and optimizer in host memory between uses. GPUs only."""
     attn_implementation: Literal["packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "packed"
-    """packed: ours, no padding and no dense mask. The others are those of transformers; sdpa and eager build a dense
+    """packed: slime's own, no padding and no dense mask. The others are those of transformers; sdpa and eager build a dense
     mask over the whole micro-batch."""
     share_prompts: bool | None = None
-    """Compute a prompt once for all its answers that are in a micro-batch, and no token that nothing reads. Log-probs
-    and gradients stay the same up to rounding. By default on; it needs attn_implementation packed and no context
-    parallelism."""
+    """Compute a prompt once for all its responses in a micro-batch, and leave out tokens whose output is not read. Log-probs
+    and gradients are equal up to rounding. By default on; it requires attn_implementation packed and no context parallelism."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
     fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     compile: bool = False
-    """torch.compile each layer, and what is done with logits: faster steps after a slow start."""
+    """torch.compile each layer and the functions of logits: faster steps after a slow start."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward and gather them again in the backward. Off: faster, more
     memory."""
@@ -62,14 +61,14 @@ class FsdpConfig(DriverConfig):
     """Regular expressions: if any is given, only parameters that match one are trained."""
 
     lora_rank: int = Field(0, ge=0)
-    """Train LoRA adapters of this rank beside the frozen weights; 0: train the weights themselves. Needs
+    """Train LoRA adapters of this rank beside the frozen weights; 0: train the weights themselves. Requires
     slime-fsdp[lora]."""
     lora_alpha: int | None = Field(None, gt=0)
-    """Adapters count lora_alpha / lora_rank. By default 16."""
+    """Adapters are scaled by lora_alpha / lora_rank. By default 16."""
     target_modules: tuple[str, ...] = ()
     """Linear layers that get adapters, by the ends of their names. By default all in the decoder layers."""
     lora_adapter_path: RunPath | None = None
-    """Folder of a LoRA adapter in peft's format to go on from; its adapter_config.json says rank, alpha and target
+    """Folder of a LoRA adapter in peft's format to resume from; its adapter_config.json sets rank, alpha and target
     modules."""
 
     @property
@@ -101,7 +100,7 @@ def layout_of(config: FsdpConfig, rank: int, world_size: int) -> Layout:
 
 
 def problems_of(config: FsdpConfig, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
-    """`model_config`: config.json of the trained model."""
+    """`model_config`: content of the trained model's config.json."""
     problems = option_problems(config, world_size)
     if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
         problems += linear_attention_problems(config)
@@ -114,22 +113,22 @@ def option_problems(config: FsdpConfig, world_size: int) -> list[str]:
     if world_size % cp_size:
         problems.append(
             f"backend.context_parallel_size = {cp_size}: does not divide the {world_size} ranks; "
-            f"give a multiple of {cp_size} ranks or another size."
+            f"set a multiple of {cp_size} ranks or another size."
         )
     if cp_size > 1 and config.attn_implementation != "packed":
         problems.append(
-            f'backend.attn_implementation = "{config.attn_implementation}": context parallelism needs "packed".'
+            f'backend.attn_implementation = "{config.attn_implementation}": context parallelism requires "packed".'
         )
     if config.share_prompts and not config.can_share_prompts:
         problems.append(
-            'backend.share_prompts = true: needs attn_implementation = "packed" and context_parallel_size = 1.'
+            'backend.share_prompts = true: requires attn_implementation = "packed" and context_parallel_size = 1.'
         )
     if config.main_params_dtype == "bf16" and config.precision == "float32":
         problems.append(
-            'backend.main_params_dtype = "bf16": there is nothing to compute in float32 then; say precision = "bfloat16".'
+            'backend.main_params_dtype = "bf16": it leaves nothing to compute in float32. Set precision = "bfloat16".'
         )
     if config.main_params_dtype == "bf16" and config.trains_adapters:
-        problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32; leave it out.')
+        problems.append('backend.main_params_dtype = "bf16": adapters are small and stay in float32. Leave it out.')
     return problems
 
 
@@ -137,16 +136,16 @@ def linear_attention_problems(config: FsdpConfig) -> list[str]:
     problems = []
     if config.attn_implementation != "packed":
         problems.append(
-            f'backend.attn_implementation = "{config.attn_implementation}": linear attention needs "packed", or states would '
-            "run on from one sequence into the next."
+            f'backend.attn_implementation = "{config.attn_implementation}": linear attention requires "packed", or states '
+            "would continue from one sequence into the next."
         )
     if config.context_parallel_size > 1:
         problems.append(
-            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not cut over ranks here; "
-            "leave it out, or use backend megatron."
+            f"backend.context_parallel_size = {config.context_parallel_size}: linear attention is not sharded over ranks here. "
+            "Leave it out, or use backend megatron."
         )
     if config.share_prompts:
-        problems.append("backend.share_prompts = true: linear attention has one state a sequence; leave it out.")
+        problems.append("backend.share_prompts = true: linear attention has one state per sequence. Leave it out.")
     return problems
 
 
@@ -160,20 +159,22 @@ def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerD
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:
-    told = [name for name in ("lora_alpha", "target_modules") if getattr(config, name)]
+    given = [name for name in ("lora_alpha", "target_modules") if getattr(config, name)]
     if not config.trains_adapters:
-        return [f"backend.{name}: without adapters it says nothing; give backend.lora_rank too." for name in told]
+        return [f"backend.{name}: has no effect without adapters. Set backend.lora_rank too." for name in given]
     problems = []
     if find_spec("peft") is None:
         asked = f"lora_rank = {config.lora_rank}" if config.lora_rank else "lora_adapter_path"
-        problems.append(f"backend.{asked}: needs peft, which is not installed: pip install slime-fsdp[lora].")
+        problems.append(
+            f"backend.{asked}: requires peft, which is not installed. Install it: pip install slime-fsdp[lora]."
+        )
     if config.lora_adapter_path is not None:
         problems += [
-            f"backend.{name}: backend.lora_adapter_path says it already; leave one of them out."
-            for name in (["lora_rank"] if config.lora_rank else []) + told
+            f"backend.{name}: backend.lora_adapter_path sets it already. Leave one of them out."
+            for name in (["lora_rank"] if config.lora_rank else []) + given
         ]
     problems += [
-        f"backend.{name}: with LoRA the adapters are trained and nothing else; choose them by backend.target_modules."
+        f"backend.{name}: with LoRA only the adapters are trained. Choose them by backend.target_modules."
         for name in ("freeze_params_name_list", "only_train_params_name_list")
         if getattr(config, name)
     ]
@@ -183,11 +184,11 @@ def adapter_problems(config: FsdpConfig) -> list[str]:
 def true_on_policy_problems(config: FsdpConfig) -> list[str]:
     problems = []
     if config.attn_implementation != "packed":
-        problems.append(f'attn_implementation = "{config.attn_implementation}" is not batch-invariant; use "packed"')
+        problems.append(f'attn_implementation = "{config.attn_implementation}" is not batch-invariant; set "packed"')
     if config.linear == "onednn":
-        problems.append('linear = "onednn" is not batch-invariant; use "auto"')
+        problems.append('linear = "onednn" is not batch-invariant; set "auto"')
     if config.compile:
-        problems.append("compile = true fuses operations in its own way; leave it out")
+        problems.append("compile = true fuses operations, which changes their rounding; leave it out")
     if config.trains_adapters:
         problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
     return problems

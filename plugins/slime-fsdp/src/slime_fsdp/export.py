@@ -1,4 +1,4 @@
-"""Weights out: whole tensors under their Hugging Face names, one layer after the other or as a folder.
+"""Exports weights: whole tensors under their Hugging Face names, layer by layer or as a folder.
 
 Names and shapes are those of the files that transformers would write: where a model keeps fused tensors in memory
 (experts), they are taken apart again.
@@ -25,7 +25,7 @@ from slime_fsdp.adapters import Adapters, base_name, file_name, is_adapter, trai
 from slime_fsdp.folder import ModelFolder
 from slime_fsdp.gather import gathered
 from slime_fsdp.packed_model import PackedModel
-from slime_training.collective_errors import on_all_ranks
+from slime_training.collective_errors import raise_on_all_ranks
 from slime_training.rounded_adamw import local
 from slime_training.saved_model import write_model
 from slime_training.weight_files import copy_generation_and_code
@@ -34,8 +34,8 @@ LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
-    """The model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters come as
-    `dtype`, the few that the folder has in float32 as such, buffers as they are."""
+    """Yields the model a layer at a time; None on ranks that do not `keep` it but take part in gathering. Parameters are cast
+    to `dtype`, except the few that are float32 in the folder; buffers are unchanged."""
     parameters = {base_name(name) for name in packed.parameter_names}
     for layer in merged_layers(packed, keep=keep, dtype=dtype if packed.adapters is None else None):
         if layer is None:
@@ -49,8 +49,8 @@ def whole_tensors(packed: PackedModel, dtype: torch.dtype, *, keep: bool) -> Ite
 def merged_layers(
     packed: PackedModel, *, keep: bool, dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor] | None]:
-    """As the base model has them in memory, adapters merged. The weights that are trained on stay as they are. `dtype`: of
-    sharded ones, before they are gathered."""
+    """Yields tensors in the form of the base model in memory, with adapters merged. The trained weights are unchanged. `dtype`:
+    of sharded ones, before they are gathered."""
     tensors = packed.tensors()
     for _, names in groupby(packed.weight_names, key=layer_of):
         layer = gathered({name: tensors[name] for name in names}, dtype, unchanged=packed.wide)
@@ -60,8 +60,8 @@ def merged_layers(
 
 
 def frozen_names(packed: PackedModel) -> frozenset[str]:
-    """Of whole tensors that neither training nor a merged adapter changes. Tensors that are taken apart for files are
-    left out."""
+    """Names of whole tensors that neither training nor a merged adapter changes. Tensors that are split for files are left
+    out."""
     if packed.adapters is None:
         return frozenset()
     trained = trained_parameters(packed.model)
@@ -73,13 +73,13 @@ def frozen_names(packed: PackedModel) -> frozenset[str]:
 
 
 def base_shapes(packed: PackedModel) -> dict[str, torch.Size]:
-    """Of what `merged_layers` gives."""
+    """Shapes of the tensors that `merged_layers` yields."""
     state = packed.model.state_dict()
     return {base_name(name): state[name].shape for name in packed.weight_names if not is_adapter(name)}
 
 
 def copy_weights(source: PackedModel, target: PackedModel) -> None:
-    """All ranks call. Both have the same `base_shapes`; the target has no adapters."""
+    """Copies weights between models with the same `base_shapes`; the target has no adapters. All ranks call it."""
     state = target.model.state_dict()
     if source.adapters is None:
         same = source.model.state_dict()
@@ -92,21 +92,21 @@ def copy_weights(source: PackedModel, target: PackedModel) -> None:
 
 
 def part_of(tensor: Tensor, *, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that every rank has."""
+    """This rank's shard of a whole tensor that every rank has."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def layer_of(name: str) -> str:
-    """`model.layers.3.` of a name in it; the name itself elsewhere."""
+    """The prefix `model.layers.3.` of a name in that layer; otherwise the name itself."""
     found = LAYER.match(name)
     return found.group(0) if found else name
 
 
 def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, group: dist.ProcessGroup | None) -> None:
-    """What transformers' from_pretrained reads, parameters in the dtype of the source's, with adapters merged; and in adapter/
-    what peft reads. All ranks of `group` call (None: there is one)."""
+    """Writes a folder for transformers' from_pretrained, with parameters in the dtype of the source's and adapters merged, and
+    in adapter/ a folder for peft. All ranks of `group` call it (None: one rank)."""
     if packed.adapters is not None:
         write_adapter(packed, packed.adapters, target / "adapter", group)
 
@@ -123,7 +123,7 @@ def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, grou
 
 
 def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, group: dist.ProcessGroup | None) -> None:
-    """peft's own format, for the folder that training started from."""
+    """Writes peft's format, with the starting folder as base model."""
     whole = gathered({name: parameter.detach() for name, parameter in trained_parameters(packed.model).items()})
 
     def write() -> None:
@@ -134,6 +134,6 @@ def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, group: 
 
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     try:
-        on_all_ranks(lambda: write() if rank == 0 else None, group, ranks)
+        raise_on_all_ranks(lambda: write() if rank == 0 else None, group, ranks)
     except (OSError, SafetensorError) as error:
         raise storage_error(target, error) from error

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: is it one that can be trained, and what does it hold."""
+"""A Hugging Face folder: its content, and whether it can be trained."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from slime_core.data.model_folder import check_weights
 from slime_core.errors import ModelError
 from slime_fsdp.attention import PACKED
 from slime_fsdp.supported_models import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
+from slime_training.model_config import config_file_of
+from slime_training.value_head import start_value_head
 from slime_training.weight_files import dtypes_in
 
 HEADS: dict[str, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
@@ -43,18 +45,18 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What config.json says of the weights on disk, most of them."""
+        """The dtype of most weights on disk, from config.json; float32 if it has none."""
         found = self.config.dtype
         return found if isinstance(found, torch.dtype) else torch.float32
 
     @cached_property
     def wide(self) -> frozenset[str]:
-        """Of a folder in half precision the few tensors that it has in float32, as gates and biases of routers."""
+        """Names of the few float32 tensors of a half-precision folder, such as gates and biases of routers."""
         if self.dtype.itemsize >= torch.float32.itemsize:
             return frozenset()
         dtypes = dtypes_in(self.path)
         found = frozenset(name for name, dtype in dtypes.items() if dtype == torch.float32)
-        # Else its config.json does not say what it is in.
+        # If most are float32, the dtype in config.json is wrong.
         return found if 2 * len(found) < len(dtypes) else frozenset()
 
     @property
@@ -67,8 +69,8 @@ class ModelFolder:
         return AutoModelForImageTextToText if self.sees_images and self.head == "lm" else HEADS[self.head]
 
     def unknown(self, unexpected: Iterable[str]) -> list[str]:
-        """Of the names that transformers did not expect, those that belong to nothing: neither to another head nor to layers of
-        multi-token prediction behind the model's own. Code that came with the model may leave out what it likes."""
+        """Returns the names in `unexpected` that belong neither to another head nor to layers of multi-token prediction behind
+        the model's own. Code in the folder may ignore any name."""
         if self.trust_remote_code and hasattr(self.config, "auto_map"):
             return []
         text = self.config.get_text_config()
@@ -79,17 +81,18 @@ class ModelFolder:
         return sorted(name for name in unexpected if not any(part in name for part in known))
 
     def attention(self, implementation: str) -> Any:
-        """Packed attention is the language model's; patches attend by whole images, in transformers' own way."""
+        """Packed attention is used by the language model only; the vision tower attends within whole images, by transformers'
+        own code."""
         if not self.sees_images:
             return implementation
         towers = {"": implementation, "text_config": implementation}
         return towers | {"vision_config": "sdpa" if implementation == PACKED else implementation}
 
     def empty_model(self, attn_implementation: str) -> PreTrainedModel:
-        """On the meta device, float32."""
+        """The model on the meta device, in float32."""
         with torch.device("meta"):
             model: PreTrainedModel = self.auto_class.from_config(
-                # transformers writes the dtype that it is asked for into it.
+                # transformers writes the requested dtype into the config.
                 deepcopy(self.config),
                 attn_implementation=self.attention(attn_implementation),
                 dtype=torch.float32,
@@ -98,8 +101,8 @@ class ModelFolder:
         return model.eval()
 
     def load_model(self, attn_implementation: str, seed: int) -> PreTrainedModel:
-        """With its weights, float32, on the CPU. A value head that the folder lacks starts from N(0, 1/(hidden + 1)),
-        bias 0 (Stiennon et al. 2020, arXiv 2009.01325, appendix B.1)."""
+        """The model with its weights, in float32, on the CPU. A value head that the folder lacks is initialized by
+        `start_value_head`."""
         try:
             with expected_differences() if self.head == "value" else nullcontext():
                 model, info = self.auto_class.from_pretrained(
@@ -117,22 +120,22 @@ class ModelFolder:
         if self.head == "value":
             fresh = {name for name in missing if name.startswith("score.")}
             if fresh:
-                fresh_value_head(model.score, seed)
+                start_value_head(model.score.weight, model.score.bias, seed)
             missing -= fresh
         if missing:
             some = ", ".join(sorted(missing)[:3])
             raise ModelError(f"{self.path}: {len(missing)} weights are missing from its files, such as {some}.")
         if extra := self.unknown(info["unexpected_keys"]):
             raise ModelError(
-                f"{self.path}: {len(extra)} tensors of its files are none of a {self.config.model_type} model's, such as "
-                f"{', '.join(extra[:3])}. Training would lose them; is its config.json another model's?"
+                f"{self.path}: {len(extra)} tensors of its files do not belong to a {self.config.model_type} model, such as "
+                f"{', '.join(extra[:3])}. Training would lose them. Check that config.json is of the same model."
             )
         return model.eval()
 
 
 @contextmanager
 def expected_differences() -> Iterator[None]:
-    """transformers warns that a language model's folder has another head; what is missing is looked at here."""
+    """Silences transformers' warning that a language model's folder has another head; missing weights are checked here."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -142,41 +145,30 @@ def expected_differences() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def fresh_value_head(linear: torch.nn.Linear, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        linear.weight.normal_(0.0, (linear.in_features + 1) ** -0.5, generator=generator)
-        if linear.bias is not None:
-            linear.bias.zero_()
-
-
 def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False, weights: bool = True) -> ModelFolder:
-    """Raises ModelError for what transformers could not load, before any weight is read. `weights`: they must be there."""
-    if not path.is_dir():
-        raise ModelError(f"{path}: no such folder. Give a Hugging Face model folder (config.json, *.safetensors).")
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelError(f"{path}: it has no config.json, so it is not a Hugging Face model folder.")
+    """Raises ModelError for a folder that transformers could not load, before weights are read. `weights`: they are
+    required."""
+    config_file = config_file_of(path)
     try:
         raw = json.loads(config_file.read_text())
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
     if head == "value" and config.model_type in WITH_IMAGES:
-        # It registers itself with transformers.
+        # The import registers the class with transformers.
         import slime_fsdp.vision_value  # noqa: F401
     remote = "auto_map" in raw and trust_remote_code
     known = type(config) in AutoModelForCausalLM._model_mapping or config.model_type in WITH_IMAGES
     if not remote and not known:
         raise ModelError(f'{config_file}: transformers has no causal language model for "{config.model_type}".')
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    # A config.json need not name the kinds of its layers: Qwen3-Next's gives only how many there are.
+    # A config.json may lack the kinds of its layers: Qwen3-Next's has only an interval.
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if problems := layer_problems(config.model_type, kinds):
         raise ModelError(f"{config_file}: {problems[0]}")
     if getattr(kind, "_is_stateful", False) and config.model_type not in WITH_LINEAR_ATTENTION:
         raise ModelError(
-            f'{config_file}: models of type "{config.model_type}" hand a state from token to token, which would run on from '
+            f'{config_file}: models of type "{config.model_type}" pass a state from token to token, which would continue from '
             "one packed sequence into the next: backend fsdp does not train them."
         )
     if not remote and head != "lm" and type(config) not in HEADS[head]._model_mapping:

@@ -1,4 +1,4 @@
-"""Freed memory on a CPU: kept for the next allocation instead of handed back."""
+"""Keeps freed memory on a CPU for the next allocation instead of returning it to the system."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear attention of transformers' models on packed streams. Left to itself, transformers runs convolutions and states on from
-one sequence into the next, unless two packages of kernels are there.
+"""Linear attention of transformers' models on packed streams. By default, transformers continues convolutions and states from
+one sequence into the next, unless two packages of kernels are installed.
 
 Legend: N tokens, F features, W taps, H heads, D and D' their dims.
 """
@@ -20,14 +20,14 @@ def delta_nets(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def pack_delta_nets(model: PreTrainedModel) -> None:
-    """Their two operations, by the plan that comes down to them."""
+    """Replaces the two operations of these layers by ones that use the plan."""
     for module in delta_nets(model):
         module.causal_conv1d_fn = packed_conv
         module.chunk_gated_delta_rule = packed_rule
 
 
 def delta_arguments(plan: RecurrencePlan | None) -> dict[str, Any]:
-    """The two arguments of a model that it hands to these operations unread."""
+    """The two arguments that a model passes unread to these operations."""
     return {} if plan is None else {"seq_idx": plan, "cu_seq_lens_q": plan}
 
 

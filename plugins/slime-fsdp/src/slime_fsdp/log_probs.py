@@ -1,4 +1,4 @@
-"""The language-model head at the positions that are asked for: log-probs and entropy, a chunk of positions at a time.
+"""The language-model head at the requested positions: log-probs and entropy, a chunk of positions at a time.
 
 Legend: T positions, H hidden, V vocabulary.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_training.head import EntropyMode, Found, Head
+from slime_training.head import ChunkedLMHead, EntropyMode, Found
 
 
 def log_probs_of(
@@ -24,9 +24,9 @@ def log_probs_of(
     entropy: EntropyMode,
     fuse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(z)[target] and, if asked for, -sum p log p, float32 (T,), with z = (h W' + b) / temperature.
+    """Returns log softmax(z)[target] and, if requested, -sum p log p, float32 (T,), with z = (h W' + b) / temperature.
 
-    `fuse`: see `Head`.
+    `fuse`: see `ChunkedLMHead`.
     """
     log_probs, entropies = LinearLogProbs.apply(
         hidden_TH, weight_VH, bias_V, targets_T, temperature, chunk, entropy, fuse
@@ -47,7 +47,7 @@ class LinearLogProbs(torch.autograd.Function):
         entropy: EntropyMode,
         fuse: bool,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight_VH=weight_VH, bias_V=bias_V, temperature=temperature, chunk=chunk, fuse=fuse)
+        head = ChunkedLMHead(weight_VH=weight_VH, bias_V=bias_V, temperature=temperature, chunk=chunk, fuse=fuse)
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs = torch.empty(len(targets_T), dtype=dtype, device=hidden_TH.device)
         log_sums, entropies = torch.empty_like(log_probs), torch.empty_like(log_probs)
@@ -69,7 +69,9 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, bias_V, targets_T, log_probs, log_sums, entropies = ctx.saved_tensors
-        head = Head(weight_VH=weight_VH, bias_V=bias_V, temperature=ctx.temperature, chunk=ctx.chunk, fuse=ctx.fuse)
+        head = ChunkedLMHead(
+            weight_VH=weight_VH, bias_V=bias_V, temperature=ctx.temperature, chunk=ctx.chunk, fuse=ctx.fuse
+        )
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         found = Found(log_probs_T=log_probs, log_sums_T=log_sums, entropies_T=entropies)
         gradients = head.gradients(hidden_TH, targets_T, None, found, *grads, of_weight=of_weight, of_bias=of_bias)

@@ -1,4 +1,4 @@
-"""The optimizer over the trained parameters, the learning-rate schedule, gradients' sums and their norm."""
+"""The optimizer of the trained parameters, the learning-rate schedule, sums of gradients and their norm."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from slime_training.rounded_adamw import local
 def make_optimizer(
     model: nn.Module, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
 ) -> torch.optim.Optimizer:
-    """Weight decay is decoupled and left off vectors (norms, biases)."""
+    """Weight decay is decoupled and not applied to vectors (norms, biases)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
+        raise ConfigError(
+            "backend.freeze_params_name_list, only_train_params_name_list: they leave no parameter to train."
+        )
     if problems := optimizer_problems(options, config.optimizer, chosen.driver):
         raise ConfigError(problems)
     groups = [
@@ -37,8 +39,8 @@ def make_optimizer(
 
 
 def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) -> float:
-    """Of the optimiser step after `steps_done`: linear from 0 over the warm-up (so the very first is 0), then constant,
-    or linear or cosine decay to min_lr at lr_decay_iters."""
+    """The learning rate of the optimizer step after `steps_done`: linear from 0 over the warm-up (so the first one is 0), then
+    constant, or linear or cosine decay to min_lr at lr_decay_iters."""
     warmup = config.lr_warmup_iters
     if steps_done < warmup:
         return config.lr * steps_done / warmup
@@ -51,14 +53,14 @@ def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) ->
 
 
 class GradientSums:
-    """Sums over micro-batches in float32, of weights whose own gradients are bfloat16."""
+    """float32 sums over micro-batches, for weights whose own gradients are bfloat16."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
         self._sums: dict[int, Tensor] = {}
 
     def take(self) -> None:
-        """What the backward of a micro-batch left, unless it was the last."""
+        """Adds the gradients of a micro-batch, except for the last one."""
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
@@ -70,7 +72,7 @@ class GradientSums:
             parameter.grad = None
 
     def give(self) -> None:
-        """Adds them to what the last one left: rounded once."""
+        """Adds the sums to the last gradients, so that they are rounded once."""
         for number, total in self._sums.items():
             parameter = self._parameters[number]
             if parameter.grad is None:
@@ -90,7 +92,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def norm_of_rounded(gradients: Sequence[Tensor]) -> Tensor:
-    """Of sharded gradients; torch's own would be added up in bfloat16."""
+    """The norm of sharded gradients; torch's own would be summed in bfloat16."""
     norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2.0, dtype=torch.float32)
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
     meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}
@@ -107,7 +109,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, driver: type[OptimizerDriver], names: dict[int, str]
 ) -> dict[str, Tensor]:
-    """All tensors of its state, by the names of their parameters."""
+    """All tensors of the optimizer's state, by the names of their parameters."""
     tensors = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -115,7 +117,7 @@ def optimizer_tensors(
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     raise CheckpointError(
-                        f"{driver.__name__}: its state {key} is {value!r}; a checkpoint takes tensors alone."
+                        f"{driver.__name__}: its state {key} is {value!r}; a checkpoint holds only tensors."
                     )
             tensors |= {f"optimizer.{key}.{names[id(parameter)]}": value for key, value in state.items()}
     return tensors
@@ -124,8 +126,8 @@ def optimizer_tensors(
 def make_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str], saved: Mapping[str, tuple[Sequence[int], torch.dtype]]
 ) -> None:
-    """The state that a checkpoint has, for loading to write into, in place of what steps have made. `saved`: shapes and
-    dtypes by the names of `optimizer_tensors`."""
+    """Creates the state that a checkpoint contains, for loading to write into, and replaces the state of earlier steps.
+    `saved`: shapes and dtypes by the names of `optimizer_tensors`."""
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
     for name, (shape, dtype) in saved.items():
@@ -136,6 +138,6 @@ def make_state(
         if tuple(shape) == tuple(parameter.shape):
             value = torch.zeros_like(parameter, dtype=dtype)
         else:
-            # torch's own optimizers count their steps on the host.
+            # torch's own optimizers keep the step count on the host.
             value = torch.zeros(tuple(shape), dtype=dtype, device=local(parameter).device if shape else "cpu")
         optimizer.state[parameter][key] = value

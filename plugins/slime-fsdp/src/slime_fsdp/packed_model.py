@@ -1,4 +1,4 @@
-"""PackedModel: a transformers model called on packed streams, and its sharding over ranks.
+"""PackedModel: a transformers model that is called on packed streams, and its sharding over ranks.
 
 Legend: N tokens, T response tokens.
 """
@@ -27,26 +27,26 @@ from slime_fsdp.adapters import Adapters, base_name, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder
+from slime_fsdp.fp32_params import fp32_params
 from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_nets
 from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.supported_models import WITH_IMAGES
 from slime_fsdp.vision import hidden_states
-from slime_fsdp.wide_weights import wide_weights
 from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
+from slime_training.deterministic_gather import DeterministicGather
 from slime_training.file_form import is_as_in_files
 from slime_training.head import EntropyMode, chunk_positions
 from slime_training.onednn import onednn_available, use_onednn
 from slime_training.rounded_adamw import STORED
-from slime_training.rows import Take
 
-BRING_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
+GATHER_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of torch's operations that gather sharded weights."""
 
 
 class Outputs(NamedTuple):
-    """float32 (T,); None where it was not asked for."""
+    """float32 (T,); None if it was not requested."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -54,7 +54,7 @@ class Outputs(NamedTuple):
 
 
 class PackedModel(nn.Module):
-    """Its forward holds the head too, so that under FSDP the head's weights are gathered when they are used."""
+    """The forward includes the head, so that under FSDP the head's weights are gathered when they are used."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         fused_head: bool = False,
         wide: frozenset[str] = frozenset(),
     ) -> None:
-        """`fused_head`: see `Head.fuse`. `wide`: see `wide_weights`."""
+        """`fused_head`: see `ChunkedLMHead.fuse`. `wide`: see `fp32_params`."""
         super().__init__()
         self.model = model
         self.adapters = adapters
@@ -79,17 +79,17 @@ class PackedModel(nn.Module):
 
     @property
     def has_delta_nets(self) -> bool:
-        """Then plans have a recurrence."""
+        """If True, plans have a recurrence."""
         return bool(delta_nets(self.model))
 
     @property
     def sees_images(self) -> bool:
-        """Then positions are (4, N)."""
+        """If True, positions are (4, N)."""
         return self.model.config.model_type in WITH_IMAGES
 
     def forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none") -> Outputs:
-        # Around the forward alone: a backward need not be invariant.
-        with InvariantKernels(BRING_WEIGHTS) if self.true_on_policy else nullcontext():
+        # Only the forward: a backward need not be invariant.
+        with InvariantKernels(GATHER_WEIGHTS) if self.true_on_policy else nullcontext():
             return self._forward(micro, plan, entropy)
 
     def _forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode) -> Outputs:
@@ -103,8 +103,8 @@ class PackedModel(nn.Module):
                 use_cache=False,
                 **attention,
             ).last_hidden_state[0]
-        # All answers to a shared prompt are predicted from its last token. Without any row, the graph stays.
-        hidden = Take.apply(hidden, micro.logit_index)
+        # All responses to a shared prompt are predicted from its last token. If there are no rows, the graph is kept.
+        hidden = DeterministicGather.apply(hidden, micro.logit_index)
         if self.head == "value":
             return Outputs(values=values_of(hidden, self.model.score))
         linear = self.model.get_output_embeddings()
@@ -122,7 +122,7 @@ class PackedModel(nn.Module):
 
     @cached_property
     def weight_names(self) -> list[str]:
-        """Names in the model's own state dict, in its order; of tied weights only the one that files hold."""
+        """Names in the model's own state dict, in its order; of tied weights only the name in files."""
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             first.setdefault(id(parameter), name)
@@ -131,11 +131,12 @@ class PackedModel(nn.Module):
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:
-        """Tied ones under each of their names."""
+        """Names of the parameters; tied ones under each of their names."""
         return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers themselves: a state dict would give a new DTensor for each, 100 us of the host every time."""
+        """The parameters and buffers themselves: a state dict would create a new DTensor for each, 100 us on the host every
+        time."""
         return {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
 
     @cached_property
@@ -147,13 +148,13 @@ class PackedModel(nn.Module):
 
 
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """(T,) float32, whatever the model computes in: bfloat16 would round a value of one to two decimals."""
+    """(T,) float32 in any compute dtype: bfloat16 would round a value of one to two decimals."""
     bias = None if head.bias is None else head.bias.float()
     return nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
 
 
 def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str, Any]:
-    """What a model hands down to its attention: our plan, or the names that transformers' flash attention reads."""
+    """Arguments that a model passes to its attention: slime's plan, or the names that transformers' flash attention reads."""
     if model.config._attn_implementation == PACKED:
         return {"attention_plan": plan, **delta_arguments(plan.recurrence)}
     (run,) = plan.runs
@@ -167,7 +168,7 @@ def attention_arguments(model: PreTrainedModel, plan: AttentionPlan) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a model lives. `mesh` None: one rank, not wrapped."""
+    """Where a model is placed. `mesh` None: one rank, not wrapped."""
 
     device: torch.device
     mesh: DeviceMesh | None
@@ -183,14 +184,14 @@ class Placement:
 def build_model(
     folder: ModelFolder, config: FsdpConfig, placement: Placement, *, seed: int, trained: bool
 ) -> PackedModel:
-    """Loads the weights once, on rank 0, and spreads them. Frozen copies are kept in the compute dtype."""
-    wants_adapters = trained and config.trains_adapters
+    """Loads the weights once, on rank 0, and distributes them. Frozen copies are kept in the compute dtype."""
+    has_adapters = trained and config.trains_adapters
     attention = PACKED if config.attn_implementation == "packed" else config.attn_implementation
     mesh = placement.mesh
 
     def load() -> tuple[PreTrainedModel, Adapters | None]:
         model = folder.load_model(attention, seed)
-        return model, with_adapters(model, folder, config, seed) if wants_adapters else None
+        return model, with_adapters(model, folder, config, seed) if has_adapters else None
 
     loaded, adapters = load_on_first_rank(load, mesh)
     if mesh is None:
@@ -199,21 +200,21 @@ def build_model(
         model = loaded.to(placement.device)
     else:
         model = folder.empty_model(attention)
-        adapters = with_adapters(model, folder, config, seed) if wants_adapters else None
+        adapters = with_adapters(model, folder, config, seed) if has_adapters else None
     pack_delta_nets(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and is_trained(name, parameter, config))
     kept = STORED[config.main_params_dtype] if trained else torch.float32
-    wide = wide_weights(model, folder)
-    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=wants_adapters)
+    wide = fp32_params(model, folder)
+    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=has_adapters)
     store_parameters(model, kept, frozen, wide)
-    # The same weights give the same bits, whatever file they come from.
+    # The same weights give the same bits, in any file.
     align(model)
     if placement.true_on_policy:
         if delta_nets(model):
             raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
         require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
-    elif wants_onednn(config, placement):
+    elif uses_onednn(config, placement):
         use_onednn(model)
     packed = PackedModel(
         model,
@@ -228,7 +229,7 @@ def build_model(
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
-            # The layer alone reads this flag to checkpoint; its children stay in eval mode, without dropout.
+            # Only the layer itself reads this flag to checkpoint; its children stay in eval mode, without dropout.
             layer.training = True
     if config.compile:
         for layer in layers:
@@ -239,12 +240,12 @@ def build_model(
     return packed
 
 
-def wants_onednn(config: FsdpConfig, placement: Placement) -> bool:
-    """Raises ModelError where it was asked for and cannot be had."""
+def uses_onednn(config: FsdpConfig, placement: Placement) -> bool:
+    """Whether linear layers use oneDNN. Raises ModelError if the option requires it and it is not available."""
     fits = placement.device.type == "cpu" and placement.compute_dtype == torch.float32 and not config.compile
     if config.linear == "onednn" and not (fits and onednn_available()):
         raise ModelError(
-            'backend.linear = "onednn": needs a CPU, float32, no compile and a torch with oneDNN. Use linear = "auto".'
+            'backend.linear = "onednn": requires a CPU, float32, no compile and a torch with oneDNN. Set linear = "auto".'
         )
     return config.linear != "torch" and fits and onednn_available()
 
@@ -259,31 +260,31 @@ def with_adapters(model: PreTrainedModel, folder: ModelFolder, config: FsdpConfi
 def frozen_dtype(
     folder: ModelFolder, placement: Placement, kept: torch.dtype, *, trained: bool, adapters: bool
 ) -> torch.dtype:
-    """The base of adapters is exported, so it loses nothing: lower precision only where the files have no more. `kept`: what
-    trained weights are kept in."""
+    """The dtype of frozen weights. The base of adapters is exported, so it is not rounded: lower precision only if the files
+    have no more. `kept`: dtype in which trained weights are kept."""
     if not trained or (adapters and folder.dtype == placement.compute_dtype):
         return placement.compute_dtype
     return kept
 
 
 def store_parameters(model: PreTrainedModel, trained: torch.dtype, frozen: torch.dtype, wide: Collection[str]) -> None:
-    """Parameters only: buffers such as rotary frequencies keep their own precision. `wide`: stay float32 where they are
-    frozen; FSDP wants one dtype of all that it trains."""
+    """Casts parameters only: buffers such as rotary frequencies keep their precision. `wide`: stay float32 if they are frozen;
+    FSDP requires one dtype for all trained parameters."""
     for name, parameter in model.named_parameters():
         untrained = torch.float32 if base_name(name) in wide else frozen
         parameter.data = parameter.data.to(trained if parameter.requires_grad else untrained)
 
 
 def is_trained(name: str, parameter: nn.Parameter, config: FsdpConfig) -> bool:
-    """Of a model as transformers or peft has made it."""
+    """Whether a parameter is trained. `name`: in the model as transformers or peft builds it."""
     if config.trains_adapters:
         return is_trained_with_adapters(name)
     if not parameter.requires_grad:
-        # Biases of routers, which no loss has a gradient of.
+        # Biases of routers, for which no loss has a gradient.
         return False
     only = config.only_train_params_name_list
-    wanted = not only or any(re.search(pattern, name) for pattern in only)
-    return wanted and not any(re.search(pattern, name) for pattern in config.freeze_params_name_list)
+    requested = not only or any(re.search(pattern, name) for pattern in only)
+    return requested and not any(re.search(pattern, name) for pattern in config.freeze_params_name_list)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -298,7 +299,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def load_on_first_rank(
     load: Callable[[], tuple[PreTrainedModel, Adapters | None]], mesh: DeviceMesh | None
 ) -> tuple[PreTrainedModel | None, Adapters | None]:
-    """A failure on rank 0 is raised on every rank: none is left waiting."""
+    """A failure on rank 0 is raised on every rank, so that none waits forever."""
     if mesh is None:
         return load()
     loaded, problem = None, [""]
@@ -318,7 +319,7 @@ def shard(
     packed: PackedModel, layers: list[nn.Module], config: FsdpConfig, placement: Placement, *, trained: bool
 ) -> None:
     if placement.mesh is None:
-        raise AssertionError("sharding needs a mesh")
+        raise AssertionError("sharding requires a mesh")
     lower = placement.compute_dtype != torch.float32
     common: dict[str, Any] = {
         "mesh": placement.mesh,
@@ -331,18 +332,18 @@ def shard(
     }
     for layer in layers:
         fully_shard(layer, **common, reshard_after_forward=config.reshard_after_forward)
-    # The root's weights are wanted again as soon as the backward starts; a frozen copy has none.
+    # The root's weights are needed again as soon as the backward starts; a frozen copy has no backward.
     fully_shard(packed, **common, reshard_after_forward=not trained)
     for module in packed.shards():
-        # Sums, not averages: the loss already carries its denominator. gloo has no pre-multiplied sum.
+        # Sums, not averages: the loss already has its denominator. gloo has no pre-multiplied sum.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
-    """Weights and buffers of rank 0 to every rank's shards."""
+    """Copies weights and buffers of rank 0 to every rank's shards."""
     if placement.mesh is None:
-        raise AssertionError("there is nobody to fill")
+        raise AssertionError("there is one rank: no shards to fill")
     packed.to_empty(device=placement.parameter_device)
     set_model_state_dict(
         packed.model,
@@ -355,6 +356,6 @@ def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placeme
         if name in source:
             values.copy_(source[name])
         dist.broadcast(values, src=0, group=placement.mesh.get_group())
-        # Buffers are not sharded; they live where the forward runs.
+        # Buffers are not sharded; they are where the forward runs.
         owner, _, leaf = name.rpartition(".")
         packed.model.get_submodule(owner)._buffers[leaf] = values

@@ -1,4 +1,4 @@
-"""The driver that the entry point `fsdp` names. Nothing heavy is imported here."""
+"""The driver of the entry point `fsdp`. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Fsdp(TrainerPlanner, BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
-    takes_images: ClassVar[bool] = True
-    stages: ClassVar[bool] = True
+    supports_images: ClassVar[bool] = True
+    supports_async_save: ClassVar[bool] = True
 
     @classmethod
     def build(cls, config: FsdpConfig) -> TrainBackend:
@@ -35,7 +35,7 @@ class Fsdp(TrainerPlanner, BackendDriver):
         return [BackendExample(options={"context_parallel_size": 2}, world_size=2)]
 
     @classmethod
-    def least_ranks(cls, config: FsdpConfig) -> int:
+    def min_world_size(cls, config: FsdpConfig) -> int:
         return config.context_parallel_size
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A micro-batch as this rank computes it."""
+"""Prepares a micro-batch for this rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_core.errors import ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.config import FsdpConfig
-from slime_fsdp.shared_prompts import share_prompts
+from slime_fsdp.prefix_sharing import share_prompts
 from slime_fsdp.trainer import Trainer
 from slime_fsdp.vision import held_images, rope_positions
 from slime_training.attention_runs import long_on
@@ -20,13 +20,13 @@ from slime_training.segment_table import whole_sequences, zigzag_part
 
 
 def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
-    """This rank's part, on the device, with the plan that is made from its offsets on the host."""
+    """Returns this rank's part, on the device, with the plan that is built from its offsets on the host."""
     placement, layout = trainer.placement, trainer.layout
     if trainer.model.sees_images:
         micro = replace(micro, position_ids=rope_positions(trainer.model.model, micro))
     elif micro.images is not None:
         raise ModelError(
-            f"{trainer.folder.path}: backend fsdp knows no images of a {trainer.folder.config.model_type}."
+            f"{trainer.folder.path}: backend fsdp does not support images of a {trainer.folder.config.model_type}."
         )
     recurrent = trainer.model.has_delta_nets
     shared = share_prompts(micro) if config.shares_prompts and not recurrent else None
@@ -46,7 +46,7 @@ def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[Mi
         and placement.compute_dtype == torch.bfloat16
         and not placement.true_on_policy,
         group=trainer.ranks.cp_group,
-        invariant=placement.true_on_policy,
+        batch_invariant=placement.true_on_policy,
         long=long_on(placement.device) if config.attn_implementation == "packed" else None,
     )
     if recurrent:

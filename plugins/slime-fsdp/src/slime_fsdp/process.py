@@ -1,4 +1,4 @@
-"""The process group and the meshes of ranks: joined once, left by whoever made it."""
+"""The process group and the meshes of ranks: the caller that created them destroys them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slime_training.process_group import group_for_saving, join_group
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """`mesh` holds all ranks of the role, `cp_group` those that share sequences. Both None: a single rank without a
-    process group."""
+    """`mesh` contains all ranks of the role, `cp_group` those that share sequences. Both None: a single rank without a process
+    group."""
 
     mesh: DeviceMesh | None = None
     cp_group: dist.ProcessGroup | None = None
@@ -30,7 +30,7 @@ class Ranks:
         return None if self.mesh is None else self.mesh.get_group()
 
     def all_agree(self, flag: torch.Tensor) -> torch.Tensor:
-        """A bool scalar, true if it is true on every rank."""
+        """A bool scalar, True if it is True on every rank."""
         if self.mesh is None or self.mesh.size() == 1:
             return flag
         votes = flag.to(torch.float32)
@@ -46,7 +46,7 @@ class Ranks:
 
 
 def join(setup: TrainerSetup, *, cp_size: int, needs_mesh: bool) -> Ranks:
-    """Joins the default process group, or uses the one that another backend of this process has made."""
+    """Joins the default process group, or uses the one that another backend of this process has created."""
     if setup.world_size == 1 and not needs_mesh:
         return Ranks()
     made = join_group(setup)

@@ -1,4 +1,4 @@
-"""Sharding: how a role's ranks hold a model, and what they compute in."""
+"""Sharding: how a role's ranks hold a model, and its compute dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Sharding:
     world_size: int
     compute: torch.dtype
     sharded: bool
-    """By FSDP, also on one rank: whatever is computed in another dtype than it is kept in is gathered first."""
+    """Sharded by FSDP, also on one rank: weights that are computed in another dtype than they are kept in are gathered
+    first."""
     offloaded: bool
 
     @classmethod

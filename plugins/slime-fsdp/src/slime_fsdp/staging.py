@@ -1,4 +1,4 @@
-"""What is saved, copied to the host at one instant, so that it can be written while training goes on."""
+"""Copies the state to save to the host at one instant, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slime_training.rounded_adamw import local
 
 
 class Staging:
-    """Host memory for one copy, taken when it is first wanted and kept."""
+    """Host memory for one copy of tensors, allocated on first use and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._copy = HostCopy(device)
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """They are overwritten by the next call."""
+        """Returns copies on the host, which the next call overwrites."""
         values = self._copy.of({name: local(tensor.detach()) for name, tensor in tensors.items()})
-        # Where a shard belongs is told by the same record; from_local would bring it back to the GPU.
+        # The same spec places the shard; from_local would move it back to the GPU.
         return {
             name: DTensor(values[name], tensor._spec, requires_grad=False)
             if isinstance(tensor, DTensor)

@@ -1,4 +1,4 @@
-"""Which models the packed forward computes, by their config.json. Nothing heavy is imported here."""
+"""Models that the packed forward supports, by their config.json. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from slime_core.errors import near_matches
 from slime_fsdp.causal_models import causal_model_types
 
-# Keys of a config.json that ask for something the packed forward does not do, each with the values that do not ask.
+# Keys of a config.json for features that the packed forward does not compute, each with the values that do not use the feature.
 UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "final_logit_softcapping": (None,),
     "attn_logit_softcapping": (None,),
@@ -18,10 +18,10 @@ UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "index_topk": (None,),
 }
 WITH_IMAGES: Final = frozenset({"qwen3_vl"})
-"""Model types whose images the packed forward knows."""
+"""Model types whose images the packed forward supports."""
 PACKED_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 WITH_LINEAR_ATTENTION: Final = frozenset({"qwen3_next"})
-"""Model types whose states are kept apart from sequence to sequence."""
+"""Model types whose linear attention keeps packed sequences separate."""
 
 
 def model_problems(model_config: Mapping[str, Any]) -> list[str]:
@@ -40,15 +40,15 @@ def model_problems(model_config: Mapping[str, Any]) -> list[str]:
             )
             close = near_matches(model_type, known) or (sorted(WITH_IMAGES) if "vision_config" in model_config else [])
             hint = f"; close: {', '.join(close)}" if close else ""
-            problems.append(f'the model\'s config.json says model_type = "{model_type}": {kind}{hint}.')
+            problems.append(f'model_type = "{model_type}" in the model\'s config.json: {kind}{hint}.')
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
-            problems.append(f"the model's config.json says {name} = {value}: backend fsdp does not compute this.")
+            problems.append(f"{name} = {value} in the model's config.json: backend fsdp does not compute it.")
     return problems + layer_problems(model_type, model_config.get("layer_types"))
 
 
 def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:
-    """`kinds`: layer_types of its config, or of what transformers makes of it."""
+    """`kinds`: layer_types of the config, or those that transformers derives from it."""
     packed = PACKED_LAYERS | ({"linear_attention"} if model_type in WITH_LINEAR_ATTENTION else set())
     unpacked = sorted(set(kinds or ()) - packed)
     if not unpacked:

@@ -1,11 +1,10 @@
-"""Trainer: what one rank trains with, as it is set up once."""
+"""Trainer: the objects that one rank trains with, created once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slime_core.contracts.backend import Layout
@@ -22,12 +21,13 @@ from slime_fsdp.process import Ranks, join
 from slime_fsdp.sharding import Sharding
 from slime_fsdp.staging import Staging
 from slime_training.chosen_optimizer import chosen_optimizer
-from slime_training.offload import TrainerParking
+from slime_training.offload import TrainerOffloader
+from slime_training.process_group import CheckpointGroups
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """What the backend's `setup` makes."""
+    """Created by the backend's `setup`."""
 
     setup: TrainerSetup
     layout: Layout
@@ -37,24 +37,22 @@ class Trainer:
     model: PackedModel
     optimizer: torch.optim.Optimizer
     optimizer_driver: type[OptimizerDriver]
-    copies: dict[str, PackedModel]
+    frozen_models: dict[str, PackedModel]
     adapter_copies: dict[str, dict[str, Tensor]]
-    """Copies of the folder that adapters are trained on: the adapters alone, for the same base."""
+    """Copies of the folder that adapters are trained on: only the adapters, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
-    parking: TrainerParking
+    parking: TrainerOffloader
     staging: Staging | None = None
-    saving_group: dist.ProcessGroup | None = None
-    staging_group: dist.ProcessGroup | None = None
-    """Of the thread that writes what was staged."""
+    checkpoint_groups: CheckpointGroups
 
 
 def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
     """Joins the other ranks, and loads the weights."""
-    # Every rank looks at the folders before any of them waits for another.
+    # Every rank checks the folders before any of them waits for another.
     trust = setup.trust_remote_code
     folder = open_folder(setup.model_path, head=setup.head, trust_remote_code=trust)
-    copy_folders = {name: open_folder(path, trust_remote_code=trust) for name, path in setup.copies.items()}
+    copy_folders = {name: open_folder(path, trust_remote_code=trust) for name, path in setup.frozen_models.items()}
     device = torch.device("cpu")
     if setup.device == "cuda":
         device = torch.device("cuda", setup.local_rank)
@@ -63,7 +61,9 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
         keep_freed_memory()
     sharding = Sharding.of(config, setup.device, setup.world_size)
     if config.main_params_dtype == "bf16" and sharding.compute != torch.bfloat16:
-        raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it needs precision = "bfloat16" too.')
+        raise ConfigError(
+            'backend.main_params_dtype = "bf16": on the CPU it requires precision = "bfloat16". Set that too.'
+        )
     ranks = join(setup, cp_size=config.context_parallel_size, needs_mesh=sharding.sharded)
     placement = Placement(
         device=device,
@@ -90,12 +90,13 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
         model=model,
         optimizer=make_optimizer(model, chosen, setup.optimizer, config),
         optimizer_driver=chosen.driver,
-        copies={
+        frozen_models={
             name: build_model(copy, config, placement, seed=setup.seed, trained=False)
             for name, copy in copy_folders.items()
             if name not in on_base
         },
         adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
         refreshed=set(),
-        parking=TrainerParking(device),
+        parking=TrainerOffloader(device),
+        checkpoint_groups=CheckpointGroups(ranks.group_for_saving),
     )

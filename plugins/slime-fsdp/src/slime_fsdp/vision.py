@@ -1,4 +1,4 @@
-"""Images in the packed forward of Qwen3-VL: positions in three directions, and features in the places of image tokens.
+"""Images in the packed forward of Qwen3-VL: positions in three directions, and features at the positions of image tokens.
 
 The features of the vision tower replace the embeddings of a prompt's image tokens, and those of some of its inner layers
 are added to the first layers of the language model there (DeepStack, arXiv:2406.04334).
@@ -20,9 +20,9 @@ from slime_core.types.microbatch import MicroBatch, MicroImages
 
 
 def rope_positions(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """(4, N) int64: place in the sequence, then time, row and column of each token (Qwen2-VL, arXiv:2409.12191, section
-    2.1): text goes on behind the longest side of an image. By the model's own rule, on the CPU, before anything is cut
-    out of the stream."""
+    """(4, N) int64: position in the sequence, then time, row and column of each token (Qwen2-VL, arXiv:2409.12191, section
+    2.1): text continues behind the longest side of an image. Uses the model's own rule, on the CPU, before the stream is
+    shortened or split."""
     images = micro.images
     if images is None:
         return micro.position_ids.expand(4, -1)
@@ -43,21 +43,21 @@ def rope_positions(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
 
 
 def feature_starts(model: PreTrainedModel, images: MicroImages) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """(images + 1,) where each image's features begin among the F."""
+    """(images + 1,) offset of each image's features among the F."""
     merge = int(model.config.vision_config.spatial_merge_size) ** 2
     counts = images.grid_thw.prod(-1).numpy() // merge
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def images_at(of_token: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The image at each place of a sequence, in order: a place begins where an image's first feature stands."""
+    """The image at each place of a sequence, in order: a place begins at an image's first feature."""
     first = of_token[np.isin(of_token, starts[:-1])]
     return np.searchsorted(starts, first)
 
 
 def held_images(model: PreTrainedModel, images: MicroImages) -> MicroImages | None:
-    """Those that the tokens here show, where a sequence was cut: features of the others are another rank's to compute. None:
-    there are none."""
+    """The images that this rank's tokens show, after a sequence was split: features of the others are computed by another rank.
+    None: there are none."""
     starts = torch.from_numpy(feature_starts(model, images))
     is_image = images.feature_of_token >= 0
     of_token = torch.searchsorted(starts, images.feature_of_token[is_image], right=True) - 1
@@ -86,7 +86,7 @@ def hidden_states(model: PreTrainedModel, micro: MicroBatch, positions: Tensor, 
     features = torch.cat(output.pooler_output).to(embeddings.dtype)
     is_image = images.feature_of_token >= 0
     rows = images.feature_of_token[is_image]
-    # Adding zeros keeps the vision tower in the graph where no token shows what it gives: all ranks gather its shards.
+    # Adding zeros keeps the vision tower in the graph if no token shows its output: all ranks gather its shards.
     nothing = sum(
         (part.sum() * 0 for part in (features, *output.deepstack_features)), torch.zeros((), device=rows.device)
     )
@@ -103,7 +103,7 @@ def hidden_states(model: PreTrainedModel, micro: MicroBatch, positions: Tensor, 
 
 
 def no_image(model: PreTrainedModel, tokens: Tensor) -> MicroImages:
-    """One feature's worth of zeros that no token stands for."""
+    """Zeros for one feature, which belongs to no token."""
     vision = model.config.vision_config
     side = int(vision.spatial_merge_size)
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

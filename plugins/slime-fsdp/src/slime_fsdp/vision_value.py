@@ -1,4 +1,4 @@
-"""A value model of the Qwen3-VL family, which transformers has not."""
+"""A value model of the Qwen3-VL family, which transformers does not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedMode
 
 
 class Qwen3VLForTokenClassification(GenericForTokenClassification, Qwen3VLPreTrainedModel):
-    """As its token classifiers of language models are: the model without its head under `model`, and a linear `score`."""
+    """Has the form of transformers' token classifiers of language models: the model without its head under `model`, and a
+    linear `score`."""
 
 
 AutoModelForTokenClassification.register(Qwen3VLConfig, Qwen3VLForTokenClassification, exist_ok=True)

@@ -41,7 +41,7 @@ def test_varlen_equals_sdpa(window, rank_of_two):
 
 @pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
 def test_long_sequences_between_short_ones_equal_the_formula(widths):
-    """Some with a kernel to themselves, padded or not; latent attention's heads have keys wider than values."""
+    """Some have a kernel call of their own, padded or not; in latent attention keys are wider than values."""
     device = torch.device("cuda")
     lengths = np.array([300, 4096, 7, 64, 5000, 4097])
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
@@ -55,9 +55,9 @@ def test_long_sequences_between_short_ones_equal_the_formula(widths):
     out = attend_runs(q, k, v, plan, 0.125, None)
     wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
     parts = zip(*(x.split(lengths.tolist()) for x in wide), strict=True)
-    wanted = torch.cat([formula(*part, 0.125) for part in parts])
+    required = torch.cat([formula(*part, 0.125) for part in parts])
     found = [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
-    for one, other in zip(found, [wanted, *torch.autograd.grad(wanted.square().sum(), wide)], strict=True):
+    for one, other in zip(found, [required, *torch.autograd.grad(required.square().sum(), wide)], strict=True):
         assert (one - other).norm() < 2e-2 * other.norm()
 
 
@@ -85,14 +85,14 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(
     family, options, folders, start, pack, samples, sequence_policy
 ):
     exact = start(folders(family), None, {"lr": 1e-3})
-    backend = start(folders(family), options, {"lr": 1e-3}, device="cuda", copies={"reference": folders(family)})
+    backend = start(folders(family), options, {"lr": 1e-3}, device="cuda", frozen_models={"reference": folders(family)})
     try:
         for _ in range(3):
-            wanted = exact.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
+            required = exact.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
             report = backend.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
-            assert report.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
-        found = backend.score([pack(samples)])[0].log_probs
-        assert np.abs(found - exact.score([pack(samples)])[0].log_probs).mean() < 0.1
+            assert report.grad_norm == pytest.approx(required.grad_norm, rel=0.1)
+        found = backend.forward_only([pack(samples)])[0].log_probs
+        assert np.abs(found - exact.forward_only([pack(samples)])[0].log_probs).mean() < 0.1
     finally:
         backend.close()
 
@@ -101,16 +101,16 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(
 def test_float32_on_the_gpu_is_float32_on_the_cpu(family, folders, start, pack, samples, sequence_policy):
     exact, backend = (start(folders(family), {"precision": "float32"}, device=device) for device in ("cpu", "cuda"))
     for _ in range(2):
-        wanted = exact.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
+        required = exact.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
         report = backend.train_step([pack(samples[:4]), pack(samples[4:])], sequence_policy())
-        assert report.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-3)
-    expected, found = (at.score([pack(samples)], entropy=True)[0] for at in (exact, backend))
+        assert report.grad_norm == pytest.approx(required.grad_norm, rel=1e-3)
+    expected, found = (at.forward_only([pack(samples)], entropy=True)[0] for at in (exact, backend))
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=5e-3)
     np.testing.assert_allclose(found.entropy, expected.entropy, atol=5e-3)
 
 
 def grouped(samples):
-    """Three groups of four answers; all of a group continue the prompt of its first."""
+    """Three groups of four responses; each response of a group continues the prompt of its first sample."""
     made = []
     for index in range(12):
         leader, other = samples[(0, 2, 5)[index // 4]], samples[index % 7]
@@ -122,28 +122,28 @@ def grouped(samples):
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_shared_prompts_on_the_gpu(family, precision, folders, start, pack, samples, sequence_policy, weights_of):
-    """Against the CPU without sharing, and twice with the same bits: no atomics where gradients of a prompt meet."""
+    """Against the CPU without sharing, and twice with the same bits: no atomics in the gradients of a prompt."""
     groups = grouped(samples)
     exact = start(folders(family), {"share_prompts": False})
     backends = [start(folders(family), {"precision": precision}, device="cuda") for _ in range(2)]
     rel, apart = (1e-3, 1e-3) if precision == "float32" else (0.1, 0.1)
     for _ in range(2):
-        wanted = exact.train_step([pack(groups)], sequence_policy())
+        required = exact.train_step([pack(groups)], sequence_policy())
         reports = [backend.train_step([pack(groups)], sequence_policy()) for backend in backends]
-        assert reports[0].grad_norm == reports[1].grad_norm == pytest.approx(wanted.grad_norm, rel=rel)
-    found = backends[0].score([pack(groups)])[0].log_probs
-    assert np.abs(found - exact.score([pack(groups)])[0].log_probs).mean() < apart
+        assert reports[0].grad_norm == reports[1].grad_norm == pytest.approx(required.grad_norm, rel=rel)
+    found = backends[0].forward_only([pack(groups)])[0].log_probs
+    assert np.abs(found - exact.forward_only([pack(groups)])[0].log_probs).mean() < apart
     one, other = (weights_of(backend) for backend in backends)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_sleep_gives_the_memory_back_and_wake_brings_the_same_model(
+def test_sleep_frees_the_memory_and_wake_restores_the_same_model(
     folders, start, pack, samples, sequence_policy, weights_of
 ):
-    backend = start(folders("qwen3"), device="cuda", copies={"reference": folders("llama")})
+    backend = start(folders("qwen3"), device="cuda", frozen_models={"reference": folders("llama")})
     try:
         backend.train_step([pack(samples)], sequence_policy())
-        before = backend.score([pack(samples)])[0].log_probs
+        before = backend.forward_only([pack(samples)])[0].log_probs
         trained = sum(weight.numel() for weight in weights_of(backend).values())
         frozen = sum(weight.numel() for weight in load_file(folders("llama") / "model.safetensors").values())
         # Weights and AdamW's two moments in float32, the copy in bfloat16. cuBLAS keeps workspaces of its own.
@@ -152,13 +152,13 @@ def test_sleep_gives_the_memory_back_and_wake_brings_the_same_model(
         backend.sleep()
         asleep = torch.cuda.memory_allocated()
         assert awake - asleep >= held
-        backend.wake()
+        backend.wake_up()
         assert torch.cuda.memory_allocated() - asleep >= held
-        np.testing.assert_array_equal(backend.score([pack(samples)])[0].log_probs, before)
-        # The optimiser has to step the very tensors that the forward reads.
+        np.testing.assert_array_equal(backend.forward_only([pack(samples)])[0].log_probs, before)
+        # The optimizer has to step the same tensors that the forward reads.
         for _ in range(2):
             assert not backend.train_step([pack(samples)], sequence_policy()).skipped
-        assert np.abs(backend.score([pack(samples)])[0].log_probs - before).max() > 1e-2
+        assert np.abs(backend.forward_only([pack(samples)])[0].log_probs - before).max() > 1e-2
     finally:
         backend.close()
 
@@ -187,8 +187,8 @@ def test_one_kernel_rounds_as_the_operations_do(stored):
     update_in_pieces(*on_host, *numbers_of(group, 3, torch.device("cpu")))
     update_in_pieces(*on_device, *numbers_of(group, 3, torch.device("cuda")))
     for one, other in zip(on_host, on_device, strict=True):
-        # The kernel multiplies and adds in one operation. Where that changes a last bit of float32, stochastic rounding draws
-        # anew, between the same two neighbours (0.044 and 0.070 of all were seen).
+        # The kernel multiplies and adds in one operation. If that changes a last bit of float32, stochastic rounding draws
+        # again, between the same two neighbours (for a fraction of 0.044 and 0.070 of all elements in tests).
         different = (one - other.cpu()).float().abs() > 1e-6
         assert different.float().mean() < 0.15
         torch.testing.assert_close(one, other.cpu(), rtol=2**-7, atol=1e-6)

@@ -6,7 +6,7 @@ import torch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU of its own for each of two ranks"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL requires a GPU of its own for each of two ranks"),
 ]
 
 
@@ -25,12 +25,12 @@ def joined(parts, name):
 
 @pytest.mark.parametrize("name", ["dp", "sync", "cp"])
 def test_a_step_on_two_gpus_is_the_step_on_the_cpu(name, ranks, one_step):
-    report, start, wanted, *_ = one_step
+    report, start, expected, *_ = one_step
     first, second = ranks(name)
-    scale = max(float((wanted[key] - start[key]).norm()) for key in wanted)
-    assert first["weights"].keys() == wanted.keys()
-    for key in wanted:
-        assert float((first["weights"][key] - wanted[key]).norm()) < 1e-4 * scale, key
+    scale = max(float((expected[key] - start[key]).norm()) for key in expected)
+    assert first["weights"].keys() == expected.keys()
+    for key in expected:
+        assert float((first["weights"][key] - expected[key]).norm()) < 1e-4 * scale, key
     totals = {key: first["sums"][key] + second["sums"][key] for key in report.sums}
     assert totals == pytest.approx(report.sums, rel=1e-4)
     assert first["grad_norm"] == second["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-4)
@@ -45,8 +45,8 @@ def test_scores(ranks, one_step):
 
 
 def test_a_sliding_window_under_context_parallelism(ranks, folders, start, pack, samples):
-    (wanted,) = start(folders("mistral")).score([pack(samples)])
-    np.testing.assert_allclose(joined(ranks("window"), "log_probs"), wanted.log_probs, atol=1e-4)
+    (expected,) = start(folders("mistral")).forward_only([pack(samples)])
+    np.testing.assert_allclose(joined(ranks("window"), "log_probs"), expected.log_probs, atol=1e-4)
 
 
 def test_one_ranks_nan_makes_both_skip(ranks):

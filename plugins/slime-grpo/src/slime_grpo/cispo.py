@@ -9,7 +9,7 @@ from slime_grpo.surrogate import ClipRange, MaskedInputs, exp_log_ratio
 class CispoLoss(PolicyLoss):
     """L = -sg(clip(rho)) A l.
 
-    Differs from `ClipLoss` in what the clip stops: here the weight, so a token beyond the bounds still trains.
+    Differs from `ClipLoss` in what is clipped: here only the weight, so a token outside the bounds still has a gradient.
     Source: arXiv:2506.13585, CISPO. Metrics: `pg_clipfrac`, the share of tokens whose weight the clip
     changed, and `ppo_kl`, old - l.
     """

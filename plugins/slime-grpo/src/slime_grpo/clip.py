@@ -1,4 +1,4 @@
-"""ClipLoss: PPO's clipped surrogate, per token, with the dual clip on request."""
+"""ClipLoss: PPO's clipped surrogate, per token, with an optional dual clip."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ClipLoss(PolicyLoss):
     """L = max(-rho A, -clip(rho) A); with the dual clip, min(L, -c A) where A < 0.
 
     Sources: arXiv:1707.06347, equation 7; dual clip: "Mastering Complex Control in MOBA Games with Deep Reinforcement
-    Learning", arXiv:1912.09729. Metrics: `pg_clipfrac`, the share of tokens whose gradient the clip
-    stopped (the dual clip does not count), and `ppo_kl`, old - l.
+    Learning", arXiv:1912.09729. Metrics: `pg_clipfrac`, the share of tokens whose gradient is 0
+    because of the clip (the dual clip does not count), and `ppo_kl`, old - l.
     """
 
     def __init__(self, bounds: ClipRange, dual_bound: float | None = None) -> None:

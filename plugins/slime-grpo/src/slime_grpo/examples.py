@@ -1,4 +1,4 @@
-"""What the contract kit tries these parts on, with numbers worked out on paper: log-probs are -1 or so plus ln rho."""
+"""Anchors for the contract kit: inputs with results worked out by hand. Log-probs are about -1 plus ln rho."""
 
 from __future__ import annotations
 

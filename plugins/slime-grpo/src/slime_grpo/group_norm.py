@@ -9,7 +9,7 @@ import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
 from slime_core.types.batch import Float64
-from slime_estimators.comparison import Comparison
+from slime_estimators.comparison import RewardGroups
 
 STD_EPSILON = 1e-6
 
@@ -17,9 +17,8 @@ STD_EPSILON = 1e-6
 class GroupNorm(AdvantageEstimator):
     """c_i = (r_i - mean) / (std + 1e-6), the same at every token of the sample.
 
-    Mean and std (n - 1) go over the rollouts of the group, each counted once (`Comparison`). A group of one rollout,
-    and rollouts that all did equally well, get exactly 0. Samples without a reward (NaN) get 0 and stay out of the
-    statistics.
+    Mean and std (n - 1) are over the rollouts of the group, each counted once (`RewardGroups`). Groups of one rollout and
+    groups with equal rewards get exactly 0. Samples without a reward (NaN) get 0 and are left out of the statistics.
 
     Source: arXiv:2402.03300, section 4.1.2; without the std: arXiv:2503.20783, section 3.
     """
@@ -32,7 +31,7 @@ class GroupNorm(AdvantageEstimator):
         batch = inputs.batch
         metrics: dict[str, float] = {}
         if self._subtract_mean:
-            compared = Comparison.of(batch, inputs.rewards)
+            compared = RewardGroups.of(batch, inputs.rewards)
             credit_S = compared.credit(self._relative(compared))
             metrics["rollout/singleton_groups"] = float(compared.num_singletons)
         else:
@@ -40,10 +39,10 @@ class GroupNorm(AdvantageEstimator):
         advantages_M = credit_S.astype(np.float32)[batch.sample_of_token]
         return Credit(advantages=advantages_M, sample_credit=credit_S, metrics=metrics)
 
-    def _relative(self, compared: Comparison) -> Float64:
+    def _relative(self, compared: RewardGroups) -> Float64:
         """(N,)"""
         if not self._divide_by_std:
             return compared.deviation
         std_N = compared.group_std[compared.group_of_sample]
-        # With std 0 the rollouts tie: samples inside one may still differ, and dividing by 1e-6 would blow that up.
+        # With std 0 all rollouts have equal rewards, but samples inside one may differ: dividing by 1e-6 would amplify that.
         return np.where(std_N > 0, compared.deviation / (std_N + STD_EPSILON), 0.0)

@@ -1,4 +1,4 @@
-"""OverlongPenalty: answers that come close to the length limit lose reward."""
+"""OverlongPenalty: reduces the reward of responses close to the length limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_core.types.batch import Batch, Float64
 
 
 class OverlongPenalty(RewardShaper):
-    """r + factor x clip(((Lmax - Lc) - R) / Lc, -1, 0) with R trainable tokens, Lmax the limit, Lc the buffer.
+    """r + factor x clip(((Lmax - Lc) - R) / Lc, -1, 0) with R trainable tokens, limit Lmax and buffer Lc.
 
     No penalty up to Lmax - Lc tokens, the full one from Lmax on. Source: arXiv:2503.14476, section 3.4.
     """
@@ -23,7 +23,7 @@ class OverlongPenalty(RewardShaper):
         if self._buffer_len >= max_response_len:
             raise ConfigError(
                 f"algo.overlong_buffer_len = {self._buffer_len}: must be less than rollout.rollout_max_response_len = "
-                f"{max_response_len}, or every answer is punished for its length. Set algo.overlong_buffer_len to a "
+                f"{max_response_len}, or every response is penalized for its length. Set algo.overlong_buffer_len to a "
                 f'part of it, such as {max(max_response_len // 5, 1)}, or take "overlong" out of algo.shaping.'
             )
         free_len = max_response_len - self._buffer_len

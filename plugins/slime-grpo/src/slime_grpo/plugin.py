@@ -1,4 +1,4 @@
-"""What slime-grpo registers: five recipes, each told as a difference from its nearest relative, and their parts.
+"""Drivers of slime-grpo: five recipes, each described by its differences from the nearest relative, and their parts.
 
 In the formulas r_i is the reward of sample i, rho_t = exp(l_t - old_t) the ratio of the trained to the old policy at
 token t, A_t the advantage, M the number of trainable tokens of a rollout.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # --- Recipes ----------------------------------------------------------------------------------------------------------
 
 GRPO = Recipe(
-    summary="PPO without a critic: a sample's advantage is its reward, normalised over the samples of the same prompt.",
+    summary="PPO without a critic: a sample's advantage is its reward, normalized over the samples of the same prompt.",
     paper="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models, arXiv:2402.03300",
     relative="ppo",
     differences=(
@@ -40,7 +40,7 @@ GRPO = Recipe(
 )
 
 DR_GRPO = Recipe(
-    summary="GRPO without its two normalisers, which favour long wrong answers and too easy or too hard prompts.",
+    summary="GRPO without its two normalizations, which favor long wrong responses and too easy or too hard prompts.",
     paper="Understanding R1-Zero-Like Training: A Critical Perspective, arXiv:2503.20783",
     relative="grpo",
     differences=(
@@ -56,17 +56,17 @@ DR_GRPO = Recipe(
 )
 
 DAPO = Recipe(
-    summary="GRPO for long chains of thought: a higher upper clip, every token weighs the same, groups without signal "
-    "are replaced.",
+    summary="GRPO for long chains of thought: a higher upper clip, the same weight for every token, and new groups in place "
+    "of groups without signal.",
     paper="DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv:2503.14476",
     relative="grpo",
     differences=(
         "clip higher: 1 + 0.28 above, 1 - 0.2 below, so that unlikely tokens can grow",
-        "token_mean aggregation: long answers are not diluted",
+        "token_mean aggregation: tokens of long responses have the same weight as others",
         "dynamic sampling: the filter nonzero_std drops groups whose rewards are all equal",
         "no KL term",
-        'soft overlong punishment on request, shaping = ["overlong"]: its 4096 tokens of buffer only fit runs whose '
-        "responses may be longer than that",
+        'soft overlong punishment is optional, shaping = ["overlong"]: its buffer of 4096 tokens requires a larger length '
+        "limit",
     ),
     formula="mean over trainable tokens of max(-rho_t A_t, -clip(rho_t, 1 - 0.2, 1 + 0.28) A_t)",
     advantage="group_norm",
@@ -77,13 +77,13 @@ DAPO = Recipe(
 )
 
 GSPO = Recipe(
-    summary="GRPO with one ratio per sequence, the geometric mean of its tokens' ratios, because rewards are given to "
-    "sequences too.",
+    summary="GRPO with one ratio per sequence, the geometric mean of its tokens' ratios, because rewards are also "
+    "per sequence.",
     paper="Group Sequence Policy Optimization, arXiv:2507.18071",
     relative="grpo",
     differences=(
         "the ratio is s_i = exp(mean over the sample's trainable tokens of (l_t - old_t)): whole samples are clipped",
-        "much narrower clip, 1 - 3e-4 to 1 + 4e-4, since the mean of log-ratios moves far less than one of them",
+        "much narrower clip, 1 - 3e-4 to 1 + 4e-4, since a mean of log-ratios varies much less than a single one",
     ),
     formula="mean over rollouts of (1/M) sum_t max(-s_i A_t, -clip(s_i, 1 - 3e-4, 1 + 4e-4) A_t), "
     "s_i = exp((1/M) sum_t (l_t - old_t))",
@@ -94,7 +94,7 @@ GSPO = Recipe(
 )
 
 CISPO = Recipe(
-    summary="GRPO that clips the weight of a token instead of its gradient: no token drops out of the update.",
+    summary="GRPO that clips the weight of a token instead of its gradient: every token stays in the update.",
     paper="MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention, arXiv:2506.13585",
     relative="grpo",
     differences=(
@@ -116,11 +116,11 @@ class GroupNormConfig(DriverConfig):
     disable_grpo_std_normalization: bool = False
     """Subtract the group's mean but do not divide by its standard deviation (Dr. GRPO)."""
     disable_rewards_normalization: bool = False
-    """Neither: the advantage is the reward as it is. For rewards that are already relative to something."""
+    """Do neither: the advantage is the reward itself. For rewards that are already relative to a baseline."""
 
 
 class GroupNorm(AdvantageDriver):
-    """A_t = (r_i - mean) / (std + 1e-6) over the rollouts with the same credit key; 0 for a rollout on its own."""
+    """A_t = (r_i - mean) / (std + 1e-6) over the rollouts with the same credit key; 0 for a group of one rollout."""
 
     Config = GroupNormConfig
 
@@ -153,7 +153,7 @@ class OverlongConfig(DriverConfig):
 
 
 class Overlong(ShapingDriver):
-    """DAPO's soft overlong punishment: answers that come close to the length limit lose reward, linearly."""
+    """DAPO's soft overlong punishment: a linear penalty for responses close to the length limit."""
 
     Config = OverlongConfig
 
@@ -179,10 +179,10 @@ class ClipConfig(DriverConfig):
     eps_clip: float = Field(0.2, gt=0, allow_inf_nan=False)
     """The ratio may fall to 1 - eps_clip before the gradient stops."""
     eps_clip_high: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The ratio may rise to 1 + eps_clip_high; unset: as far as eps_clip."""
+    """The ratio may rise to 1 + eps_clip_high before the gradient stops; unset: eps_clip."""
     eps_clip_c: float | None = Field(None, gt=1, allow_inf_nan=False)
-    """Dual clip: where A < 0 the loss is at most -eps_clip_c x A, which bounds it when the ratio explodes. Unset: off;
-    the paper uses 3."""
+    """Dual clip: where A < 0 the loss is at most -eps_clip_c x A, which bounds it for very large ratios. Unset: off; the
+    paper uses 3."""
 
 
 class Clip(LossDriver):
@@ -206,11 +206,11 @@ class Clip(LossDriver):
 
 class SequenceClipConfig(DriverConfig):
     eps_clip: float = Field(3e-4, gt=0, allow_inf_nan=False)
-    """As in clip, for the sequence ratio; 0.2 would practically never clip a mean log-ratio."""
+    """Lower bound of the sequence ratio, see clip; 0.2 would almost never clip a mean log-ratio."""
     eps_clip_high: float | None = Field(4e-4, gt=0, allow_inf_nan=False)
-    """As in clip; None: as far as eps_clip."""
+    """Upper bound of the sequence ratio, see clip; None: eps_clip."""
     token_level: bool = False
-    """GSPO-token: the same number, but each token's gradient is weighted with its own advantage. Differs only where
+    """GSPO-token: the same loss value, but each token's gradient is weighted with its own advantage. Differs only if
     advantages vary within a sample."""
 
 
@@ -240,7 +240,7 @@ class CispoConfig(DriverConfig):
     eps_clip: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weights below 1 - eps_clip are raised to it; from 1.0 on there is no lower bound."""
     eps_clip_high: float | None = Field(4.0, gt=0, allow_inf_nan=False)
-    """Weights above 1 + eps_clip_high are lowered to it; None: as far as eps_clip."""
+    """Weights above 1 + eps_clip_high are lowered to it; None: eps_clip."""
 
 
 class Cispo(LossDriver):

@@ -14,9 +14,9 @@ from slime_grpo.surrogate import ClipRange, MaskedInputs, clipped_surrogate, exp
 class SequenceClipLoss(PolicyLoss):
     """L = max(-s A, -clip(s) A) with s = exp(sum(m (l - old)) / max(sum m, 1)) of the sample, at each of its tokens.
 
-    Differs from `ClipLoss` in the ratio alone. The token variant, s_t = sg(s) exp(l_t - sg(l_t)), has the same value;
-    its gradient is the same as long as the advantage is constant in the sample, and weighs each token with its own
-    advantage where it is not. Source: arXiv:2507.18071, equation 5; the token variant is its GSPO-token.
+    Differs from `ClipLoss` only in the ratio. The token variant, s_t = sg(s) exp(l_t - sg(l_t)), has the same value;
+    its gradient is the same if the advantage is constant in the sample, and otherwise weights each token with its own
+    advantage. Source: arXiv:2507.18071, equation 5; the token variant is its GSPO-token.
     Metrics: `pg_clipfrac` and `ppo_kl` as in `ClipLoss`, but both of the sample: ppo_kl is its mean of old - l.
     """
 

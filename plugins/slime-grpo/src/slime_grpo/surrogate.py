@@ -1,4 +1,4 @@
-"""What the losses here share: the masked log-ratio, and the surrogate that is clipped around a ratio of one.
+"""Shared by the losses: the masked log-ratio, and the surrogate that is clipped around a ratio of one.
 
 Legend: T response tokens of the micro-batch.
 """
@@ -29,7 +29,7 @@ class ClipRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskedInputs:
-    """(T,) each, 0 at masked tokens: what stands there, even NaN, reaches neither value nor gradient."""
+    """(T,) each, 0 at masked tokens: their values, even NaN, reach neither loss nor gradient."""
 
     mask: Tensor
     log_probs: Tensor
@@ -54,12 +54,12 @@ class MaskedInputs:
 
 
 def exp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """exp with its argument clamped to [-20, 20]; beyond, the gradient is zero."""
+    """exp of the argument clamped to [-20, 20]; outside, the gradient is zero."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, bounds: ClipRange) -> tuple[Tensor, Tensor]:
-    """max(-ratio x A, -clip(ratio) x A), and where the clipped term won (bool): there the gradient is zero.
+    """max(-ratio x A, -clip(ratio) x A), and a bool mask where the clipped term is larger: there the gradient is zero.
 
     Source: PPO, arXiv:1707.06347, equation 7, with a bound for each side.
     """

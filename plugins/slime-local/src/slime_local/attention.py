@@ -5,6 +5,7 @@ Shapes: B sequences · H query heads · K key heads · P prompt columns · W col
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -13,70 +14,69 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from slime_core.errors import ModelError
+from slime_training.attention_variants import variants_asked
 from slime_training.batch_invariant.attention import attend as invariant_attention
 
 NAME: Final = "slime_local"
 INVARIANT: Final = "slime_local_invariant"
 """The same, batch-invariant."""
-_UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias", "head_mask")
+
+Computed = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, int | None], Tensor]
+"""query (B, H, P, D), key and value (B, K, W, D), mask, scale, sliding window to (B, P, H, D).
+
+P > 1 is a prefill: W = P, the mask is boolean (B, 1, P, P), True where seen, None for plain causal. P = 1 is a decode step: the
+mask is added to the scores, (B, 1, 1, W)."""
 
 
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """`query` (B, H, P, D), `key` and `value` (B, K, W, D); returns (B, P, H, D).
+def for_transformers(compute: Computed) -> Callable[..., tuple[Tensor, None]]:
+    """`compute` as transformers calls attention. Raises ModelError for variants of attention that are not implemented, rather
+    than leave them out."""
 
-    P > 1 is a prefill: W = P, the mask is boolean (B, 1, P, P), True where seen, None for plain causal. P = 1 is a
-    decode step: the mask is added to the scores, (B, 1, 1, W). Raises ModelError for variants of attention that are
-    not implemented, rather than leave them out.
-    """
-    _refuse_unsupported(module, options)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if query.shape[2] == 1:
-        return _decode(query, key, value, attention_mask, scale, sliding_window), None
-    return _prefill(query, key, value, attention_mask, scale, sliding_window), None
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if asked := variants_asked(options):
+            raise ModelError(
+                f"engine local: {type(module).__name__} asks for attention with {', '.join(asked)}; the embedded engine does "
+                "not implement it. Use another engine for this model."
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return compute(query, key, value, attention_mask, scale, sliding_window), None
+
+    return attend
 
 
-def attend_invariant(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """As `attend`, with `slime_training.batch_invariant`: there a key's place is its position in the sequence."""
-    _refuse_unsupported(module, options)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sliding_window: int | None
+) -> Tensor:
+    """Attention of a prefill or a decode step; see `Computed`."""
+    of_phase = _decode if query.shape[2] == 1 else _prefill
+    return of_phase(query, key, value, mask, scale, sliding_window)
+
+
+def attention_invariant(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sliding_window: int | None
+) -> Tensor:
+    """`attention` with `slime_training.batch_invariant`, where a key's place is its position in the sequence."""
     columns, queries = key.shape[2], query.shape[2]
     position = torch.arange(columns, device=key.device)
     start = torch.zeros(len(query), dtype=torch.int64, device=key.device)
-    if attention_mask is not None:
+    if mask is not None:
         # The last query of a row sees all of its sequence, and nothing in front of it.
-        last = attention_mask[:, 0, -1]
+        last = mask[:, 0, -1]
         start = (columns - (last if last.dtype == torch.bool else last == 0).long().sum(-1)).expand(len(query))
         moved = (position + start[:, None]).clamp(max=columns - 1)[:, None, :, None]
         key, value = (x.gather(2, moved.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
     last_key = (position[columns - queries :] - start[:, None]).clamp(min=0)
-    return invariant_attention(query, key, value, last_key, scale, sliding_window).transpose(1, 2), None
-
-
-def _refuse_unsupported(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    wanted = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if wanted:
-        raise ModelError(f"engine local: {type(module).__name__} asks for attention with {', '.join(wanted)}; "
-                         "the embedded engine does not implement it. Use another engine for this model.")  # fmt: skip
+    return invariant_attention(query, key, value, last_key, scale, sliding_window).transpose(1, 2)
 
 
 def _decode(
@@ -120,6 +120,6 @@ def _prefill(
 
 
 # transformers looks attention up by name in a table of the process; a name of our own cannot disturb other models.
-# Nothing is entered in its table of masks, so the masks given to the model reach `attend` unchanged.
-AttentionInterface.register(NAME, attend)
-AttentionInterface.register(INVARIANT, attend_invariant)
+# Nothing is entered in its table of masks, so the masks given to the model reach `attention` unchanged.
+AttentionInterface.register(NAME, for_transformers(attention))
+AttentionInterface.register(INVARIANT, for_transformers(attention_invariant))

@@ -19,7 +19,7 @@ CAPABILITIES: Final = frozenset(
         Capability.REPETITION_PENALTY,
     }
 )
-"""Of every embedded engine, whatever it is started with."""
+"""Capabilities of every embedded engine, with any options."""
 
 
 class LocalConfig(DriverConfig):
@@ -33,7 +33,7 @@ class LocalConfig(DriverConfig):
     """Keys and values of all running sequences at their longest, in bytes; a sequence waits while it would not fit
     beside the others. One sequence always runs. Memory is taken as needed, with room to grow: up to twice this."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and keys and values; buckets must have the same. `auto`: bfloat16 on a GPU and float32 on a CPU, which
+    """Dtype of weights and KV cache; buckets must have the same. `auto`: bfloat16 on a GPU and float32 on a CPU, which
     is what trainers compute in there and send, whatever the model folder is stored in."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as

@@ -18,13 +18,13 @@ from torch import Tensor
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, SamplingParams
 from slime_local.admission import Admission
-from slime_local.kv_store import DecodeView, KvStore, PrefillView
+from slime_local.image_inputs import ImageInputs, prefill_logits
+from slime_local.kv_cache import DecodeView, KVCache, PrefillView
 from slime_local.model import RolloutModel
-from slime_local.pictures import Pictures, prefill_logits
 from slime_local.random_draws import stream_keys
 from slime_local.request_row import RequestRow
+from slime_local.running_batch import DELAY_END, DELTA, END, STOP_SET, RunningBatch
 from slime_local.sampler import Special, sample
-from slime_local.slots import DELAY_END, DELTA, END, STOP_SET, Slots
 from slime_local.stop_table import StopTable
 from slime_local.stop_text import StopText
 
@@ -48,7 +48,7 @@ class Decoder:
         self._admission = admission
         self._rows: list[RequestRow] = []
         self.request_ids: set[str] = set()
-        """Of everything that runs or waits."""
+        """Ids of all requests that run or wait."""
         self._version = -1
         self._recomputing = False
         self._special = Special()
@@ -67,21 +67,21 @@ class Decoder:
                 "abort them first."
             )
         dtype, device = self._model.network.dtype, self._model.device
-        self._slots = Slots(KvStore(self._model.layers, dtype, device), dtype, device)
+        self._slots = RunningBatch(KVCache(self._model.layers, dtype, device), dtype, device)
         self._stop_table = StopTable(self._model.stop_ids, self._model.vocab_size, device)
 
     def submit(self, rows: Sequence[RequestRow]) -> None:
-        """They run in this order, after what waits already. Those with no room for a token are answered at once."""
+        """They run in this order, after what waits already. Those with no room for a token are served at once."""
         for row in rows:
             if row.limit > 0:
                 self._admission.waiting.append(row)
                 self.request_ids.add(row.request.request_id)
             else:
-                row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
+                row.respond(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
 
     def activate(self, version: int) -> None:
         """Later tokens are of `version`. Rows keep their tokens; their keys and values are computed anew before the
-        next step, so that they go on exactly as if these weights had read everything so far."""
+        next step, so that they continue exactly as if these weights had read everything so far."""
         self._version = version
         self._recomputing = bool(self._rows)
         for row in self._rows:
@@ -119,7 +119,9 @@ class Decoder:
         positions = (slots.end - 1 - slots.start()[rows] + slots.integer(DELTA)[rows])[:, None]
         return self._model.logits(slots.last_tokens()[rows], positions, slots.bias()[rows], cache)
 
-    def _prefill(self, ids: Tensor, lengths: Tensor, view: PrefillView, pictures: Sequence[Pictures | None]) -> Tensor:
+    def _prefill(
+        self, ids: Tensor, lengths: Tensor, view: PrefillView, pictures: Sequence[ImageInputs | None]
+    ) -> Tensor:
         """`ids` (B, P) padded on the left, `lengths` (B,); returns the logits of the last column, (B, V)."""
         p = ids.shape[1]
         column = torch.arange(p, device=ids.device)
@@ -193,7 +195,7 @@ class Decoder:
     def _integers(self, row: RequestRow) -> list[int]:
         params = row.request.sampling
         top_k = params.top_k if params.top_k > 0 else self._model.vocab_size
-        end = row.answer_start
+        end = row.response_start
         delta = 0 if row.pictures is None else row.pictures.delta
         # START, END, DELAY_END, STOP_SET, TOP_K, KEY, DELTA; KEY is filled in by the slots.
         line = self._stop_table.line_of(params.stop_token_ids)
@@ -207,7 +209,7 @@ class Decoder:
         barred = None
         if special.delayed:
             barred = self._stop_table.stop_tokens(stop_set) & (slots.end < slots.integer(DELAY_END))[:, None]
-        seen = slots.seen(self._model.vocab_size) if special.penalised else None
+        seen = slots.seen(self._model.vocab_size) if special.penalized else None
         tokens, log_probs = sample(
             logits, slots.draw(), special, seen_NV=seen, barred_NV=barred, log_softmax=self._model.log_softmax
         )
@@ -230,14 +232,14 @@ class Decoder:
             return
         slots = self._slots
         indices = list(reasons)
-        first = min(self._rows[index].answer_start for index in indices)
-        tokens, log_probs = slots.answers(indices, first)
+        first = min(self._rows[index].response_start for index in indices)
+        tokens, log_probs = slots.responses(indices, first)
         for place, index in enumerate(indices):
             row = self._rows[index]
-            begin = row.answer_start - first
+            begin = row.response_start - first
             self.request_ids.discard(row.request.request_id)
             row.close_span(slots.end, row.version)
-            row.answer(
+            row.respond(
                 tokens[place, begin:].copy(), log_probs[place, begin:].copy(), reasons[index], self._engine_index
             )
         self._remove(indices)
@@ -258,7 +260,7 @@ class Decoder:
         for row in self._admission.waiting:
             if chosen(row):
                 self.request_ids.discard(row.request.request_id)
-                row.answer(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.ABORT, self._engine_index)
+                row.respond(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.ABORT, self._engine_index)
         self._admission.waiting = kept
         self._finish({index: FinishReason.ABORT for index, row in enumerate(self._rows) if chosen(row)})
 

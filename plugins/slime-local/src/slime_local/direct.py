@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from slime_core.contracts.transport import EngineLink, TrainerLink, WeightTransport
+from slime_core.contracts.transport import EngineGroup, TrainerLink, WeightTransport
 from slime_core.errors import EngineError
-from slime_core.types.report import PublishReport
+from slime_core.types.report import WeightUpdateReport
 from slime_local.config import DirectConfig
 
 
@@ -17,7 +17,7 @@ class DirectTransport(WeightTransport):
     def __init__(self, config: DirectConfig) -> None:
         self._config = config
 
-    async def push(self, trainers: TrainerLink, engines: EngineLink, version: int) -> PublishReport:
+    async def push(self, trainers: TrainerLink, engines: EngineGroup, version: int) -> WeightUpdateReport:
         """Bucket i + 1 is exported while the engines load bucket i. Raises EngineError if an engine refuses a bucket,
         does not have `version` afterwards, or, where asked, holds other bits than the first engine."""
         started = time.perf_counter()
@@ -28,7 +28,7 @@ class DirectTransport(WeightTransport):
             async for bucket in stream:
                 if loading is not None:
                     await loading
-                loading = asyncio.ensure_future(engines.each("load_bucket", bucket))
+                loading = asyncio.ensure_future(engines.call_all("load_bucket", bucket))
                 # A turn of the event loop, so that engines elsewhere begin before the next export takes this thread.
                 await asyncio.sleep(0)
                 buckets += 1
@@ -41,7 +41,7 @@ class DirectTransport(WeightTransport):
         if not buckets:
             raise EngineError(f"transport direct: the trainer exported no weights for version {version}.")
         await self._verify(engines, version)
-        return PublishReport(
+        return WeightUpdateReport(
             version=version,
             seconds=time.perf_counter() - started,
             bytes_sent=bytes_sent,
@@ -49,20 +49,20 @@ class DirectTransport(WeightTransport):
             compared_with="engines" if self._config.check_weight_update_equal else None,
         )
 
-    async def _verify(self, engines: EngineLink, version: int) -> None:
-        held = await engines.each("version")
+    async def _verify(self, engines: EngineGroup, version: int) -> None:
+        held = await engines.call_all("version")
         wrong = [f"engine {index} has {has}" for index, has in enumerate(held) if has != version]
         if wrong:
             raise EngineError(f"transport direct: pushed version {version}, but {', '.join(wrong)}.")
         if self._config.check_weight_update_equal:
-            sums = await engines.each("checksum")
+            sums = await engines.call_all("checksum")
             if len(set(sums)) > 1:
                 listed = ", ".join(f"engine {index}: {checksum}" for index, checksum in enumerate(sums))
                 raise EngineError(f"transport direct: weights of version {version} differ between engines ({listed}).")
 
 
 async def _wind_up(stream: AsyncIterator[Any], loading: asyncio.Task[Sequence[Any]] | None) -> None:
-    """After an error no load may go on behind the caller's back, and the exporter has to hear that nobody listens."""
+    """After an error: cancels the load that still runs, and closes the exporter's stream."""
     if loading is not None and not loading.done():
         loading.cancel()
         await asyncio.wait([loading])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, GenerateRequest
@@ -21,8 +21,8 @@ from slime_core.types.weights import Bucket
 from slime_local.admission import Admission
 from slime_local.config import CAPABILITIES, LocalConfig
 from slime_local.decoder import Decoder
+from slime_local.image_inputs import ImageInputs, pictures_of
 from slime_local.model import RolloutModel, load_model
-from slime_local.pictures import Pictures, pictures_of
 from slime_local.request_checks import check_requests
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.schedule import Gate
@@ -36,7 +36,7 @@ class LocalEngine(RolloutEngine):
 
     One background task runs decode steps while there is work, and gives the loop a turn after each. The random draw
     for a token depends on the request's seed and the token's position in the sequence alone, so that an aborted
-    request goes on with the same draws when it is sent again with its tokens so far. Log-probs are those of the full
+    request continues with the same draws when it is sent again with its tokens so far. Log-probs are those of the full
     vocabulary at the sampling temperature, whatever top-p, top-k, min_new_tokens or a repetition penalty left out.
 
     While a version is partly loaded nothing is sampled, paused or not. Requests that run when a version becomes
@@ -49,13 +49,13 @@ class LocalEngine(RolloutEngine):
         self._task: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
         self._paused = False
-        self._absent: frozenset[Memory] = frozenset()
+        self._absent: frozenset[MemoryTag] = frozenset()
         """What was given back."""
         self._version = -1
-        self._pictures: weakref.WeakValueDictionary[tuple[bytes, tuple[Image, ...]], Pictures] = (
+        self._pictures: weakref.WeakValueDictionary[tuple[bytes, tuple[Image, ...]], ImageInputs] = (
             weakref.WeakValueDictionary()
         )
-        """Of prompts that wait or run: the answers to one prompt share them."""
+        """Image inputs of prompts that wait or run; the responses to one prompt share them."""
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Loads the weights of the folder; the version stays -1 until a first set of buckets. Raises ModelError."""
@@ -103,7 +103,7 @@ class LocalEngine(RolloutEngine):
 
     def _consider(self) -> None:
         """Lets the decode task run exactly when there is work and nothing holds it."""
-        # In a replay the script says when weights come; a pause may come sooner than it came then.
+        # In a replay the script decides when weights come; a pause may come sooner than in the recorded run.
         held = self._gate.waits or (self._paused and not self._gate.scripted)
         held = held or self._absent or self._loader.incomplete
         if self._decoder.busy and not held:
@@ -112,7 +112,7 @@ class LocalEngine(RolloutEngine):
             self._runnable.clear()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """The decode task has ended, by `stop` or by an error: nobody may wait for it any longer."""
+        """Called when the decode task has ended, by `stop` or by an error: fails every call that waits for it."""
         cause = None if task.cancelled() else task.exception()
         text = f"{type(cause).__name__}: {cause}" if cause is not None else "it was stopped"
         self._failure = EngineError(f"{self._name} does not decode any more: {text}.")
@@ -141,7 +141,7 @@ class LocalEngine(RolloutEngine):
             return await ticket.future
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
-        """As `generate`, each answer when it ends."""
+        """Yields the responses of `generate` as they end."""
         ticket = StreamTicket()
         with self._entered(requests, ticket):
             for _ in requests:
@@ -167,8 +167,8 @@ class LocalEngine(RolloutEngine):
             self._consider()
             raise
 
-    def _pictures_of(self, request: GenerateRequest) -> Pictures | None:
-        """Those of an equal prompt that is still being answered, or new ones."""
+    def _pictures_of(self, request: GenerateRequest) -> ImageInputs | None:
+        """Those of an equal prompt whose responses are not finished, or new ones."""
         if not request.images or self._model.images is None:
             return None
         key = (request.token_ids.tobytes(), request.images)
@@ -180,8 +180,7 @@ class LocalEngine(RolloutEngine):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ids that are not running are ignored: they may just have ended."""
         self._ready()
-        wanted = None if request_ids is None else set(request_ids)
-        self._gate.abort(wanted)
+        self._gate.abort(None if request_ids is None else set(request_ids))
         self._consider()
 
     # ---------------------------------------------------------------- weights
@@ -202,7 +201,7 @@ class LocalEngine(RolloutEngine):
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `WeightLoader.load`."""
         self._ready()
-        if Memory.WEIGHTS in self._absent:
+        if MemoryTag.WEIGHTS in self._absent:
             raise EngineError(f"{self._name}: load_bucket without memory for its weights; call wake first.")
         await self._gate.may_load(bucket.version)
         try:
@@ -231,42 +230,42 @@ class LocalEngine(RolloutEngine):
         self._ready()
         if self._absent:
             raise EngineError(f"{self._name}: score while asleep; call wake first.")
-        answers = []
+        responses = []
         for tokens, count in zip(sequences, num_tokens, strict=True):
-            answers.append(self._model.log_probs(tokens, count))
-            # Whoever else uses this loop gets a turn.
+            responses.append(self._model.log_probs(tokens, count))
+            # Lets other tasks of this event loop run.
             await asyncio.sleep(0)
-        return answers
+        return responses
 
     # ---------------------------------------------------------------- schedules
 
-    async def recorded(self) -> Sequence[EngineEvent]:
+    async def drain_events(self) -> Sequence[EngineEvent]:
         self._ready()
-        return self._gate.recorded()
+        return self._gate.drain_events()
 
-    async def follow(self, events: Sequence[EngineEvent]) -> None:
+    async def replay_events(self, events: Sequence[EngineEvent]) -> None:
         self._ready()
-        self._gate.follow(events)
+        self._gate.replay_events(events)
 
     # ---------------------------------------------------------------- life
 
-    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
         """Frees keys and values, except those of requests that a pause holds; on a GPU the weights go to the host."""
         self._ready()
-        wanted = frozenset(Memory if tags is None else tags) - self._absent
-        if Memory.KV_CACHE in wanted and not (self._paused and self._decoder.busy):
+        chosen = frozenset(MemoryTag if tags is None else tags) - self._absent
+        if MemoryTag.KV_CACHE in chosen and not (self._paused and self._decoder.busy):
             self._decoder.release()
-        self._absent |= wanted
-        if Memory.WEIGHTS in wanted and self._model.device.type == "cuda":
+        self._absent |= chosen
+        if MemoryTag.WEIGHTS in chosen and self._model.device.type == "cuda":
             self._model.network.to("cpu")
             torch.cuda.empty_cache()
 
-    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
         self._ready()
-        wanted = frozenset(Memory if tags is None else tags)
-        if Memory.WEIGHTS in wanted:
+        chosen = frozenset(MemoryTag if tags is None else tags)
+        if MemoryTag.WEIGHTS in chosen:
             self._model.network.to(self._model.device)
-        self._absent -= wanted
+        self._absent -= chosen
         self._consider()
 
     async def health(self) -> None:

@@ -18,8 +18,8 @@ from slime_core.data.model_folder import read_model_config
 from slime_core.errors import ModelError
 from slime_local.attention import INVARIANT, NAME
 from slime_local.config import LocalConfig
-from slime_local.kv_store import LayerShape, ProbeView
-from slime_local.pictures import MODEL_TYPES
+from slime_local.image_inputs import MODEL_TYPES
+from slime_local.kv_cache import LayerShape, ProbeView
 from slime_models.media.image_processor import ImageProcessor
 from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
@@ -50,7 +50,7 @@ class RolloutModel:
         return invariant_log_softmax(scaled_NV) if self.true_on_policy else scaled_NV.log_softmax(-1)
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        """Of the last column: (B, V) float32. `ids`, `positions` (B, P) int64; see `attention.attend` for the mask."""
+        """Logits of the last column, (B, V) float32. `ids`, `positions` (B, P) int64; see `attention.attend` for the mask."""
         with self.kernels():
             output = self.network(
                 input_ids=ids,
@@ -120,7 +120,7 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         )
     if setup.true_on_policy:
         _check_true_on_policy(config, network)
-    elif _wants_onednn(config, network):
+    elif _uses_onednn(config, network):
         use_onednn(network)
     vocab_size = network.get_input_embeddings().num_embeddings
     with InvariantKernels() if setup.true_on_policy else nullcontext():
@@ -142,7 +142,7 @@ def _check_true_on_policy(config: LocalConfig, network: PreTrainedModel) -> None
     require_equal_rows(product_shapes(network), network.dtype, network.device)
 
 
-def _wants_onednn(config: LocalConfig, network: PreTrainedModel) -> bool:
+def _uses_onednn(config: LocalConfig, network: PreTrainedModel) -> bool:
     fits = network.device.type == "cpu" and network.dtype == torch.float32
     if config.linear == "onednn" and not (fits and onednn_available()):
         raise ModelError(

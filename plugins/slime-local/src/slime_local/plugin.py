@@ -1,4 +1,4 @@
-"""Drivers: what `engine.name = "local"` and `sync.transport = "direct"` stand for."""
+"""Drivers of `engine.name = "local"` and `sync.transport = "direct"`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Local(EnginePlanner, EngineDriver):
 
     Config = LocalConfig
     transports: ClassVar[tuple[str, ...]] = ("direct",)
-    may_offer: ClassVar[frozenset[Capability]] = CAPABILITIES | {
+    optional_capabilities: ClassVar[frozenset[Capability]] = CAPABILITIES | {
         Capability.IMAGES,
         Capability.VIDEOS,
         Capability.BATCH_INVARIANT,

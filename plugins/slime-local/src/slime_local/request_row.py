@@ -14,11 +14,11 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 from slime_core.types.sample import VersionSpan
 
 if TYPE_CHECKING:
-    from slime_local.pictures import Pictures
+    from slime_local.image_inputs import ImageInputs
 
 
 class Ticket(Protocol):
-    """Who waits for the answers to one call."""
+    """The responses to one call, for the caller that waits for them."""
 
     def put(self, place: int, completion: Completion) -> None: ...
 
@@ -26,7 +26,7 @@ class Ticket(Protocol):
 
 
 class StreamTicket:
-    """The answers in the order in which they end."""
+    """The responses in the order in which they end."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
@@ -45,18 +45,18 @@ class StreamTicket:
 
 
 class ListTicket:
-    """The answers in the order of the requests; `future` is done when the last one is in."""
+    """The responses in the order of the requests; `future` is done when the last one is set."""
 
     def __init__(self, size: int) -> None:
         self.future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        self._answers: list[Completion | None] = [None] * size
+        self._completions: list[Completion | None] = [None] * size
         self._missing = size
 
     def put(self, place: int, completion: Completion) -> None:
-        self._answers[place] = completion
+        self._completions[place] = completion
         self._missing -= 1
         if not self._missing and not self.future.done():
-            self.future.set_result([answer for answer in self._answers if answer is not None])
+            self.future.set_result([completion for completion in self._completions if completion is not None])
 
     def fail(self, error: EngineError) -> None:
         if not self.future.done():
@@ -68,10 +68,10 @@ class RequestRow:
     request: GenerateRequest
     ticket: Ticket
     place: int
-    """Of the answer in the ticket."""
+    """Index of the response in the ticket."""
     limit: int
     """New tokens at most."""
-    pictures: Pictures | None = None
+    pictures: ImageInputs | None = None
     start: int = 0
     """Column of the prompt's first token, once admitted."""
     shared_tokens: int = 0
@@ -79,7 +79,7 @@ class RequestRow:
     stale: bool = False
     """Keys and values were computed by other weights."""
     version: int = -1
-    """Of the weights that write the current span."""
+    """Version of the weights that generate the current span."""
     span_start: int = 0
     """Column where the current span starts."""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -94,17 +94,17 @@ class RequestRow:
         return self.prompt_length + self.limit
 
     @property
-    def answer_start(self) -> int:
+    def response_start(self) -> int:
         return self.start + self.prompt_length
 
     def close_span(self, end: int, version: int) -> None:
         """Tokens up to column `end` belong to the weights so far, later ones to `version`."""
         if end > self.span_start:
-            first = self.answer_start
+            first = self.response_start
             self.spans.append(VersionSpan(self.version, self.span_start - first, end - first))
         self.version, self.span_start = version, end
 
-    def answer(
+    def respond(
         self,
         tokens: npt.NDArray[np.int32],
         log_probs: npt.NDArray[np.float32],

@@ -22,7 +22,7 @@ class Special:
     greedy: bool = False
     truncated: bool = False
     """top_k or top_p."""
-    penalised: bool = False
+    penalized: bool = False
     delayed: bool = False
     """min_new_tokens."""
     stop_text: bool = False
@@ -32,7 +32,7 @@ class Special:
         return cls(
             greedy=any(p.temperature == 0 for p in params),
             truncated=any(p.top_k > 0 or p.top_p < 1 for p in params),
-            penalised=any(p.repetition_penalty != 1 for p in params),
+            penalized=any(p.repetition_penalty != 1 for p in params),
             delayed=any(p.min_new_tokens > 0 for p in params),
             stop_text=any(p.stop for p in params),
         )
@@ -103,7 +103,7 @@ def _truncate(probs_NV: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     rank = torch.arange(probs_NV.shape[1], device=probs_NV.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], 0)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    # A row with top_p = 1 keeps its tail although rounding may bring the mass before it to the total.
+    # A row with top_p = 1 keeps its tail although the mass before it may round up to the total.
     outside = (before >= top_p[:, None].double() * ordered.sum(-1, keepdim=True)) & (top_p < 1)[:, None]
     ordered = ordered.masked_fill(outside, 0)
     return torch.zeros_like(probs_NV).scatter_(1, order, ordered)

@@ -12,25 +12,25 @@ from slime_local.request_row import RequestRow
 
 
 class Gate:
-    """Stands in front of the decoder. Without a script everything is let in at once."""
+    """Passes requests, aborts and weights to the decoder. Without a script it passes them at once."""
 
     def __init__(self, decoder: Decoder, *, records: bool) -> None:
-        """`records`: what comes is written down until somebody asks for it (`recorded`)."""
+        """`records`: keep the events until `drain_events` returns them."""
         self._decoder = decoder
         self._records = records
         self._steps = 0
-        self._heard: list[EngineEvent] = []
+        self._events: list[EngineEvent] = []
         self._script: deque[EngineEvent] = deque()
         self._arrived: dict[str, RequestRow] = {}
-        self._unwanted: set[str] = set()
+        self._to_abort: set[str] = set()
         self._moved = asyncio.Event()
 
-    def follow(self, events: Sequence[EngineEvent]) -> None:
+    def replay_events(self, events: Sequence[EngineEvent]) -> None:
         self._script = deque(events)
 
-    def recorded(self) -> list[EngineEvent]:
-        heard, self._heard = self._heard, []
-        return heard
+    def drain_events(self) -> list[EngineEvent]:
+        events, self._events = self._events, []
+        return events
 
     @property
     def scripted(self) -> bool:
@@ -46,20 +46,20 @@ class Gate:
 
     def stepped(self) -> None:
         self._steps += 1
-        self._go_on()
+        self._advance()
 
     def submit(self, rows: Sequence[RequestRow]) -> None:
         if self._script:
             self._arrived |= {row.request.request_id: row for row in rows}
-            self._go_on()
+            self._advance()
         elif rows:
             self._submit(rows)
 
     def abort(self, names: set[str] | None) -> None:
         """None: all of them."""
         if self._script:
-            self._unwanted |= (self._decoder.request_ids | self._arrived.keys()) if names is None else names
-            self._go_on()
+            self._to_abort |= (self._decoder.request_ids | self._arrived.keys()) if names is None else names
+            self._advance()
         else:
             self._abort(self._decoder.request_ids & names if names is not None else set(self._decoder.request_ids))
 
@@ -74,7 +74,7 @@ class Gate:
         self._note(EventKind.VERSION, version=version)
         if self._script:
             self._script.popleft()
-            self._go_on()
+            self._advance()
 
     def _is_next(self, version: int) -> bool:
         event = self._script[0]
@@ -91,18 +91,18 @@ class Gate:
 
     def _note(self, kind: EventKind, names: tuple[str, ...] = (), version: int = -1) -> None:
         if self._records:
-            self._heard.append(EngineEvent(self._steps, kind, names, version))
+            self._events.append(EngineEvent(self._steps, kind, names, version))
 
-    def _go_on(self) -> None:
-        """Lets in what came after this step, as far as it is there."""
+    def _advance(self) -> None:
+        """Passes on what the script has after this step, as far as it has arrived."""
         while self.waits:
             event = self._script[0]
             if event.kind is EventKind.RESTART:
                 self._steps = 0
             elif event.kind is EventKind.SUBMIT and self._arrived.keys() >= set(event.names):
                 self._submit([self._arrived.pop(name) for name in event.names])
-            elif event.kind is EventKind.ABORT and self._unwanted >= set(event.names):
-                self._unwanted -= set(event.names)
+            elif event.kind is EventKind.ABORT and self._to_abort >= set(event.names):
+                self._to_abort -= set(event.names)
                 self._abort(set(event.names))
             else:
                 break

@@ -24,7 +24,7 @@ class StopTable:
         self._lines.clear()
 
     def line_of(self, stop_token_ids: Iterable[int]) -> int:
-        """Of the model's stop tokens and these; added where there is none yet."""
+        """The table's row of the model's stop tokens and these; it is added if it does not exist."""
         ids = self._model_stop_ids.union(stop_token_ids)
         known = self._lines.get(ids)
         if known is not None:

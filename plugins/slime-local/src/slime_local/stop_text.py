@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from slime_core.errors import EngineError
 from slime_core.types.completion import SamplingParams
 from slime_local.request_row import RequestRow
-from slime_local.slots import Slots
+from slime_local.running_batch import RunningBatch
 
 
 class StopText:
@@ -40,17 +40,18 @@ class StopText:
         """Raises EngineError if there is no tokenizer."""
         _ = self._tokenizer
 
-    def ended_rows(self, rows: Sequence[RequestRow], slots: Slots) -> list[int]:
+    def ended_rows(self, rows: Sequence[RequestRow], slots: RunningBatch) -> list[int]:
         """Places of the rows whose last token completes one of their stop strings."""
         asking = [
             index
             for index, row in enumerate(rows)
-            if row.request.sampling.stop and slots.end - row.answer_start >= max(1, row.request.sampling.min_new_tokens)
+            if row.request.sampling.stop
+            and slots.end - row.response_start >= max(1, row.request.sampling.min_new_tokens)
         ]
         if not asking:
             return []
         tails = [
-            min(self._tail_length(rows[index].request.sampling), slots.end - rows[index].answer_start)
+            min(self._tail_length(rows[index].request.sampling), slots.end - rows[index].response_start)
             for index in asking
         ]
         first = slots.end - max(tails)

@@ -31,24 +31,24 @@ def test_float32_equals_transformers_on_the_cpu(family, request):
 
     async def run():
         engine = await started(folder, max_running=7, dtype="float32")
-        wanted = [
+        requests = [
             oracle.request(
                 i, p, seed=i, temperature=float(i % 3 > 0), top_k=5 if i % 3 == 2 else -1, max_new_tokens=5 + i
             )
             for i, p in enumerate(prompts)
         ]
-        first, again = await engine.generate(wanted), await engine.generate(wanted)
+        first, again = await engine.generate(requests), await engine.generate(requests)
         await engine.stop()
         return first, again
 
     first, again = asyncio.run(run())
-    for i, (prompt, answer, second) in enumerate(zip(prompts, first, again, strict=True)):
+    for i, (prompt, response, second) in enumerate(zip(prompts, first, again, strict=True)):
         if i % 3 == 0:
-            assert answer.token_ids.tolist() == oracle.greedy(model, prompt, 5 + i)
-        expected = oracle.log_probs(model, prompt, answer.token_ids)
-        np.testing.assert_allclose(answer.log_probs, expected, atol=1e-3, rtol=0)
-        assert answer.token_ids.tobytes() == second.token_ids.tobytes()
-        assert answer.log_probs.tobytes() == second.log_probs.tobytes()
+            assert response.token_ids.tolist() == oracle.greedy(model, prompt, 5 + i)
+        expected = oracle.log_probs(model, prompt, response.token_ids)
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-3, rtol=0)
+        assert response.token_ids.tobytes() == second.token_ids.tobytes()
+        assert response.log_probs.tobytes() == second.log_probs.tobytes()
 
 
 def test_bfloat16_sleep_and_new_weights(qwen3):
@@ -60,7 +60,7 @@ def test_bfloat16_sleep_and_new_weights(qwen3):
         before = torch.cuda.memory_allocated()
         await engine.sleep()
         assert torch.cuda.memory_allocated() < before
-        await engine.wake()
+        await engine.wake_up()
         running = asyncio.ensure_future(
             engine.generate(
                 [
@@ -75,13 +75,13 @@ def test_bfloat16_sleep_and_new_weights(qwen3):
         for bucket in oracle.buckets(oracle.other_weights(qwen3, 9).to(torch.bfloat16), 1):
             await engine.load_bucket(bucket)
         await engine.resume()
-        answers = await running
+        responses = await running
         await engine.stop()
-        return answers
+        return responses
 
-    for prompt, answer in zip(oracle.prompts(9, seed=41), asyncio.run(run()), strict=True):
-        assert [span.version for span in answer.spans] == [-1, 1]
-        start = answer.spans[1].start
+    for prompt, response in zip(oracle.prompts(9, seed=41), asyncio.run(run()), strict=True):
+        assert [span.version for span in response.spans] == [-1, 1]
+        start = response.spans[1].start
         assert 0 < start < 40
-        expected = oracle.log_probs(exact, prompt, answer.token_ids)[start:]
-        assert np.abs(answer.log_probs[start:] - expected).mean() < 0.1
+        expected = oracle.log_probs(exact, prompt, response.token_ids)[start:]
+        assert np.abs(response.log_probs[start:] - expected).mean() < 0.1

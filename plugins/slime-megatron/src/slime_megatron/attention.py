@@ -10,13 +10,12 @@ SegmentTable), Lq and Lk padded lengths in a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,77 +23,69 @@ from torch import Tensor, nn
 
 from slime_core.errors import ModelError
 from slime_megatron.delta_net import DeltaPlan
-from slime_megatron.rotation import Rotation
-from slime_training.attention_kernels import attend_packed, attend_short
+from slime_megatron.rope import RotaryCache
+from slime_training.attention_blocks import Rectangle, far_apart, padded_rows
+from slime_training.attention_kernels import attend_packed
 from slime_training.attention_runs import Run, long_on, runs_of
 from slime_training.context_parallel import held_positions
+from slime_training.deterministic_gather import DeterministicGather, places_of, take
 from slime_training.key_gather import gather_keys
-from slime_training.rows import Take, places_of, take
 from slime_training.segment_table import Int64, SegmentTable
-
-# A block's longest segment is at most this many times as long as its shortest, or this many tokens longer.
-STRETCH = 1.25
-FREE_TOKENS = 8
-# Scores per segment up to which a CPU computes attention by its formula, which is faster than SDPA's kernel there.
-SHORT_SCORES = 2048
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """Segments padded to one rectangle."""
+class Block(Rectangle):
+    """And where its queries and keys stand in the stream."""
 
-    num_segments: int
-    query_length: int
-    key_length: int
     query_rows: Tensor
     """(S Lq,) int64: the query at each place; padding repeats a segment's last one."""
     key_rows: Tensor
     """(S Lk,) int64"""
     mask: Tensor
-    """(S, 1, Lq, Lk) bool: keys in sight."""
+    """(S, 1, Lq, Lk) bool: the keys that each query sees."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPlan:
-    """How one micro-batch's tokens attend; made once, used by all layers."""
+    """How the tokens of one micro-batch attend; built once, used by all layers."""
 
     position_ids: Tensor
-    """(N,) int64, of the tokens that this rank holds."""
+    """(N,) int64, positions of the tokens that this rank holds."""
     blocks: tuple[Block, ...] = ()
-    """Empty: the kernels of GPUs are used."""
+    """Empty: the GPU kernels are used."""
     query_places: Tensor | None = None
-    """(N,) int64: the place of each query in the blocks, one after the other."""
+    """(N,) int64: the place of each query in the concatenated blocks."""
     runs: tuple[Run, ...] = ()
-    """For the kernels of GPUs."""
+    """Runs for the GPU kernels."""
     key_rows: Tensor | None = None
-    """int64: rows of the kernels' keys; None: they are the stream."""
+    """int64: rows of the kernels' keys; None: the keys are the stream."""
     key_places: Tensor | None = None
-    """int64: `places_of` them."""
+    """int64: `places_of` for `key_rows`."""
     group: dist.ProcessGroup | None = None
-    """Context parallel group to gather keys and values from."""
+    """Context-parallel group to gather keys and values from."""
 
 
 @dataclass
 class PackedPlan(PackedSeqParams):
-    """Megatron hands `packed_seq_params` down to attention and delta nets; ours carries the plans."""
+    """Megatron passes `packed_seq_params` down to attention and delta nets; this subclass holds the plans."""
 
     plan: AttentionPlan = field(default=None)  # type: ignore[assignment]
-    rotation: Rotation = field(default=None)  # type: ignore[assignment]
+    rotation: RotaryCache = field(default=None)  # type: ignore[assignment]
     delta: DeltaPlan | None = None
     chosen: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the number of a layer that chooses keys: (S, 1, Lq, Lk) bool for each block; kept for layers that take its choice,
-    and for when they are computed again."""
+    """Keys: the number of a layer that chooses keys. Values: (S, 1, Lq, Lk) bool for each block; kept for layers that use its
+    choice, and for recomputation."""
 
 
 def padded_positions(cu_seqlens: Tensor, padded: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """(N,) bool: which tokens of a rank's zigzag part fill sequences up. `padded`: their offsets when filled."""
+    """(N,) bool: which tokens of a rank's zigzag part are padding of sequences. `padded`: offsets of the padded sequences."""
     held = held_positions(padded, cp_rank, cp_size)
     sequence = torch.searchsorted(padded[1:].long(), held, right=True)
     return held - padded[:-1].long()[sequence] >= cu_seqlens.long().diff()[sequence]
 
 
 def with_padding(table: SegmentTable, padding: int, stride: int) -> SegmentTable:
-    """`padding` tokens at the end of every rank's part, a sequence of their own; `stride`: this rank's tokens before,
+    """Adds `padding` tokens at the end of every rank's part, as a sequence of their own. `stride`: this rank's tokens before,
     as many as on every other rank of the group."""
     if padding == 0:
         return table
@@ -119,7 +110,7 @@ def plan_attention(
     varlen: bool,
     group: dist.ProcessGroup | None = None,
 ) -> AttentionPlan:
-    """`varlen`: for the kernels of GPUs. `group`: the context parallel group that holds the keys."""
+    """`varlen`: plan for the GPU kernels. `group`: the context-parallel group that holds the keys."""
     query_lengths, key_lengths = table.query_lengths, table.key_lengths
     if varlen:
         rows = table.key_rows
@@ -137,12 +128,12 @@ def plan_attention(
     before = 0
     for members in like_lengths(query_lengths, key_lengths):
         wide, deep = int(query_lengths[members].max()), int(key_lengths[members].max())
-        query_rows = runs(table.query_starts[members], query_lengths[members], wide)
-        key_rows = runs(key_starts[members], key_lengths[members], deep)
+        query_rows = padded_rows(table.query_starts[members], query_lengths[members], wide)
+        key_rows = padded_rows(key_starts[members], key_lengths[members], deep)
         if table.key_rows is not None:
             key_rows = table.key_rows[key_rows]
         behind = key_lengths[members] - query_lengths[members]
-        # A padded query sees what the last one sees: a row without any key would be NaN, in the backward too.
+        # A padded query sees the keys of the last one: a row without any key would be NaN, also in the backward.
         last_key = np.minimum(behind[:, None] + np.arange(wide), key_lengths[members][:, None] - 1)
         mask = np.arange(deep) <= last_key[:, :, None]
         real = np.arange(wide) < query_lengths[members][:, None]
@@ -167,7 +158,7 @@ def plan_attention(
 
 
 def like_lengths(query_lengths: Int64, key_lengths: Int64) -> list[Int64]:
-    """Numbers of segments, longest first, cut where padding would waste much."""
+    """Indices of segments, sorted by length, and split where padding would waste much."""
     order = np.lexsort((-query_lengths, -key_lengths))
     groups: list[list[int]] = []
     for segment in order:
@@ -180,20 +171,9 @@ def like_lengths(query_lengths: Int64, key_lengths: Int64) -> list[Int64]:
     return [np.array(group) for group in groups]
 
 
-def far_apart(one: float, other: float) -> bool:
-    return max(one, other) > min(one, other) * STRETCH + FREE_TOKENS
-
-
-def runs(starts: Int64, lengths: Int64, padded: int) -> Int64:
-    """starts[i], starts[i] + 1, …, the last of `lengths[i]` repeated until there are `padded` of them."""
-    offset = np.minimum(np.arange(padded), lengths[:, None] - 1)
-    rows: Int64 = (starts[:, None] + offset).ravel()
-    return rows
-
-
 class PackedAttention(nn.Module):
-    """Megatron's core attention: called with the local heads. Queries and keys are rotated here, by one kernel on GPUs; those
-    of latent attention are when they come."""
+    """Megatron's core attention, called with the local heads. Queries and keys are rotated here, by one kernel on GPUs; those
+    of latent attention are rotated before."""
 
     def __init__(
         self,
@@ -229,7 +209,7 @@ class PackedAttention(nn.Module):
         shape = query.shape[:-2]
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if self.rotates:
-            q, k = packed_seq_params.rotation.turned(q, k, interleaved=self.interleaved)
+            q, k = packed_seq_params.rotation.apply_rotary(q, k, interleaved=self.interleaved)
         if plan.group is not None:
             k, v = gather_keys(k, v, plan.group)
         return self.attend(q, k, v, plan).reshape(*shape, -1)
@@ -255,28 +235,15 @@ def attend_blocks(
     scale: float | None,
     masks: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D'). `masks`: in the place of the blocks' own."""
+    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D'). `masks`: replace the blocks' own."""
     outputs = [
-        attend_block(
-            Take.apply(q, block.query_rows),
-            Take.apply(k, block.key_rows),
-            Take.apply(v, block.key_rows),
-            block if masks is None else replace(block, mask=masks[number]),
+        block.attend(
+            DeterministicGather.apply(q, block.query_rows),
+            DeterministicGather.apply(k, block.key_rows),
+            DeterministicGather.apply(v, block.key_rows),
+            block.mask if masks is None else masks[number],
             scale,
         )
         for number, block in enumerate(plan.blocks)
     ]
     return torch.cat(outputs).index_select(0, plan.query_places)
-
-
-def attend_block(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float | None) -> Tensor:
-    """(S Lq, H, D), (S Lk, K, D), (S Lk, K, D') to (S Lq, H, D')."""
-    q = q.unflatten(0, (block.num_segments, block.query_length)).transpose(1, 2)
-    k = k.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
-    v = v.unflatten(0, (block.num_segments, block.key_length)).transpose(1, 2)
-    if not q.is_cuda and block.query_length * block.key_length <= SHORT_SCORES:
-        out = attend_short(q, k, v, block.mask, scale)
-    else:
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2).flatten(0, 1)

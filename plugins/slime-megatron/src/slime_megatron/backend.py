@@ -1,4 +1,4 @@
-"""MegatronBackend: one rank's view of a model that Megatron-core shares over ranks.
+"""MegatronBackend: one rank's view of a model that Megatron-core shards over ranks.
 
 Legend: T response tokens of a micro-batch that this rank holds.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-# Before any of Megatron: see compiler.py.
+# Before any import of Megatron: see compiler.py.
 from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
@@ -24,58 +24,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
-from slime_core.contracts.loss import Segments
-from slime_core.contracts.setup import TrainerSetup
-from slime_core.errors import ModelError, unknown_name
+from slime_core.contracts.backend import ACTOR, Objective, Scores
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
 from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.config import MegatronOptions
-from slime_megatron.copies import put
 from slime_megatron.expert_counts import biases_of
+from slime_megatron.frozen_models import put
+from slime_megatron.micro_batch_inputs import MicroBatchInputs
+from slime_megatron.mtp import drop_embedding, fetch_embedding
 from slime_megatron.optimizer import set_step
-from slime_megatron.prediction import bring_embedding, drop_embedding
 from slime_megatron.preparation import prepare
 from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
-from slime_megatron.work import Work
-from slime_training.context_parallel import ZigzagSegments
-from slime_training.head import EntropyMode
-from slime_training.process_group import group_for_saving
-from slime_training.segments import LocalSegments
+from slime_training.context_parallel import segments_of
+from slime_training.frozen_copies import require_copy
+from slime_training.head import EntropyMode, requested_entropy
+from slime_training.scores import scores_of
+from slime_training.trainer_backend import TrainerBackend
 
-LossFn = Callable[[Work, Any], tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]]
-"""Of a micro-batch and what the last stage gave for it: the loss times the step's tokens, its own number of tokens, and what
-is reported."""
+LossFn = Callable[[MicroBatchInputs, Any], tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]]
+"""(micro-batch, output of the last stage) to (loss times the step's tokens, number of tokens of the micro-batch, metrics to
+report)."""
 
 
-class MegatronBackend(TrainBackend):
+class MegatronBackend(TrainerBackend[Trainer]):
     def __init__(self, config: MegatronOptions) -> None:
+        super().__init__(partial(make_trainer, config))
         self._config = config
-        self._trainer: Trainer | None = None
 
-    @property
-    def _ready(self) -> Trainer:
-        if self._trainer is None:
-            raise RuntimeError("call setup first")
-        return self._trainer
-
-    def setup(self, setup: TrainerSetup) -> Layout:
-        self._trainer = make_trainer(self._config, setup)
-        return self._trainer.layout
-
-    def score(self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False) -> list[Scores]:
+    def forward_only(
+        self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
+    ) -> list[Scores]:
         trainer = self._ready
         if weights != ACTOR:
             self._check_copy(weights)
-        with nullcontext() if weights == ACTOR else trainer.copies.swapped_in(weights):
+        with nullcontext() if weights == ACTOR else trainer.frozen_models.swapped_in(weights):
             return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
     def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
-        """`trained`: they are the trained weights, whose choice of experts may be replayed."""
+        """`trained`: the weights in the model are the trained ones, whose choice of experts may be replayed."""
         trainer = self._ready
         routing = trainer.routing if trained else None
         if routing is not None:
@@ -85,33 +75,35 @@ class MegatronBackend(TrainBackend):
             for micro in micros
         ]
 
-        def keep(work: Work, output: Tensor, non_loss_data: bool = True) -> tuple[Work, Tensor]:
+        def keep(work: MicroBatchInputs, output: Tensor, non_loss_data: bool = True) -> tuple[MicroBatchInputs, Tensor]:
             return work, output.cpu()
 
-        # Megatron wants equally many calls of every virtual stage, in multiples of the stages.
+        # Megatron requires equally many calls of every virtual stage, in multiples of the number of stages.
         found = self._run(works, keep, forward_only=True, records=trained)
         if not found:
             return [no_scores(trainer.setup.head, entropy) for _ in works]
-        return [scores_of(trainer.setup.head, work, output) for work, output in found]
+        return [scores_of(work.micro, columns_of(trainer.setup.head, output)) for work, output in found]
 
-    def _run(self, works: Sequence[Work], finish: Any, *, forward_only: bool, records: bool = False) -> list[Any]:
-        """All micro-batches through Megatron's schedule; what `finish` left, on the last stage. `records`: what routers
-        choose may be replayed later."""
+    def _run(
+        self, works: Sequence[MicroBatchInputs], finish: Any, *, forward_only: bool, records: bool = False
+    ) -> list[Any]:
+        """Runs all micro-batches through Megatron's schedule. Returns the results of `finish`, on the last stage. `records`:
+        the choices of routers may be replayed later."""
         trainer = self._ready
         routing, device = trainer.routing, trainer.placement.device
         for chunk in trainer.chunks:
             chunk.train(not forward_only)
 
-        def forward_step(source: Iterator[Work], chunk: nn.Module) -> tuple[Tensor, Any]:
+        def forward_step(source: Iterator[MicroBatchInputs], chunk: nn.Module) -> tuple[Tensor, Any]:
             work = next(source)
             if routing is None:
-                return chunk(work=work), lambda output, **told: finish(work, output, **told)
+                return chunk(work=work), lambda output, **kwargs: finish(work, output, **kwargs)
             number = next(number for number, known in enumerate(trainer.chunks) if known is chunk)
             routing.before(number, work.experts, training=not forward_only, device=device)
             output = chunk(work=work)
             if records and routing.records:
                 routing.keep(number, work.micro, trainer.layout.cp_size)
-            return output, lambda output, **told: finish(work, output, **told)
+            return output, lambda output, **kwargs: finish(work, output, **kwargs)
 
         sources = [iter(works) for _ in trainer.chunks]
         with torch.no_grad() if forward_only else nullcontext():
@@ -133,12 +125,10 @@ class MegatronBackend(TrainBackend):
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
         trainer = self._ready
-        entropy: EntropyMode = "none"
-        if objective.wants_entropy or objective.entropy_has_gradient:
-            entropy = "gradient" if objective.entropy_has_gradient else "metric"
+        entropy = requested_entropy(objective)
         works = [prepare(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
-        # Losses are divided by the step's tokens, so that auxiliary ones of Megatron's own become means over them: the
-        # objective, which already is a sum over its own denominator, is multiplied by them.
+        # Losses are divided by the step's tokens, so that Megatron's auxiliary losses become means over them: the objective,
+        # which already is a sum over its own denominator, is multiplied by them.
         tokens = self._over_ranks([work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
         loss_fn = self._loss_fn(objective, tokens, self._targets_ahead(works))
@@ -146,7 +136,7 @@ class MegatronBackend(TrainBackend):
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
         if trainer.num_ahead:
-            bring_embedding(trainer.bare)
+            fetch_embedding(trainer.bare)
         biases = biases_of(trainer.tensors)
         found = self._run(works, loss_fn, forward_only=False)
         if trainer.num_ahead:
@@ -171,14 +161,15 @@ class MegatronBackend(TrainBackend):
         )
 
     def _loss_fn(self, objective: Objective, tokens: float, targets: Tensor) -> LossFn:
-        """`tokens` of the step on all ranks; `targets` (K,) of each layer of multi-token prediction."""
+        """`tokens`: of the step on all ranks. `targets` (K,): of each layer of multi-token prediction."""
         head, factor = self._ready.setup.head, self._config.mtp_loss_scaling_factor
+        group = self._ready.ranks.cp_group
 
         def loss_fn(
-            work: Work, output: Tensor | tuple[Tensor, Tensor]
+            work: MicroBatchInputs, output: Tensor | tuple[Tensor, Tensor]
         ) -> tuple[Tensor, Tensor, tuple[Tensor, Mapping[str, Tensor]]]:
             scored, ahead = output if isinstance(output, tuple) else (output, None)
-            result = objective(work.micro, segments=self._segments(work.micro), **columns_of(head, scored))
+            result = objective(work.micro, segments=segments_of(work.micro, group), **columns_of(head, scored))
             count = work.num_tokens.to(torch.int)
             loss, sums = result.loss, result.sums
             if ahead is not None:
@@ -190,15 +181,15 @@ class MegatronBackend(TrainBackend):
         return loss_fn
 
     def _over_ranks(self, counts: Sequence[Tensor]) -> float:
-        """Their sum over the ranks of all micro-batches."""
+        """The sum of `counts` over all micro-batches of all ranks."""
         trainer = self._ready
         count = torch.stack(list(counts)).sum().to(torch.float64)
         dist.all_reduce(count)
-        # Every tensor and pipeline rank has counted the same tokens.
+        # Every tensor-parallel and pipeline rank has counted the same tokens.
         return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
 
-    def _targets_ahead(self, works: Sequence[Work]) -> Tensor:
-        """(K,) float32: what each layer of multi-token prediction is trained on in this step, at least 1."""
+    def _targets_ahead(self, works: Sequence[MicroBatchInputs]) -> Tensor:
+        """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
         device = self._ready.placement.device
         counts = [
             self._over_ranks([torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
@@ -206,19 +197,12 @@ class MegatronBackend(TrainBackend):
         ]
         return torch.tensor(counts, device=device).clamp(min=1.0)
 
-    def _segments(self, micro: MicroBatch) -> Segments:
-        group = self._ready.ranks.cp_group
-        if group is None:
-            return LocalSegments(micro.segments, micro.num_samples)
-        return ZigzagSegments(micro.segments, micro.num_samples, group)
-
     def _check_copy(self, name: str) -> None:
-        if name not in self._ready.copies.names:
-            raise ModelError(unknown_name("weights", name, "copy of this trainer", [ACTOR, *self._ready.copies.names]))
+        require_copy(name, self._ready.frozen_models.names)
 
-    def export_tensors(self, *, everywhere: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+    def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         trainer = self._ready
-        return trainer.table.export(trainer.placement.dtype, keep=everywhere or trainer.ranks.is_first)
+        return trainer.table.export(trainer.placement.dtype, keep=all_ranks or trainer.ranks.is_first)
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
@@ -226,17 +210,15 @@ class MegatronBackend(TrainBackend):
 
     def save(self, folder: Path) -> None:
         trainer = self._ready
-        if trainer.saving_group is None:
-            trainer.saving_group = group_for_saving()
-        self._write(folder, checkpoint.PlainSave(trainer.saving_group))(trainer.saving_group)
+        group = trainer.checkpoint_groups.saving
+        self._write(folder, checkpoint.PlainSave(group))(group)
 
     def stage(self, folder: Path) -> Callable[[], None]:
         trainer = self._ready
-        if trainer.staging_group is None:
-            trainer.staging_group = group_for_saving()
+        group = trainer.checkpoint_groups.staging
         on_host = trainer.placement.device.type == "cpu" or bool(getattr(self._config, "optimizer_cpu_offload", False))
         strategy = checkpoint.StagedSave(trainer.staging, trainer.placement.device, trains_on_host=on_host)
-        return partial(self._write(folder, strategy), trainer.staging_group)
+        return partial(self._write(folder, strategy), group)
 
     def _write(self, folder: Path, strategy: checkpoint.PlainSave) -> checkpoint.Write:
         trainer = self._ready
@@ -244,7 +226,7 @@ class MegatronBackend(TrainBackend):
             folder,
             trainer.bare,
             trainer.optimizer,
-            trainer.copies,
+            trainer.frozen_models,
             refreshed=sorted(trainer.refreshed),
             steps_done=trainer.steps_done,
             shapes=self._shapes(),
@@ -258,18 +240,18 @@ class MegatronBackend(TrainBackend):
         manifest = checkpoint.read_manifest(folder, self._shapes(), table)
         for name in manifest.copies:
             self._check_copy(name)
-        checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.copies)
+        checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.frozen_models)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
 
     def _shapes(self) -> dict[str, Any]:
-        """Of the whole model, whatever the layout."""
+        """Shapes of the whole model, independent of the layout."""
         trainer = self._ready
         plain = {name: value for name, value in trainer.architecture.options.items() if not callable(value)}
         rounded = self._config.main_params_dtype == "bf16"
         return {
             **plain,
-            # Checkpoints with float32 weights do not say so.
+            # Only if it is bf16: checkpoints with float32 weights do not have the key.
             **({"main_params_dtype": "bf16"} if rounded else {}),
             "vocab_size": trainer.architecture.vocab_size,
             "head": trainer.setup.head,
@@ -277,29 +259,24 @@ class MegatronBackend(TrainBackend):
             "dtype": str(trainer.placement.dtype),
         }
 
-    def refresh_copy(self, name: str) -> None:
+    def update_frozen_model(self, name: str) -> None:
         trainer = self._ready
         self._check_copy(name)
-        trainer.copies.take(name)
+        trainer.frozen_models.take(name)
         trainer.refreshed.add(name)
 
     def sleep(self, keep_weights: bool = False) -> None:
         self._ready.residency.sleep(keep_weights=keep_weights)
         torch.cuda.empty_cache()
 
-    def wake(self, weights_only: bool = False) -> None:
-        self._ready.residency.wake(weights_only=weights_only)
-
-    def close(self) -> None:
-        if self._trainer is not None:
-            self._trainer.ranks.leave()
-            self._trainer = None
+    def wake_up(self, weights_only: bool = False) -> None:
+        self._ready.residency.wake_up(weights_only=weights_only)
 
 
 def reduce_metrics(
     found: Sequence[tuple[Tensor, Mapping[str, Tensor]]], device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over micro-batches: of the loss, and of each metric by its name."""
+    """Sums over micro-batches: the loss, and each metric by its name."""
     loss = torch.zeros((), device=device)
     sums: dict[str, Tensor] = {}
     for part, of_micro in found:
@@ -310,22 +287,17 @@ def reduce_metrics(
 
 
 def columns_of(head: str, output: Tensor) -> dict[str, Tensor]:
-    """(K, T) of the model's last stage."""
+    """Names the rows of (K, T), the output of the model's last stage."""
     names = ["values"] if head == "value" else ["log_probs", "entropy"][: len(output)]
     return dict(zip(names, output.unbind(0), strict=True))
 
 
 def metrics_ahead(means: Tensor) -> dict[str, Tensor]:
-    """Of this micro-batch's share of each layer's mean cross-entropy."""
+    """Metrics from this micro-batch's share of each layer's mean cross-entropy."""
     return {f"mtp_{depth}_loss": mean for depth, mean in enumerate(means.unbind(), 1)} | {"mtp_loss": means.sum()}
 
 
-def scores_of(head: str, work: Work, output: Tensor) -> Scores:
-    columns = {name: column.numpy() for name, column in columns_of(head, output).items()}
-    return Scores(**columns, rows=None if work.micro.rows is None else work.micro.rows.cpu().numpy())
-
-
 def no_scores(head: str, entropy: EntropyMode) -> Scores:
-    """Of a stage that is not the last."""
+    """Empty scores, for a stage that is not the last."""
     names = ["values"] if head == "value" else ["log_probs", *(["entropy"] if entropy != "none" else [])]
     return Scores(**{name: np.empty(0, np.float32) for name in names}, rows=np.empty(0, np.int64))

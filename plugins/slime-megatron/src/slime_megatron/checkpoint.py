@@ -1,6 +1,6 @@
-"""Training checkpoints: Megatron's torch_dist, which any layout can load, behind a manifest that tells whole from cut.
+"""Training checkpoints: Megatron's torch_dist, which any layout can load, with a manifest that marks a checkpoint as complete.
 
-The folder holds `state/` (weights, optimiser), `copy_NAME/` for each frozen copy that was refreshed, `rng_R.safetensors` for
+The folder holds `state/` (weights, optimizer), `copy_NAME/` for each frozen copy that was refreshed, `rng_R.safetensors` for
 each rank R, and `megatron.json`, written last.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,54 +39,43 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slime_core.errors import CheckpointError
-from slime_megatron.copies import Copies
+from slime_megatron.frozen_models import FrozenModels
 from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
-from slime_training.collective_errors import first_failure_alone, on_all_ranks
+from slime_training.checkpoint_manifest import Manifest
+from slime_training.collective_errors import first_failure_alone, raise_on_all_ranks
 from slime_training.host_memory import HostCopy
 from slime_training.random_state import random_state, restore_random_state
-from slime_training.rounded_adamw import RoundedAdamW
+from slime_training.rounded_adamw import StochasticRoundingAdamW
 from slime_training.written_files import check_sizes, sizes_of
 
 MANIFEST = "megatron.json"
 STATE = "state"
 GRAD_SCALER = "grad_scaler"
 DTYPE = "dtype"
-"""Among the shapes: what is computed in."""
+"""Key among the shapes: the compute dtype."""
 BF16 = {"torch.float32": "false", "torch.bfloat16": "true"}
-"""What the option bf16 says for it. Where it says nothing, the device chooses."""
+"""Compute dtype to value of the option bf16. If the option is not set, the device chooses the dtype."""
 MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
-"""Before the keys of float32 weights: of the distributed optimiser, and of the plain one in half precision."""
+"""Prefixes of the keys of float32 weights: of the distributed optimizer, and of the plain one in half precision."""
 FORMAT = 1
 Write = Callable[[dist.ProcessGroup | None], None]
-"""Of what is left to write, with a process group of all ranks; None: the default one."""
+"""Writes what is left to write. Its argument is a process group of all ranks; None: the default one."""
 ONE = torch.tensor(1.0)
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Through gloo and host memory: the other way wants CUDA.
+    # Through gloo and host memory: the other implementation requires CUDA.
     "distrib_optim_fully_reshardable_mem_efficient": True,
-    # Experts on ranks of their own have an optimiser of their own: the same names wherever they are.
+    # Experts that are sharded over other ranks have an optimizer of their own: the names are the same in every layout.
     "chained_optim_avoid_prefix": True,
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    format: int
-    steps_done: int
-    world_size: int
-    copies: Sequence[str]
-    """Frozen copies that were refreshed from the trained weights, so that their folder no longer holds them."""
-    shapes: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    """Bytes of every other file."""
-
-
 class PlainSave(TorchDistSaveShardedStrategy):
-    """Written by this process: Megatron's own writer starts a server and forks writers, for asynchronous saving."""
+    """Writes in this process: Megatron's own writer starts a server and forks writers, for asynchronous saving."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: in which ranks wait for each other; None: the default one."""
+        """`group`: of the ranks that wait for each other; None: the default one."""
         super().__init__("torch_dist", 1)
         self._group = group
 
@@ -94,7 +83,7 @@ class PlainSave(TorchDistSaveShardedStrategy):
         self.planned(sharded_state_dict, Path(checkpoint_dir))(self._group)
 
     def planned(self, sharded_state_dict: dict[str, Any], folder: Path) -> Write:
-        """What this rank writes of it."""
+        """Plans and returns this rank's write."""
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
         return partial(write_planned, self.to_write(state), planner, folder)
@@ -104,11 +93,11 @@ class PlainSave(TorchDistSaveShardedStrategy):
 
 
 class StagedSave(PlainSave):
-    """Copies what is to be written, and leaves the writing for later."""
+    """Copies the state to host memory, and leaves writing for later."""
 
     def __init__(self, memory: dict[str, HostCopy], device: torch.device, *, trains_on_host: bool) -> None:
-        """`memory`: for each folder in a checkpoint, kept from one to the next. `device`: the model's. `trains_on_host`: else
-        what is on the host was gathered for this very save."""
+        """`memory`: one copy per folder of a checkpoint, kept from one save to the next. `device`: the model's.
+        `trains_on_host`: if False, tensors on the host were gathered for this save and need no copy."""
         super().__init__()
         self.left: list[Write] = []
         self._memory = memory
@@ -154,7 +143,8 @@ def whole_state(chunks: Sequence[Any], optimizer: MegatronOptimizer, *, is_loadi
 
 
 def keep_here(state: Any) -> None:
-    """Rates and counts come from the run, and groups are made for each layout: they are not in the files."""
+    """Excludes rates, counts and groups from the files: rates and counts come from the run, and groups are made for each
+    layout."""
     for key, value in state.items() if isinstance(state, dict) else ():
         if key in ("param_groups", "common_step"):
             state[key] = LocalNonpersistentObject(unwrapped(value))
@@ -163,7 +153,7 @@ def keep_here(state: Any) -> None:
 
 
 def unwrapped(value: Any) -> Any:
-    """Megatron marks parts of it in the same way, which does not nest."""
+    """Removes Megatron's own marks of the same kind inside `value`, since they cannot be nested."""
     if isinstance(value, LocalNonpersistentObject):
         return value.unwrap()
     if isinstance(value, list):
@@ -172,19 +162,20 @@ def unwrapped(value: Any) -> Any:
 
 
 def make_state(optimizer: MegatronOptimizer) -> None:
-    """Megatron saves what steps have made and loads what its own function makes: the same here. It knows optimisers that count
-    steps once for all parameters; torch's AdamW counts in each one's state. So counts are 1 on their way (0 would be left
-    out), and set afterwards."""
+    """Creates the optimizer's state. Megatron saves the state that steps have created and loads what its own function creates:
+    here both are the same. It supports optimizers that count steps once for all parameters; torch's AdamW has a count in each
+    parameter's state. So counts are saved as 1 (0 would be left out), and set afterwards."""
     for part in parts_of(optimizer):
         if not counts_by_group(part):
             part.init_state_fn = fill_state
-        # With use_precision_aware_optimizer it is made where Megatron loads: its function does not fit every FusedAdam.
+        # With use_precision_aware_optimizer Megatron creates the state when it loads: its function does not fit every
+        # FusedAdam.
         if part.optimizer is not None and not part.config.use_precision_aware_optimizer:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and isinstance(
             part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer)
         ):
-            # It loads every entry of a state, and saves all but the count.
+            # Megatron loads every entry of a state, and saves all but the count.
             part._set_main_param_and_optimizer_states = with_count(part._set_main_param_and_optimizer_states)
     count_steps(optimizer, 1)
 
@@ -194,7 +185,7 @@ def with_count(put_state: Callable[[Any, dict[str, Any]], None]) -> Callable[[An
 
 
 def counts_by_group(part: Any) -> bool:
-    """It is the FusedAdam of Transformer Engine or Apex, which Megatron takes where one of them is installed."""
+    """Whether the optimizer is the FusedAdam of Transformer Engine or Apex, which Megatron uses if one of them is installed."""
     plain = isinstance(part.optimizer, (torch.optim.Adam, HybridDeviceOptimizer))
     return part.optimizer is not None and part.config.optimizer == "adam" and not plain
 
@@ -219,7 +210,7 @@ def fill_state(optimizer: Any, config: Any = None) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
-                if isinstance(optimizer, RoundedAdamW):
+                if isinstance(optimizer, StochasticRoundingAdamW):
                     optimizer.state_of(parameter)["step"] = ONE.clone()
                     continue
                 state["step"] = ONE.to(parameter.device, copy=True)
@@ -231,20 +222,20 @@ def write(
     folder: Path,
     chunks: Sequence[Any],
     optimizer: MegatronOptimizer,
-    copies: Copies,
+    frozen_models: FrozenModels,
     *,
     refreshed: Sequence[str],
     steps_done: int,
     shapes: Mapping[str, Any],
     strategy: PlainSave,
 ) -> Write:
-    """All ranks call, and then what it returns, with a process group of all of them. What is large is written now, or then if
-    that is the strategy."""
+    """Returns a function that finishes the save. All ranks call this function, and then the returned one with a process group
+    of all of them. Large tensors are written now, or in the second call if the strategy stages them."""
     make_state(optimizer)
     save_state(folder / STATE, whole_state(chunks, optimizer, is_loading=False), strategy)
     count_steps(optimizer, steps_done)
     for name in refreshed:
-        with copies.swapped_in(name):
+        with frozen_models.swapped_in(name):
             save_state(folder / f"copy_{name}", model_state(chunks), strategy)
     manifest = Manifest(
         format=FORMAT,
@@ -268,13 +259,13 @@ def finish(
     rank, world_size = dist.get_rank(), manifest.world_size
     for write_rest in left:
         write_rest(group)
-    on_all_ranks(lambda: save_file(dict(random), folder / f"rng_{rank}.safetensors"), group, world_size)
-    on_all_ranks(lambda: write_manifest(folder, manifest) if rank == 0 else None, group, world_size)
+    raise_on_all_ranks(lambda: save_file(dict(random), folder / f"rng_{rank}.safetensors"), group, world_size)
+    raise_on_all_ranks(lambda: write_manifest(folder, manifest) if rank == 0 else None, group, world_size)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     sizes = sizes_of(folder, [file for file in sorted(folder.rglob("*")) if file.is_file()])
-    (folder / MANIFEST).write_text(json.dumps(asdict(replace(manifest, sizes=sizes)), indent=1))
+    replace(manifest, sizes=sizes).write(folder / MANIFEST)
 
 
 def save_state(folder: Path, state: dict[str, Any], strategy: PlainSave) -> None:
@@ -285,17 +276,10 @@ def save_state(folder: Path, state: dict[str, Any], strategy: PlainSave) -> None
 
 
 def read_manifest(folder: Path, shapes: Mapping[str, Any], table: str) -> Manifest:
-    """Raises CheckpointError, naming the file, unless all that `write` left is there, whole, and of this model. `table`: the
-    options' in the run file."""
+    """Raises CheckpointError with the file's name unless all that `write` has written exists, is complete, and is of this
+    model. `table`: the table of the options in the run file."""
     path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete or not one of backend megatron.")
-    try:
-        manifest = Manifest(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.format}; this version reads {FORMAT}.")
+    manifest = Manifest.read(path, backend="megatron", expected_format=FORMAT)
     here = json.loads(json.dumps(dict(shapes)))
     if different := sorted(
         key for key in here.keys() | manifest.shapes.keys() if here.get(key) != manifest.shapes.get(key)
@@ -303,12 +287,14 @@ def read_manifest(folder: Path, shapes: Mapping[str, Any], table: str) -> Manife
         there = manifest.shapes.get(DTYPE)
         if different == [DTYPE] and {there, here[DTYPE]} == BF16.keys():
             raise CheckpointError(
-                f"{path}: this run was computed in {there}, and is computed in {here[DTYPE]} here. Where {table}.bf16 says "
-                "nothing, GPUs compute in bfloat16 and a CPU in float32. To go on as it began: --resume with the run's folder, "
-                f"and --{table}.bf16 {BF16[there]}."
+                f"{path}: this run was computed in {there}, and is computed in {here[DTYPE]} here. If {table}.bf16 is not set, "
+                "GPUs compute in bfloat16 and a CPU in float32. To keep the dtype of the checkpoint, pass --resume with "
+                f"the run's folder, and --{table}.bf16 {BF16[there]}."
             )
-        told = "; ".join(f"{key} is {manifest.shapes.get(key)} there and {here.get(key)} here" for key in different)
-        raise CheckpointError(f"{path}: another architecture or optimiser: {told}.")
+        differences = "; ".join(
+            f"{key} is {manifest.shapes.get(key)} there and {here.get(key)} here" for key in different
+        )
+        raise CheckpointError(f"{path}: another architecture or optimizer: {differences}.")
     check_sizes(folder, manifest.sizes)
     return manifest
 
@@ -318,9 +304,9 @@ def read(
     manifest: Manifest,
     chunks: Sequence[Any],
     optimizer: MegatronOptimizer,
-    copies: Copies,
+    frozen_models: FrozenModels,
 ) -> None:
-    """Into model, optimiser, the refreshed copies and this rank's random generators. All ranks call."""
+    """Loads into the model, the optimizer, the refreshed copies and this rank's random generators. All ranks call it."""
     make_state(optimizer)
     loaded = load_state(folder / STATE, whole_state(chunks, optimizer, is_loading=True))
     put_model(chunks, loaded)
@@ -329,17 +315,17 @@ def read(
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             refresh_copies(part.optimizer)
     count_steps(optimizer, manifest.steps_done)
-    with copies.aside() if manifest.copies else nullcontext():
+    with frozen_models.aside() if manifest.copies else nullcontext():
         for name in manifest.copies:
             put_model(chunks, dist_checkpointing.load(model_state(chunks), str(folder / f"copy_{name}")))
-            copies.take(name)
+            frozen_models.take(name)
     if manifest.world_size == dist.get_world_size():
         restore_random_state(load_file(folder / f"rng_{dist.get_rank()}.safetensors"))
 
 
 class OwnCommon(TorchCommonLoadStrategy):
-    """Beside tensors Megatron keeps how the optimiser was cut into parts, which is of the layout that saved: here it is of this
-    one. The loss scale alone is everyone's."""
+    """Beside tensors Megatron saves how the optimizer was sharded, which belongs to the layout that saved: here the current
+    layout's is used. Only the loss scale is loaded."""
 
     def __init__(self, optimizer: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
@@ -359,7 +345,7 @@ def grad_scalers(state: Any) -> Iterator[Any]:
 
 
 def with_grad_scaler(state: Any, scaler: Any) -> Any:
-    """A copy."""
+    """Returns a copy with the state of `scaler`."""
     if not isinstance(state, Mapping):
         return state
     return {
@@ -369,8 +355,8 @@ def with_grad_scaler(state: Any, scaler: Any) -> Any:
 
 
 def load_state(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Of whatever layout and optimiser, distributed or plain, it was saved with. Moments have the same names in all; float32
-    weights have another name in each, and none where the model's own are in float32."""
+    """Loads a state that any layout saved, with the distributed or the plain optimizer. Moments have the same names in all;
+    float32 weights have another name in each, and none if the model's own are float32."""
     keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     there = next((prefix for prefix in MAIN_WEIGHTS if any(key.startswith(prefix) for key in keys)), "")
     mains, others = extract_matching_values(state["optimizer"], is_main_weight)
@@ -380,7 +366,7 @@ def load_state(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     _, rest = extract_matching_values(others, lambda value: isinstance(value, ShardedBase | LocalNonpersistentObject))
     loaded: dict[str, Any] = dist_checkpointing.load(first, str(folder), common_strategy=OwnCommon(rest))
     if not there:
-        # The model's own, which one load gives once only.
+        # The model's own weights, which one load returns only once.
         found = dist_checkpointing.load({"optimizer": mains}, str(folder), common_strategy=OwnCommon({}))
         merge(loaded["optimizer"], found["optimizer"])
     return loaded

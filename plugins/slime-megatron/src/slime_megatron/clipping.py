@@ -1,4 +1,4 @@
-"""The norm of a step's gradients, whether it can be trusted, and clipping by it."""
+"""The norm of a step's gradients, whether they are finite, and clipping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def is_finite_step(optimizer: MegatronOptimizer, loss: Tensor, ranks: Ranks) -> tuple[float, bool]:
-    """The global norm, and whether loss and gradients are finite on every rank. Gradients are ready to be stepped with
-    afterwards."""
+    """Returns the global norm, and whether loss and gradients are finite on every rank. Afterwards the optimizer can step with
+    the gradients."""
     fit = prepare_gradients(optimizer, loss.device, ranks)
     norm = float(optimizer.get_grad_norm())
     finite = fit and math.isfinite(norm)
@@ -25,9 +25,9 @@ def is_finite_step(optimizer: MegatronOptimizer, loss: Tensor, ranks: Ranks) -> 
 
 
 def prepare_gradients(optimizer: MegatronOptimizer, device: torch.device, ranks: Ranks) -> bool:
-    """Whether float16 has borne them on every rank. Experts on ranks of their own have an optimiser of their own, and in it
-    a loss scale that would go its own way; losses are multiplied by the first one's, and there are pipeline stages
-    without experts. So all loss scales go the same way."""
+    """Prepares the gradients, and returns whether they are finite in float16 on every rank. Experts that are sharded over other
+    ranks have an optimizer of their own, with a loss scale that would change separately; losses are multiplied by the first
+    one's, and some pipeline stages have no experts. So all loss scales are updated together."""
     if not optimizer.config.fp16:
         return not optimizer.prepare_grads()
     scalers = [part.grad_scaler for part in parts_of(optimizer)]
@@ -41,7 +41,7 @@ def prepare_gradients(optimizer: MegatronOptimizer, device: torch.device, ranks:
 
 @torch.no_grad()
 def clip(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Not Megatron's own, which wants CUDA tensors."""
+    """Replaces Megatron's own clipping, which requires CUDA tensors."""
     for part in parts_of(optimizer):
         limit = part.config.clip_grad
         name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"

@@ -1,5 +1,5 @@
-"""Megatron decorates small functions with torch.compile when it is imported: on a CPU each would start a C++ compiler at
-its first call, for nothing."""
+"""Megatron decorates small functions with torch.compile when it is imported: on a CPU each would start a C++ compiler at its
+first call, without benefit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slime_megatron.known_warnings import silence_known_warnings
 
 @contextmanager
 def no_compiler() -> Iterator[None]:
-    """Megatron's own switch, around its first import. Without effect where CUDA is."""
+    """Sets Megatron's own switch around its first import. Has no effect with CUDA."""
     silence_known_warnings()
     if torch.cuda.is_available():
         yield
         return
-    # transformers builds rotary frequencies with torch's factories: it comes before anything that binds them.
+    # transformers builds rotary frequencies with torch's factories: it is imported before anything that rebinds them.
     import transformers.modeling_utils  # noqa: F401
     from megatron.core import jit
 

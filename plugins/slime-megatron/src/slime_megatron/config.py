@@ -1,4 +1,4 @@
-"""Options of the Megatron backend: their checks, and the layout that they ask for. Nothing heavy is imported here."""
+"""Options of the Megatron backend: their checks, and the layout that they set. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pydantic import Field, create_model, field_validator
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.driver import DriverConfig
 from slime_megatron.bridges.family import family_problems
-from slime_megatron.layout import Shape, experts_of, shape_problems
+from slime_megatron.layout import ParallelDims, experts_of, shape_problems
 from slime_megatron.options import OWNED, installed_options, megatron_folder
-from slime_megatron.refusals import REFUSED, option_problems
 from slime_megatron.stages import Stages
+from slime_megatron.unsupported_options import REFUSED, option_problems
 
 StoredDtype = Literal["fp32", "bf16"]
 HOW_TO_INSTALL: Final = 'Megatron-core is not installed here: pip install "slime-megatron[core]".'
 
 
 class MegatronOptions(DriverConfig):
-    """The backend's own options; those of the installed Megatron stand beside them under Megatron's names."""
+    """The backend's own options. The options of the installed Megatron are added under Megatron's names."""
 
     tensor_model_parallel_size: int = Field(1, gt=0)
     """Ranks that share each layer's matrices."""
     sequence_parallel: bool = False
-    """Norms and residuals share their tokens over the tensor-parallel ranks too. Needs tensor parallelism."""
+    """Norms and residuals share their tokens over the tensor-parallel ranks too. Requires tensor parallelism."""
     pipeline_model_parallel_size: int = Field(1, gt=0)
     """Stages that the layers are spread over."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, gt=1)
@@ -34,33 +34,32 @@ class MegatronOptions(DriverConfig):
     context_parallel_size: int = Field(1, gt=0)
     """Ranks that share the tokens of each sequence (zigzag)."""
     expert_model_parallel_size: int = Field(1, gt=0)
-    """Ranks that the experts are spread over."""
+    """Ranks over which the experts are spread."""
     expert_tensor_parallel_size: int | None = Field(None, gt=0)
     """Ranks that share each expert's matrices; by default as many as share the other layers'."""
     use_distributed_optimizer: bool | None = None
-    """Spread the optimiser's state over the data-parallel ranks. By default on for GPUs, off on the CPU. Adam only."""
+    """Spread the optimizer's state over the data-parallel ranks. By default on for GPUs, off on the CPU. Adam only."""
     bf16: bool | None = None
-    """Compute in bfloat16, with float32 weights, gradient sums and optimiser. By default on GPUs, where fp16 is off. A run that
-    goes on elsewhere goes on in what it began in: say it there."""
+    """Compute in bfloat16, with float32 weights, gradient sums and optimizer. By default on GPUs, where fp16 is off. A run that
+    resumes on another device keeps its dtype: set the option there."""
     fp16: bool = False
     """Compute in float16 with a loss scale."""
     main_params_dtype: StoredDtype = "fp32"
-    """What the optimiser steps on. bf16: the weights themselves, rounded stochastically, with no float32 copy; every
-    data-parallel rank has all of them and of their moments then. Adam in bfloat16 only."""
+    """Dtype of the weights that the optimizer steps on. bf16: the weights themselves, rounded stochastically, with no float32
+    copy; every data-parallel rank then has all of them and of their moments. Adam in bfloat16 only."""
     exp_avg_dtype: StoredDtype = "fp32"
-    """What Adam's first moment is kept in; with or without Transformer Engine."""
+    """Dtype in which Adam's first moment is kept; with or without Transformer Engine."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
-    """What Adam's second moment is kept in; bf16 is rounded stochastically, so that it can decay."""
+    """Dtype in which Adam's second moment is kept; bf16 is rounded stochastically, so that it can decay."""
     moe_grouped_gemm: bool | None = None
-    """Compute the experts that a rank holds together, by torch's own grouped products. By default where they are gated SiLU
-    without biases; false: Megatron's experts, one after the other. Checkpoints are the same either way."""
+    """Compute the experts that a rank holds together, by torch's own grouped products. By default on for experts with gated
+    SiLU and no biases; false: Megatron's experts, one after the other. Checkpoints are the same for both."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     mtp_num_layers: int = Field(0, ge=0)
-    """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay as they
-    are."""
+    """Layers of multi-token prediction to train with the policy, as many as the folder has or fewer; 0: they stay unchanged."""
     mtp_loss_scaling_factor: float = Field(0.2, ge=0)
-    """Of the mean of their cross-entropies in the loss."""
+    """Weight of the mean of their cross-entropies in the loss."""
     freeze_params_name_list: tuple[str, ...] = ()
     """Regular expressions: parameters whose Megatron name matches one are not trained."""
     only_train_params_name_list: tuple[str, ...] = ()
@@ -71,8 +70,8 @@ class MegatronOptions(DriverConfig):
         return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     @property
-    def shape(self) -> Shape:
-        return Shape(
+    def shape(self) -> ParallelDims:
+        return ParallelDims(
             tp=self.tensor_model_parallel_size,
             pp=self.pipeline_model_parallel_size,
             vpp=self.virtual_pipeline_model_parallel_size or 1,
@@ -84,14 +83,15 @@ class MegatronOptions(DriverConfig):
         )
 
     def distributes_optimizer(self, device: str, optimizer: str) -> bool:
-        """What `use_distributed_optimizer` comes to. One that steps on the weights themselves cannot."""
+        """Whether the optimizer is distributed: `use_distributed_optimizer` or its default. An optimizer that steps on the
+        weights themselves cannot be."""
         if self.use_distributed_optimizer is not None:
             return self.use_distributed_optimizer
         return device == "cuda" and optimizer == "adam" and self.main_params_dtype == "fp32"
 
 
 def make_config() -> type[MegatronOptions]:
-    """MegatronOptions with Megatron's options beside its own. None: what Megatron does by default."""
+    """Returns MegatronOptions with Megatron's options added. None: Megatron's default."""
     found: dict[str, Any] = {}
     for option in installed_options():
         if option.name in MegatronOptions.model_fields:
@@ -107,7 +107,7 @@ def make_config() -> type[MegatronOptions]:
 
 
 def refusal_of(name: str) -> str | None:
-    """Why an option of Megatron's is none of the backend's; None: it is one."""
+    """Why the backend refuses an option of Megatron; None: it is supported."""
     return f"it is decided by {OWNED[name]}" if name in OWNED else REFUSED.get(name)
 
 
@@ -121,7 +121,7 @@ MegatronConfig: Final = make_config()
 
 
 def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
-    """Those that the run file gives, of the model's, the optimiser's or the data-parallel record."""
+    """The options of the run file that belong to the model's, the optimizer's or the data-parallel record (`of`)."""
     names = sorted(
         {option.name for option in installed_options() if option.of == of} - set(MegatronOptions.model_fields)
     )
@@ -129,7 +129,7 @@ def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
 
 
 def given_options(config: MegatronOptions) -> dict[str, Any]:
-    """All that say something, the backend's own and Megatron's."""
+    """All options that are set, the backend's own and Megatron's."""
     return {name: value for name in type(config).model_fields if (value := getattr(config, name)) is not None}
 
 
@@ -149,7 +149,7 @@ def layout_of(config: MegatronOptions, rank: int, world_size: int) -> Layout:
 
 
 def problems_of(config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
-    """`model_config`: config.json of the trained model."""
+    """`model_config`: content of the trained model's config.json."""
     problems = own_option_problems(config)
     if config.mtp_num_layers:
         problems += prediction_problems(config, model_config)
@@ -162,18 +162,20 @@ def own_option_problems(config: MegatronOptions) -> list[str]:
     if megatron_folder() is None:
         problems.append(f'backend.name = "megatron": {HOW_TO_INSTALL}')
     if config.fp16 and config.bf16:
-        problems.append("backend.fp16 = true and backend.bf16 = true: choose one of them.")
+        problems.append("backend.fp16 = true and backend.bf16 = true: they exclude each other. Choose one of them.")
     if config.rounds_state:
         problems += [
-            f"backend.{name} = true: it keeps its state in a way of its own; leave backend.main_params_dtype, "
-            "exp_avg_dtype and exp_avg_sq_dtype out, or it."
+            f"backend.{name} = true: it has its own form of state. Leave backend.main_params_dtype, exp_avg_dtype "
+            "and exp_avg_sq_dtype out, or this option."
             for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
             if getattr(config, name, None)
         ]
     if config.main_params_dtype == "bf16":
         given = 'backend.main_params_dtype = "bf16"'
         if config.fp16 or config.bf16 is False:
-            problems.append(f"{given}: weights that are kept so are computed with so; say bf16 = true.")
+            problems.append(
+                f"{given}: weights that are kept in bfloat16 are computed with in bfloat16. Set bf16 = true."
+            )
         if config.use_distributed_optimizer:
             problems.append(
                 f"{given}, use_distributed_optimizer = true: Megatron's steps on float32 copies that ranks share. Leave "
@@ -184,10 +186,10 @@ def own_option_problems(config: MegatronOptions) -> list[str]:
 
 def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]) -> list[str]:
     there = model_config.get("num_nextn_predict_layers")
-    # Qwen3-Next has such a layer and does not say so: a folder without one is told by the names that it lacks.
+    # Qwen3-Next has such a layer, but its config.json has no count: in a folder without one, the missing tensors are reported.
     if there is None or config.mtp_num_layers <= there:
         return []
     return [
         f"backend.mtp_num_layers = {config.mtp_num_layers}: the model has {there} layers of multi-token prediction "
-        "(num_nextn_predict_layers in its config.json). " + (f"Say {there} or less." if there else "Leave it out.")
+        "(num_nextn_predict_layers in its config.json). " + (f"Set {there} or less." if there else "Leave it out.")
     ]

@@ -1,4 +1,4 @@
-"""Model folders to Megatron's torch_dist and back, a layer at a time, without building the model in memory.
+"""Converts model folders to Megatron's torch_dist and back, a layer at a time, without building the model in memory.
 
 A torch_dist checkpoint knows whole tensors and where each part of them lies, not who had which: it can be loaded under any
 layout, so converting between layouts is loading.
@@ -37,31 +37,32 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from slime_core.contracts.converter import Checksums, Converter, Piece
+from slime_core.contracts.converter import Checksums, Converter, Shard
 from slime_core.errors import CheckpointError, ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
-from slime_megatron.chunks import Placement, build_chunks, make_config
 from slime_megatron.config import MegatronConfig
 from slime_megatron.cpu import use_cpu
-from slime_megatron.folder import ModelFolder, listed, open_folder
-from slime_megatron.layout import Shape
+from slime_megatron.folder import ModelFolder, open_folder
+from slime_megatron.layout import ParallelDims
 from slime_megatron.model import PackedGpt
-from slime_megatron.transformer_engine import mend_absence
+from slime_megatron.model_chunks import Placement, build_chunks, make_config
+from slime_megatron.transformer_engine import patch_missing_transformer_engine
+from slime_training.listed_names import listed
 from slime_training.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 
 OUTER: Final = "outer"
-"""The piece of embedding, last norm and head."""
+"""The piece with embedding, last norm and head."""
 HF: Final = "hf"
-"""Folder in a torch_dist checkpoint of ours: config and tokenizer, no weights."""
+"""Folder in a torch_dist checkpoint that slime wrote: config and tokenizer, no weights."""
 WEIGHTS: Final = "model.safetensors"
 OF_A_MODEL: Final = ("decoder.", "embedding.", "output_layer.", "value_head.")
-"""What the keys of its tensors begin with."""
+"""Prefixes of the keys of its tensors."""
 SHOWN: Final = 3
 
 
 def piece_of(name: str) -> str:
-    """Of a parameter by its name in the whole model."""
+    """The piece of a parameter, by its name in the whole model."""
     if found := PREDICTION.match(name):
         return f"prediction_{found[1]}"
     found = LAYER.match(name)
@@ -72,22 +73,22 @@ class WholeModel:
     """The model on one rank, without memory for its weights."""
 
     def __init__(self, folder: ModelFolder, num_ahead: int, *, stacks: bool = True) -> None:
-        """`num_ahead`: layers of multi-token prediction. `stacks`: layers that are all alike are parts of one tensor, as
-        Megatron has them unless it is told otherwise."""
+        """`num_ahead`: layers of multi-token prediction. `stacks`: equal layers are
+        parts of one tensor, which is Megatron's default."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
         use_cpu()
-        mend_absence()
+        patch_missing_transformer_engine()
         self.folder = folder
         architecture = folder.bridge.architecture()
         placement = Placement(device=torch.device("meta"), dtype=folder.dtype)
-        # Experts by themselves, under the names that bridges have for them; in the files they are the same either way.
+        # Experts are separate parameters, under the names that bridges use; the files are the same for grouped ones.
         options = MegatronConfig(mtp_num_layers=num_ahead, moe_grouped_gemm=False)
-        config = make_config(architecture, options, Shape(), placement)
+        config = make_config(architecture, options, ParallelDims(), placement)
         with torch.device("meta"):
-            (model,) = build_chunks(config, architecture, options, Shape(), placement, head="lm")
+            (model,) = build_chunks(config, architecture, options, ParallelDims(), placement, head="lm")
         assert isinstance(model, PackedGpt)
         metadata = None if stacks else {"non_homogeneous_layers": True}
         self._state: Mapping[str, Any] = model.sharded_state_dict(metadata=metadata)
@@ -98,18 +99,18 @@ class WholeModel:
         }
         self.float32 = {name for name, tensor in model.named_buffers() if tensor.dtype == torch.float32}
 
-    def names(self, piece: Piece) -> list[str]:
+    def names(self, piece: Shard) -> list[str]:
         return [name for name in self.shapes if piece_of(name) == piece.name]
 
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if name in self.float32 else self.folder.dtype
 
     def sharded(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """As Megatron saves or loads them."""
+        """The tensors in the form that Megatron saves or loads."""
         return {name: with_data(self._state[name], tensor) for name, tensor in tensors.items()}
 
-    def objects(self, piece: Piece) -> dict[str, Any]:
-        """What Megatron's modules keep beside their parameters: nothing, but it asks for it when it loads."""
+    def objects(self, piece: Shard) -> dict[str, Any]:
+        """The extra states of Megatron's modules: they are empty, but Megatron requires them when it loads."""
         return {
             name: entry
             for name, entry in self._state.items()
@@ -117,8 +118,8 @@ class WholeModel:
         }
 
     def check(self, state: Path, vocab_size: int | None) -> None:
-        """CheckpointError, with what differs, unless the tensors of a torch_dist folder are this model's. `vocab_size`: of
-        the model that was saved; None: not known."""
+        """Raises CheckpointError with the differences unless the tensors of a torch_dist folder are this model's. `vocab_size`:
+        of the model that was saved; None: not known."""
         there = {
             key: tuple(entry.size)
             for key, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
@@ -133,7 +134,7 @@ class WholeModel:
         if vocab_size not in (None, ours):
             problems.append(f"its vocabulary is {vocab_size} there and {ours} in that config")
         if missing := sorted(here.keys() - there.keys()):
-            problems.append(f"{len(missing)} of the model's tensors are not there: {listed(missing)}")
+            problems.append(f"{len(missing)} of the model's tensors are missing: {listed(missing)}")
         if extra := sorted(key for key in there.keys() - here.keys() if key.startswith(OF_A_MODEL)):
             problems.append(f"the model has no place for {len(extra)} tensors: {listed(extra)}")
         problems += [
@@ -143,11 +144,11 @@ class WholeModel:
         ][:SHOWN]
         if problems:
             raise CheckpointError(
-                f"{state}: it is not of the model that {self.folder.path}/config.json describes: {'; '.join(problems)}."
+                f"{state}: it does not belong to the model of {self.folder.path}/config.json: {'; '.join(problems)}."
             )
 
-    def read(self, state: Path, piece: Piece) -> dict[str, Tensor]:
-        """From a torch_dist folder."""
+    def read(self, state: Path, piece: Shard) -> dict[str, Tensor]:
+        """Reads a piece from a torch_dist folder."""
         empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name)) for name in self.names(piece)}
         try:
             loaded: dict[str, Any] = dist_checkpointing.load(
@@ -157,29 +158,29 @@ class WholeModel:
             CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError
         ) as error:  # fmt: skip
             raise CheckpointError(
-                f"{state}: {piece.name} of the model in {self.folder.path} is not there: {error}"
+                f"{state}: {piece.name} of the model in {self.folder.path} is missing: {error}"
             ) from error
-        # Of a training checkpoint it gives what ranks have in common as well.
+        # For a training checkpoint the result also has the ranks' common state.
         return {name: loaded[name] for name in empty}
 
 
 def fits(size: tuple[int, ...], part: ShardedTensor) -> bool:
-    """Vocabularies are padded, to as many rows as ranks want."""
-    wanted = tuple(part.global_shape)
+    """Whether a tensor of `size` fits `part`. Vocabularies are padded to a number of rows that the ranks can divide."""
+    requested = tuple(part.global_shape)
     if part.allow_shape_mismatch:
-        return size[1:] == wanted[1:] and size[0] >= wanted[0]
-    return size == wanted
+        return size[1:] == requested[1:] and size[0] >= requested[0]
+    return size == requested
 
 
 class PieceSave(PlainSave):
-    """Of some layers of the stack that like layers make: Megatron's own wants all of them from some rank."""
+    """Saves some layers of the stack of equal layers: Megatron's own requires all of them from some rank."""
 
     def to_write(self, state: dict[str, list[Any]]) -> dict[str, Any]:
         return super().to_write({key: [unstacked(part) for part in parts] for key, parts in state.items()})
 
 
 class PieceLoad(TorchDistLoadShardedStrategy):
-    """Of some layers, into the tensors that are given."""
+    """Loads some layers into the given tensors."""
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
         super().load(dict_list_map_outplace(unstacked, sharded_state_dict), checkpoint_dir)
@@ -188,7 +189,7 @@ class PieceLoad(TorchDistLoadShardedStrategy):
 
 
 def unstacked(part: Any) -> Any:
-    """The same part of the same whole, with the axes that its data has none of."""
+    """Returns the same shard of the same whole tensor, with the axes that its data does not have."""
     if not isinstance(part, ShardedTensor) or not part.prepend_axis_num:
         return part
     ones = (1,) * part.prepend_axis_num
@@ -203,21 +204,21 @@ def with_data(entry: Any, tensor: Tensor) -> Any:
 
 
 class MegatronConverter(Converter):
-    """What both directions share."""
+    """Code of both directions."""
 
     def __init__(self) -> None:
         self._models: dict[Path, WholeModel] = {}
 
     @abstractmethod
     def folder(self, source: Path) -> ModelFolder:
-        """Config and bridge of what is converted."""
+        """Config and bridge of the source."""
 
     @abstractmethod
     def num_ahead(self, source: Path) -> int:
-        """Layers of multi-token prediction that are there and can be converted."""
+        """Layers of multi-token prediction that exist and can be converted."""
 
     def stacks(self, source: Path) -> bool:
-        """Layers that are all alike are parts of one tensor."""
+        """Whether equal layers are parts of one tensor."""
         return True
 
     def model(self, source: Path) -> WholeModel:
@@ -225,11 +226,11 @@ class MegatronConverter(Converter):
             self._models[source] = WholeModel(self.folder(source), self.num_ahead(source), stacks=self.stacks(source))
         return self._models[source]
 
-    def pieces_of(self, source: Path, num_bytes: int) -> list[Piece]:
+    def pieces_of(self, source: Path, num_bytes: int) -> list[Shard]:
         layers = int(self.folder(source).bridge.config.num_hidden_layers)
         names = [OUTER, *(f"layer_{layer}" for layer in range(layers))]
         names += [f"prediction_{number}" for number in range(self.num_ahead(source))]
-        return [Piece(name=name, num_bytes=num_bytes // len(names)) for name in names]
+        return [Shard(name=name, num_bytes=num_bytes // len(names)) for name in names]
 
 
 class ToTorchDist(MegatronConverter):
@@ -250,7 +251,7 @@ class ToTorchDist(MegatronConverter):
             count += 1
         return count
 
-    def pieces(self, source: Path) -> Sequence[Piece]:
+    def pieces(self, source: Path) -> Sequence[Shard]:
         model = self.model(source)
         weights = {name: model.folder.bridge.weight(name) for name in model.shapes}
         model.folder.check(
@@ -258,7 +259,7 @@ class ToTorchDist(MegatronConverter):
         )
         return self.pieces_of(source, sum(file.stat().st_size for file in set(model.folder.files.values())))
 
-    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
+    def write(self, source: Path, piece: Shard, folder: Path) -> Checksums:
         model = self.model(source)
         bridge = model.folder.bridge
         tensors = {}
@@ -294,12 +295,12 @@ class ToTorchDist(MegatronConverter):
             pickle.dump(joined(parts), file)
         copy_small_files(source, target / HF)
 
-    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
+    def read_back(self, source: Path, piece: Shard, target: Path) -> Checksums:
         return {name: checksum_of(tensor) for name, tensor in self.model(source).read(target, piece).items()}
 
 
 def joined(parts: Sequence[Metadata]) -> Metadata:
-    """Layers of one kind are parts of one tensor, each in a file of its own."""
+    """Joins the metadata: layers of one kind are parts of one tensor, each in a file of its own."""
     entries: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
     for part in parts:
@@ -340,19 +341,19 @@ class FromTorchDist(MegatronConverter):
         place = self._given or self.state(source) / HF
         if not place.is_dir():
             raise ModelError(
-                f"{source}: it does not hold the model's config. Say --hf-checkpoint FOLDER for the Hugging Face folder that "
+                f"{source}: it has no config of the model. Pass --hf-checkpoint FOLDER for the Hugging Face folder that "
                 "it was trained from."
             )
         return open_folder(place, weights=self._given is not None)
 
-    def pieces(self, source: Path) -> Sequence[Piece]:
+    def pieces(self, source: Path) -> Sequence[Shard]:
         state = self.state(source)
         manifest = source / MANIFEST
         vocab_size = json.loads(manifest.read_text())["shapes"]["vocab_size"] if manifest.is_file() else None
         self.model(source).check(state, vocab_size)
         return self.pieces_of(source, sum(file.stat().st_size for file in state.glob("*.distcp")))
 
-    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
+    def write(self, source: Path, piece: Shard, folder: Path) -> Checksums:
         model = self.model(source)
         made: dict[str, Tensor] = {}
         for name, whole in model.read(self.state(source), piece).items():
@@ -366,7 +367,7 @@ class FromTorchDist(MegatronConverter):
         gather_weights([folder / WEIGHTS for folder in folders.values()], target)
         copy_small_files(self.folder(source).path, target)
 
-    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
+    def read_back(self, source: Path, piece: Shard, target: Path) -> Checksums:
         model = self.model(source)
         files = file_of(target)
         names = [hf for name in model.names(piece) for hf in model.folder.bridge.weight(name).names]

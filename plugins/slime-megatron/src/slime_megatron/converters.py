@@ -1,4 +1,4 @@
-"""What the entry points of `slime.converters` name: formats. Nothing heavy is imported here."""
+"""Drivers of the entry points in `slime.converters`: formats. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchDist(ConverterDriver):
 
 class HfConfig(DriverConfig):
     hf_checkpoint: Path | None = None
-    """Hugging Face folder with config and tokenizer of the model. Not needed for what `--to torch_dist` has made."""
+    """Hugging Face folder with config and tokenizer of the model. Not required for the result of `--to torch_dist`."""
 
 
 class Hf(ConverterDriver):

@@ -1,8 +1,8 @@
-"""Megatron-core without CUDA: what its modules take for `torch` on a CPU.
+"""Megatron-core without CUDA: the object that its modules use as `torch` on a CPU.
 
 Megatron asks for the current CUDA device, for streams and for tensors on "cuda" in places that have nothing to do with
-kernels. On a CPU the name `torch` inside its own modules is bound to a stand-in that answers those few with the CPU and
-passes everything else on. torch itself, and whatever else uses it, stays as it is.
+kernels. On a CPU the name `torch` inside its own modules is bound to a substitute that returns the CPU for those calls
+and forwards all others. torch itself, and other code that uses it, is unchanged.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class NoEvent:
 
 
 class CpuRandom:
-    """`torch.cuda.random` to Megatron, which keeps its states around what is computed again."""
+    """`torch.cuda.random` for Megatron, which saves its states around recomputation."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
 
 
 class CpuAsCuda:
-    """`torch.cuda` to Megatron."""
+    """`torch.cuda` for Megatron."""
 
     random = CpuRandom()
 
@@ -69,8 +69,8 @@ class CpuAsCuda:
 
 
 class GlooCollectives:
-    """`torch.distributed` to Megatron: gloo takes split sizes as integers, not as numpy's, and gathers and scatters parts of
-    one size only, where expert tensor parallelism has as many tokens on each rank as were routed there."""
+    """`torch.distributed` for Megatron: gloo accepts split sizes as integers, not as numpy's, and gathers and scatters parts of
+    equal size only, while with expert tensor parallelism each rank has as many tokens as were routed to it."""
 
     def all_to_all_single(
         self, output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **more: Any
@@ -103,7 +103,7 @@ class GlooCollectives:
 
 
 class CpuTorch:
-    """`torch` to Megatron."""
+    """`torch` for Megatron."""
 
     cuda = CpuAsCuda()
     distributed = GlooCollectives()
@@ -124,7 +124,7 @@ def on_cpu(factory: Any) -> Any:
 
 
 class OneGenerator:
-    """Megatron's tracker of random states for dropout, which is off here: forks of it change nothing."""
+    """Megatron's tracker of random states for dropout, which is off here: forking it changes nothing."""
 
     def is_initialized(self) -> bool:
         return True
@@ -140,7 +140,7 @@ class OneGenerator:
 
 
 def use_cpu() -> None:
-    """For every module of Megatron that is imported; call it again after more imports."""
+    """Applies to every module of Megatron that is imported; call it again after more imports."""
     stand_in = CpuTorch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -153,14 +153,14 @@ def use_cpu() -> None:
 
 @contextmanager
 def float_types_of_cuda(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Megatron's mixed-precision and distributed optimisers tell dtypes apart by the name of the CUDA tensor type."""
+    """Megatron's mixed-precision and distributed optimizers distinguish dtypes by the name of the CUDA tensor type."""
     names = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-    told = list(parameters)
-    for parameter in told:
+    patched = list(parameters)
+    for parameter in patched:
         text = f"torch.cuda.{names[parameter.dtype]}Tensor"
         parameter.type = lambda text=text: text  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        for parameter in told:
+        for parameter in patched:
             del parameter.type

@@ -1,4 +1,4 @@
-"""Gated delta net: linear attention whose state starts anew with every packed sequence (Qwen3-Next).
+"""Gated delta net: linear attention with a new state for every packed sequence (Qwen3-Next).
 
 Megatron-core's own layer refuses packed sequences and context parallelism. Heads of keys, each with the values that it serves,
 are shared by tensor-parallel ranks; under context parallelism each rank of the group computes whole sequences of a part of
@@ -38,15 +38,15 @@ from slime_training.delta_rule import RecurrencePlan, causal_conv, gated_delta_r
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeltaPlan:
-    """How states run through one micro-batch; made once, used by all layers."""
+    """How states run through one micro-batch; built once, used by all layers."""
 
     recurrence: RecurrencePlan
-    """Of whole sequences."""
+    """Plan for whole sequences."""
     order: Tensor | None = None
-    """(M,) int64: which row of the group's tokens, one rank after the other, stands where in the sequences; None: they are
+    """(M,) int64: the row, in the tokens of all ranks of the group concatenated, of each token of the sequences; None: they are
     the stream."""
     places: Tensor | None = None
-    """Its inverse."""
+    """Inverse of `order`."""
     group: dist.ProcessGroup | None = None
     """Context-parallel group, each rank of which holds N tokens."""
 
@@ -54,8 +54,8 @@ class DeltaPlan:
 def plan_delta(
     cu_seqlens: Tensor, padding: int, *, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> DeltaPlan:
-    """`cu_seqlens` (S + 1,): of the whole stream, filled up for the zigzag layout if there is a `group`. `padding`: tokens at
-    the end of every rank's part, which make a sequence of their own."""
+    """`cu_seqlens` (S + 1,): of the whole stream, padded for the zigzag layout if there is a `group`. `padding`: tokens at the
+    end of every rank's part, which form a sequence of their own."""
     size = 1 if group is None else group.size()
     lengths = np.append(np.diff(cu_seqlens.numpy().astype(np.int64)), padding * size)
     recurrence = plan_recurrence(lengths, device)
@@ -69,7 +69,7 @@ def plan_delta(
 
 
 class Exchange(torch.autograd.Function):
-    """(size of the group, ...): part j of rank i and part i of rank j change places; so do gradients."""
+    """(size of the group, ...): swaps part j of rank i with part i of rank j; the backward does the same with gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -103,7 +103,7 @@ def own_tokens(x: Tensor, plan: DeltaPlan) -> Tensor:
 
 
 class GatedNorm(nn.Module):
-    """Of each head; the same weight on every rank, for its own heads."""
+    """Norm of each head; the same weight on every rank, for its own heads."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class GatedNorm(nn.Module):
 
 
 class DeltaNet(MegatronModule):
-    """In the place of a layer's attention. Rows of all weights go by heads of keys: its query, its key, its values, their
-    gates, strengths and decays."""
+    """Replaces a layer's attention. Rows of all weights are grouped by key head: its query, its key, its values, their gates,
+    strengths and decays."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: Any = None, cp_comm_type: str | None = None
@@ -131,9 +131,13 @@ class DeltaNet(MegatronModule):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         wide = self.repeats * self.value_dim
         self.sizes = [2 * self.key_dim + wide, wide, self.repeats, self.repeats]
-        told = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        linear_options = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = ColumnParallelLinear(
-            config.hidden_size, heads * sum(self.sizes), init_method=config.init_method, gather_output=False, **told
+            config.hidden_size,
+            heads * sum(self.sizes),
+            init_method=config.init_method,
+            gather_output=False,
+            **linear_options,
         )
         self.out_proj = RowParallelLinear(
             heads * wide,
@@ -141,7 +145,7 @@ class DeltaNet(MegatronModule):
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
-            **told,
+            **linear_options,
         )
         self.heads = heads // pg_collection.tp.size()
 
@@ -157,7 +161,7 @@ class DeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: Any, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """(N, 1, H), or this rank's part of N under sequence parallelism, to the same."""
+        """(N, 1, H), or this rank's part of N under sequence parallelism, to the same shape."""
         plan: DeltaPlan = packed_seq_params.delta
         mixed, _ = self.in_proj(hidden_states)
         mixed = whole_sequences(mixed[:, 0].unflatten(1, (self.heads, -1)), plan)
@@ -181,7 +185,7 @@ class DeltaNet(MegatronModule):
         return output, bias
 
     def _own(self, weight: Tensor, plan: DeltaPlan) -> Tensor:
-        """Of the heads that this context-parallel rank computes."""
+        """The rows of the heads that this context-parallel rank computes."""
         if plan.group is None:
             return weight
         return weight.chunk(plan.group.size())[plan.group.rank()]

@@ -1,6 +1,6 @@
-"""Routers whose bias follows how many tokens each expert got. Megatron-core 0.16.1 gives the count a mask of padding (N,) where
-it wants one that fits the map of (N, experts), and moves biases when gradients are reduced, before anybody has looked whether
-they are finite."""
+"""Routers with a bias that follows the number of tokens of each expert. Megatron-core 0.16.1 multiplies the count by a mask of
+padding (N,) where it requires one that fits the map of (N, experts), and updates biases when gradients are reduced, before they
+are checked to be finite."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def with_column(count: Callable[..., None], routing_map: Tensor, padding_mask: T
 
 
 def biases_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of them, by their names in the whole model."""
+    """Copies of the biases, by their names in the whole model."""
     return {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("expert_bias")}

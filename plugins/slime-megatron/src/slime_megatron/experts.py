@@ -1,4 +1,4 @@
-"""Experts of a layer, the weights of all that a rank holds in one parameter each, so that two grouped products compute them.
+"""Experts of a layer: the weights of all experts of a rank are one parameter each, so that two grouped products compute them.
 
 In checkpoints they are what Megatron's experts one after the other (SequentialMLP) are, key by key: either loads the other's.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from slime_megatron.grouped_products import GroupedProduct, Groups
 
 STACKED: Final = re.compile(r"^(.*\bmlp\.experts)\.(linear_fc[12]\.weight)$")
-"""Names of their parameters."""
+"""Names of the parameters."""
 LINEARS: Final = ("linear_fc1", "linear_fc2")
 LOCAL: Final = "local_experts"
 
@@ -35,7 +35,7 @@ def expert_name(name: str, number: int) -> str:
 
 
 def can_be_grouped(options: Mapping[str, Any]) -> bool:
-    """Whether experts of such a TransformerConfig are what is computed here: gated SiLU without biases."""
+    """Whether experts of such a TransformerConfig can be grouped: gated SiLU without biases."""
     return bool(
         options.get("num_moe_experts")
         and options.get("gated_linear_unit")
@@ -45,7 +45,7 @@ def can_be_grouped(options: Mapping[str, Any]) -> bool:
 
 
 class StackedLinear(nn.Module):
-    """One parameter (E, out, in), cut over the ranks that share each expert along `axis`."""
+    """One parameter (E, out, in), sharded along `axis` over the ranks that share each expert."""
 
     def __init__(self, shape: tuple[int, int, int], axis: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class StackedLinear(nn.Module):
 
 
 class GroupedExperts(MegatronModule):
-    """In the place of Megatron's experts."""
+    """Replaces Megatron's experts."""
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
@@ -68,15 +68,15 @@ class GroupedExperts(MegatronModule):
         self.tp_group = pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
         features = config.moe_ffn_hidden_size // self.tp_group.size()
-        # Gates above what they gate, of each expert.
+        # For each expert, gates come before the rows that they gate.
         self.linear_fc1 = StackedLinear((num_local_experts, 2 * features, config.hidden_size), 1, config)
         self.linear_fc2 = StackedLinear((num_local_experts, config.hidden_size, features), 2, config)
         self.recomputes = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         self.register_load_state_dict_pre_hook(without_extra_states)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """`hidden`: (N, H), by expert. `tokens_per_expert`: (E,). `probs`: (N,), which the experts' outputs are weighted
-        with. Gives (N, H), a part of the sum where ranks share each expert."""
+        """`hidden`: (N, H), by expert. `tokens_per_expert`: (E,). `probs`: (N,), the weights of the experts' outputs. Returns
+        (N, H), a part of the sum if ranks share each expert."""
         groups = Groups.of(tokens_per_expert, hidden.device)
         inner = GroupedProduct.apply(hidden, self.linear_fc1.weight, groups)
         if not self.recomputes:
@@ -87,7 +87,7 @@ class GroupedExperts(MegatronModule):
         return found, None
 
     def activated(self, inner: Tensor, probs: Tensor) -> Tensor:
-        """(N, 2F) to (N, F): gated, and weighted, as Megatron's experts do it."""
+        """(N, 2F) to (N, F): gated and weighted, the same as in Megatron's experts."""
         scale = probs[:, None]
         if self.config.bias_activation_fusion:
             found: Tensor = weighted_bias_swiglu_impl(inner, None, scale, self.config.activation_func_fp8_input_store)
@@ -98,8 +98,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """With the keys and global shapes of SequentialMLP, among them the empty states of its linear layers, which it asks
-        for when it loads."""
+        """Has the keys and global shapes of SequentialMLP, with the empty states of its linear layers, which it requires when
+        it loads."""
         axis = len(sharded_offsets)
         replica = (0, 0, self.dp_group.rank())
         here = (axis, self.ep_group.rank(), self.ep_group.size())
@@ -136,8 +136,8 @@ class GroupedExperts(MegatronModule):
 def gates_apart(
     key: str, weight: Tensor, offsets: tuple[Any, ...], shared: tuple[int, int], replica: tuple[int, ...]
 ) -> ShardedTensorFactory:
-    """Of (E, 2F, H): gates of all ranks come before what they gate. `offsets`: of layers and experts. `shared`: this rank and
-    how many share each expert."""
+    """Describes (E, 2F, H): gates of all ranks come before the rows that they gate. `offsets`: of layers and experts. `shared`:
+    this rank's index and the number of ranks that share each expert."""
     rank, ranks = shared
     axis = len(offsets)
 

@@ -19,6 +19,8 @@ from slime_core.data.model_folder import check_weights, shapes_in
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.family import BRIDGES, Family, family_problems
+from slime_training.listed_names import listed
+from slime_training.model_config import config_file_of
 from slime_training.weight_files import dtypes_in, file_of
 
 
@@ -44,9 +46,9 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its config says of most of them."""
-        said = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
-        found = getattr(torch, str(said).removeprefix("torch."), None)
+        """The dtype of most weights, from config.json; float32 if it has none."""
+        given = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        found = getattr(torch, str(given).removeprefix("torch."), None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
     def read(self, names: Sequence[str]) -> list[Tensor]:
@@ -59,37 +61,29 @@ class ModelFolder:
                 raise ModelError(f"{self.files[name]}: {name} cannot be read: {error}") from error
         return tensors
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, unused: Iterable[str] = ()) -> None:
-        """ModelError for weights that are missing, those that the model has no place for, and those of another shape.
-        `wanted`: shapes of all weights of the whole model; `unused`: what else may be there."""
+    def check(self, expected: Mapping[str, tuple[int, ...]], *, unused: Iterable[str] = ()) -> None:
+        """Raises ModelError if weights are missing, have no place in the model, or have another shape.
+        `expected`: shapes of all weights of the whole model. `unused`: other names that may be in the folder."""
         problems = []
-        if missing := sorted(wanted.keys() - self.files.keys()):
+        if missing := sorted(expected.keys() - self.files.keys()):
             problems.append(f"{len(missing)} weights are missing from its files: {listed(missing)}")
         if extra := sorted(
-            name for name in self.files.keys() - wanted.keys() - set(unused) if not self.bridge.ignores(name)
+            name for name in self.files.keys() - expected.keys() - set(unused) if not self.bridge.ignores(name)
         ):
             problems.append(f"the model has no place for {len(extra)} of its weights: {listed(extra)}")
         if other := [
             f"{name} (is {self.shapes[name]}, should be {shape})"
-            for name, shape in sorted(wanted.items())
+            for name, shape in sorted(expected.items())
             if self.shapes.get(name, shape) != shape
         ]:
-            problems.append(f"{len(other)} weights have other shapes than its config.json says: {listed(other)}")
+            problems.append(f"{len(other)} weights do not have the shapes of its config.json: {listed(other)}")
         if problems:
             raise ModelError(f"{self.path}: " + "; ".join(problems) + ".")
 
 
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = True) -> ModelFolder:
-    """Raises ModelError for what cannot be trained, before any weight is read. `weights`: they must be there."""
-    if not path.is_dir():
-        raise ModelError(f"{path}: no such folder. Give a Hugging Face model folder (config.json, *.safetensors).")
-    file = path / "config.json"
-    if not file.is_file():
-        raise ModelError(f"{path}: it has no config.json, so it is not a Hugging Face model folder.")
+    """Raises ModelError for a folder that cannot be trained, before any weight is read. `weights`: they are required."""
+    file = config_file_of(path)
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:
@@ -108,7 +102,7 @@ def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = 
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if raw.get("quantization_config"):
-        raise ModelError(f"{file}: its weights are quantised; give a folder with bfloat16 or float32 weights.")
+        raise ModelError(f"{file}: its weights are quantized. Set a folder with bfloat16 or float32 weights.")
     if weights:
         if not any(path.glob("*.safetensors")):
             raise ModelError(f"{path}: it has no weights (*.safetensors).")
@@ -117,10 +111,10 @@ def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = 
 
 
 def bridge_of(model_type: str) -> type[Bridge]:
-    """ModelError if several distributions offer it."""
+    """Raises ModelError if several distributions register the family."""
     offered = list(entry_points(group=BRIDGES, name=model_type))
     if len({entry.value for entry in offered}) > 1:
         owners = ", ".join(sorted(f"{entry.dist.name if entry.dist else '?'} ({entry.value})" for entry in offered))
-        raise ModelError(f'bridge "{model_type}": offered more than once: {owners}. Uninstall one of them.')
+        raise ModelError(f'bridge "{model_type}": registered more than once: {owners}. Uninstall one of them.')
     family: type[Family] = offered[0].load()
     return family.load()

@@ -1,4 +1,4 @@
-"""Products of rows that lie by groups, each group with a matrix of its own: all of them as one kernel where there is one.
+"""Products of rows that are ordered by group, each group with a matrix of its own: one kernel for all of them, if there is one.
 
 Legend: E groups, N rows, K features of a row, M of a product.
 """
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 ALIGNED: Final = 8
-"""Elements of two bytes: the kernel reads and writes rows of a multiple of 16 bytes."""
+"""Elements of two bytes: the kernel requires rows of a multiple of 16 bytes."""
 HOPPER: Final = 9
 """Major compute capability."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """How many rows each group has, some of them none."""
+    """Number of rows in each group, which may be 0."""
 
     counts: Tensor
     """(E,) integers, on the host or the device"""
@@ -42,14 +42,14 @@ class Groups:
         return found
 
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """Summed over each group's rows, (N, M) with (N, K): (E, M, K); zero for a group without rows."""
+        """Sums over each group's rows, (N, M) with (N, K): (E, M, K); zero for a group without rows."""
         if in_one_kernel(left, right):
-            # Columns of the one and rows of the other follow each other in memory: of all layouts, this is the one in which
-            # groups may begin at any row, and have none.
+            # Columns of the left and rows of the right factor are contiguous: the only layout in which groups may begin at any
+            # row, and be empty.
             found = torch.nn.functional.grouped_mm(left.mT, right, offs=self.ends)
             if torch.cuda.get_device_capability(left.device)[0] == HOPPER:
                 return found
-            # From Blackwell on nothing is written for a group without rows (pytorch issue 172439).
+            # From Blackwell on, the kernel writes nothing for a group without rows (pytorch issue 172439).
             empty = torch.diff(self.ends, prepend=self.ends.new_zeros(1)) == 0
             return found.masked_fill_(empty[:, None, None], 0.0)
         sizes = self.counts.tolist()
@@ -60,7 +60,7 @@ class Groups:
 
 
 def in_one_kernel(*operands: Tensor) -> bool:
-    """torch's own grouped product computes in bfloat16 on GPUs; elsewhere it is a loop too, or refuses."""
+    """Whether torch's own grouped product is used: it computes in bfloat16 on GPUs; elsewhere it is a loop too, or refuses."""
     return all(
         x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and not any(size % ALIGNED for size in x.shape[1:])
         for x in operands
@@ -68,8 +68,8 @@ def in_one_kernel(*operands: Tensor) -> bool:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Rows (N, K) with the matrix (M, K) of their group: (N, M). Not torch's own gradient, which takes no expanded one and
-    leaves the loop where there is no kernel to autograd, with a gradient of all matrices for each of them."""
+    """Multiplies rows (N, K) with the matrix (M, K) of their group: (N, M). torch's own gradient is not used: it does not
+    accept an expanded one, and without a kernel autograd would build a gradient of all matrices for each of them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:

@@ -1,4 +1,4 @@
-"""What Megatron warns of wherever it is used as it is here."""
+"""Warnings of Megatron that come up in every run with this backend."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import warnings
 from typing import Final
 
 KNOWN: Final = (
-    # What it does without them is what is wanted.
+    # The fallback without these packages is intended.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
-    # Of its own default.
+    # About its own default.
     "full scope is deprecated",
-    # How it reads torch_dist.
+    # About how it reads torch_dist.
     "`load_state_dict` is deprecated",
 )
 
 
 def silence_known_warnings() -> None:
-    """Of Megatron's modules, and these alone."""
+    """Silences warnings of Megatron's modules only."""
     for message in KNOWN:
         warnings.filterwarnings("ignore", message, module=r"megatron\.core\.")

@@ -1,4 +1,4 @@
-"""Layers of ours in Megatron's model: the norm, linear layers with a norm behind them, and the spec."""
+"""slime's layers in Megatron's model: the norm, linear layers followed by a norm, and the spec."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from slime_core.errors import ConfigError
 from slime_megatron.attention import PackedAttention
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.delta_net import DeltaNet
+from slime_megatron.dsa import DSAttention
 from slime_megatron.experts import GroupedExperts
-from slime_megatron.selection import SelectedAttention
 from slime_training.fusion import fused_by_rows
 
 
 class RmsNorm(nn.Module):
-    """Megatron's torch norm refuses sequence parallelism: its weight must say that each rank has a part of its
-    gradient. It rounds to half precision once, as the engines' kernels do."""
+    """Megatron's torch norm refuses sequence parallelism: its weight must be marked, as each rank has a part of
+    its gradient. This norm rounds to half precision once, as the engines' kernels do."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """GLM-4's norm behind attention and MLP."""
+    """GLM-4's norm after attention and MLP."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **more: Any) -> None:
         super().__init__(input_size, output_size, config=config, **more)
@@ -75,7 +75,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 class ReplicatedLinear(nn.Module):
-    """The same on every tensor-parallel rank, over its own part of the tokens."""
+    """Replicated on every tensor-parallel rank, applied to its own part of the tokens."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Without Transformer Engine, Megatron shares the rows of this projection over tensor-parallel ranks. The part of it
-    that is a position then has the gradient of each rank's own heads alone."""
+    """Without Transformer Engine, Megatron shards the rows of this projection over tensor-parallel ranks. The positional part
+    of it would then get the gradient of each rank's own heads only."""
 
     def __init__(self, config: Any, *args: Any, **more: Any) -> None:
         super().__init__(config, *args, **more)
@@ -97,8 +97,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class GatedAttention(SelfAttention):
-    """Where there are fewer key-value heads than tensor-parallel ranks, Megatron leaves each rank the gates of all heads of its
-    group."""
+    """With fewer key-value heads than tensor-parallel ranks, Megatron leaves each rank the gates of all heads of its group."""
 
     def get_query_key_value_tensors(self, *args: Any, **more: Any) -> Any:
         found = super().get_query_key_value_tensors(*args, **more)
@@ -111,7 +110,7 @@ class GatedAttention(SelfAttention):
 
 
 class PackedLayers(LocalSpecProvider):
-    """Megatron's own linear layers and experts, our norm and attention."""
+    """Megatron's own linear layers and experts, with slime's norm and attention."""
 
     def __init__(self, architecture: Architecture) -> None:
         self.sandwich_norms = architecture.sandwich_norms
@@ -138,7 +137,7 @@ class PackedLayers(LocalSpecProvider):
 def block_spec(
     config: TransformerConfig, architecture: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Of the layers that this stage of the pipeline holds."""
+    """Specs of the layers that this pipeline stage holds."""
     provider = PackedLayers(architecture)
     count, offset = get_num_layers_to_build(config, vp_stage), get_transformer_layer_offset(config, vp_stage)
     freq = config.moe_layer_freq
@@ -158,14 +157,14 @@ def block_spec(
 
 
 def chooser_of(architecture: Architecture, layer: int, first: int) -> int | None:
-    """`layer` and `first`, the first one here, count from 0."""
+    """`layer`, and `first`, the first layer of this stage, count from 0."""
     if not architecture.choosers:
         return None
     chooser = architecture.choosers[layer]
     if chooser <= first:
         starts = [number - 1 for number, found in enumerate(architecture.choosers, 1) if found == number]
         raise ConfigError(
-            f"backend.pipeline_model_parallel_size: layer {layer} takes the keys that layer {chooser - 1} chooses, which "
+            f"backend.pipeline_model_parallel_size: layer {layer} uses the keys that layer {chooser - 1} chooses, which "
             f"another stage has. A stage may start at layers {', '.join(map(str, starts))}."
         )
     return chooser
@@ -177,8 +176,8 @@ def attention_spec(config: TransformerConfig, provider: PackedLayers, chooser: i
     attention: Any
     core: Any = PackedAttention
     if config.dsa_indexer_topk is not None:
-        told = {"chooser": chooser, "interleaved": provider.interleaved_indexer}
-        core = ModuleSpec(module=SelectedAttention, params=told)
+        dsa_options = {"chooser": chooser, "interleaved": provider.interleaved_indexer}
+        core = ModuleSpec(module=DSAttention, params=dsa_options)
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules: Any = MLASelfAttentionSubmodules(
@@ -212,8 +211,8 @@ def layer_spec(
     linear: bool = False,
     chooser: int | None = None,
 ) -> ModuleSpec:
-    """`linear`: with a gated delta net in the place of attention. `chooser`: number of the layer that chooses its keys; None:
-    it does so by itself, if its family's layers do."""
+    """`linear`: with a gated delta net in place of attention. `chooser`: number of the layer that chooses its keys; None: the
+    layer's own choice, if its family has indexers."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

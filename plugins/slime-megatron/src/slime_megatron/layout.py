@@ -1,4 +1,4 @@
-"""Layouts: how many ranks share what, and whether a model and a number of ranks can be divided so."""
+"""Layouts: which ranks share what, and whether a model and a number of ranks can be divided so."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 from slime_megatron.stages import Stages, divisors, nearest, stage_problems
 
 EXPERT_COUNTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
-"""What config.json calls the number of experts; transformers 5 writes the last for Qwen3-MoE."""
+"""Keys of config.json for the number of experts; transformers 5 writes the last one for Qwen3-MoE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ParallelDims:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -25,18 +25,18 @@ class Shape:
     stages: Stages = field(default_factory=Stages)
 
 
-def ranks_of(shape: Shape) -> int:
-    """The fewest ranks that such a layout can be laid out on."""
+def ranks_of(shape: ParallelDims) -> int:
+    """The smallest number of ranks for such a layout."""
     dense = shape.tp * shape.pp * shape.cp
     return math.lcm(dense, shape.etp * shape.ep * shape.pp)
 
 
 def experts_of(model: Mapping[str, Any]) -> int | None:
-    """How many a config.json says; None: it is dense."""
+    """The number of experts in the content of a config.json; None: the model is dense."""
     return next((model[name] for name in EXPERT_COUNTS if model.get(name)), None)
 
 
-def shape_problems(shape: Shape, world_size: int, model: Mapping[str, Any]) -> list[str]:
+def shape_problems(shape: ParallelDims, world_size: int, model: Mapping[str, Any]) -> list[str]:
     """Everything that does not divide, with the nearest values that do."""
     return [
         *tensor_problems(shape, model),
@@ -57,7 +57,7 @@ def division_problems(option: str, size: int, what: str, count: int | None) -> l
     ]
 
 
-def tensor_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
+def tensor_problems(shape: ParallelDims, model: Mapping[str, Any]) -> list[str]:
     option, heads = "tensor_model_parallel_size", model.get("num_attention_heads")
     problems = division_problems(option, shape.tp, "attention heads", heads)
     groups = model.get("num_key_value_heads")
@@ -65,7 +65,7 @@ def tensor_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
         fits = [size for size in divisors(heads or groups) if not groups % size or not size % groups]
         problems.append(
             f"backend.{option} = {shape.tp}: ranks share the model's {groups} key-value heads, or heads "
-            f"ranks; neither number divides the other; the nearest that do: {nearest(shape.tp, fits)}."
+            f"share ranks, but neither number divides the other; the nearest that do: {nearest(shape.tp, fits)}."
         )
     return [
         *problems,
@@ -75,7 +75,7 @@ def tensor_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def delta_problems(shape: Shape, heads: int | None) -> list[str]:
+def delta_problems(shape: ParallelDims, heads: int | None) -> list[str]:
     """`heads`: key heads of linear attention; None: the model has none."""
     if not heads or shape.cp == 1 or not heads % (shape.tp * shape.cp):
         return division_problems("tensor_model_parallel_size", shape.tp, "key heads of linear attention", heads)
@@ -85,17 +85,17 @@ def delta_problems(shape: Shape, heads: int | None) -> list[str]:
     ]
 
 
-def pipeline_problems(shape: Shape, num_layers: int | None) -> list[str]:
+def pipeline_problems(shape: ParallelDims, num_layers: int | None) -> list[str]:
     problems = stage_problems(shape.stages, shape.pp, shape.vpp, num_layers)
     if shape.vpp == 1 or shape.pp > 1:
         return problems
     return [
         *problems,
-        f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: needs a pipeline_model_parallel_size of at least 2.",
+        f"backend.virtual_pipeline_model_parallel_size = {shape.vpp}: requires a pipeline_model_parallel_size of at least 2.",
     ]
 
 
-def expert_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
+def expert_problems(shape: ParallelDims, model: Mapping[str, Any]) -> list[str]:
     experts = experts_of(model)
     if experts:
         width = model.get("moe_intermediate_size")
@@ -104,24 +104,24 @@ def expert_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
             *division_problems("expert_tensor_parallel_size", shape.etp, "features of an expert", width),
         ]
     if shape.ep > 1:
-        return [f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts; leave it out."]
+        return [f"backend.expert_model_parallel_size = {shape.ep}: the model has no experts. Leave it out."]
     return []
 
 
-def sequence_problems(shape: Shape, model: Mapping[str, Any]) -> list[str]:
+def sequence_problems(shape: ParallelDims, model: Mapping[str, Any]) -> list[str]:
     if shape.sequence_parallel and shape.tp == 1:
-        return ["backend.sequence_parallel = true: needs a tensor_model_parallel_size of at least 2."]
+        return ["backend.sequence_parallel = true: requires a tensor_model_parallel_size of at least 2."]
     if shape.sequence_parallel or shape.tp == 1:
         return []
     given = f"backend.tensor_model_parallel_size = {shape.tp}"
     if experts_of(model):
-        return [f"{given}: with experts Megatron wants sequence_parallel = true too."]
+        return [f"{given}: with experts Megatron requires sequence_parallel = true. Set that too."]
     if "kv_lora_rank" in model:
-        return [f"{given}: latent attention wants sequence_parallel = true too."]
+        return [f"{given}: latent attention requires sequence_parallel = true. Set that too."]
     return []
 
 
-def rank_problems(shape: Shape, world_size: int) -> list[str]:
+def rank_problems(shape: ParallelDims, world_size: int) -> list[str]:
     problems: list[str] = []
     dense = shape.tp * shape.pp * shape.cp
     if world_size % dense:

@@ -1,4 +1,4 @@
-"""The language-model head over a vocabulary that ranks share, a chunk of positions at a time.
+"""The language-model head over a vocabulary that is sharded over ranks, a chunk of positions at a time.
 
 Legend: T positions, C positions of a chunk, H hidden, V this rank's part of the vocabulary.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_training.head import EntropyMode, Found, Head
+from slime_training.head import ChunkedLMHead, EntropyMode, Found
 
 
 def log_probs_of(
@@ -25,7 +25,7 @@ def log_probs_of(
     chunk: int,
     entropy: EntropyMode,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(z)[target] and, if asked for, -sum p log p, float32 (T,), with z = h W' / temperature.
+    """Returns log softmax(z)[target] and, if requested, -sum p log p, float32 (T,), with z = h W' / temperature.
 
     `weight_VH` holds the vocabulary from `first` on; the ranks of `group` hold the rest (None: there is none). The
     gradient of `hidden_TH` is this rank's share. No (T, V) tensor outlives its chunk.
@@ -37,7 +37,7 @@ def log_probs_of(
 
 
 def total(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """In place."""
+    """All-reduces `x` in place."""
     if group is not None:
         dist.all_reduce(x, op=op, group=group)
     return x
@@ -77,7 +77,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             log_sums[part] = lse_C
             log_probs[part] = sums_2C[1] - lse_C
             if entropy != "none":
-                # Of the mixture of the ranks' own distributions: each weighs what its part of the sum does.
+                # The entropy of the mixture of the ranks' own distributions, each weighted by its part of the sum.
                 weights_C = (own_C - lse_C).exp()
                 entropies[part] = total(weights_C * (entropies_C + lse_C - own_C), group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_probs, log_sums, entropies)
@@ -105,12 +105,12 @@ class VocabParallelLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def head_of(weight_VH: Tensor, temperature: float, chunk: int) -> Head:
-    # As Megatron does with small functions of its own.
-    return Head(weight_VH=weight_VH, bias_V=None, temperature=temperature, chunk=chunk, fuse=weight_VH.is_cuda)
+def head_of(weight_VH: Tensor, temperature: float, chunk: int) -> ChunkedLMHead:
+    # Compiled, like Megatron's own small functions.
+    return ChunkedLMHead(weight_VH=weight_VH, bias_V=None, temperature=temperature, chunk=chunk, fuse=weight_VH.is_cuda)
 
 
 def held_targets(targets_T: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """(T,) int64 rows of this rank's part, and (T,) bool whether it is there."""
+    """(T,) int64 rows in this rank's part, and (T,) bool whether the target is in it."""
     local_T = targets_T - first
     return local_T.clamp(0, max(size - 1, 0)), (local_T >= 0) & (local_T < size)

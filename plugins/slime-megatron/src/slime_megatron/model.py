@@ -1,4 +1,4 @@
-"""PackedGpt: Megatron's GPT on packed streams, with our head at its end.
+"""PackedGpt: Megatron's GPT on packed streams, with slime's head at its end.
 
 Legend: N tokens that this rank holds, T response tokens among them, H hidden.
 """
@@ -24,22 +24,22 @@ from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.expert_counts import count_without_padding
 from slime_megatron.layers import block_spec
 from slime_megatron.log_probs import log_probs_of
-from slime_megatron.prediction import EmbeddingElsewhere, PredictionLayers
-from slime_megatron.rotation import LatentRotary, Rotation
-from slime_megatron.token_order import order_tokens_here
-from slime_megatron.work import Work
+from slime_megatron.micro_batch_inputs import MicroBatchInputs
+from slime_megatron.mtp import EmbeddingElsewhere, MTPLayers
+from slime_megatron.rope import MLARotary, RotaryCache
+from slime_megatron.token_permutation import order_tokens_here
+from slime_training.deterministic_gather import GatherUnique
 from slime_training.head import EntropyMode, chunk_positions
-from slime_training.rows import TakeUnique
 
 
 class ValueHead(nn.Module):
-    """Hidden to one number, in float32."""
+    """Linear head from hidden to one value, in float32."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
-        # Each tensor-parallel rank computes the whole gradient, behind a gather.
+        # Each tensor-parallel rank computes the whole gradient, after a gather.
         self.weight.sequence_parallel = self.bias.sequence_parallel = False  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class ValueHead(nn.Module):
 
 
 class KeptRow(torch.autograd.Function):
-    """A matrix as it is, one row of which gets no gradient."""
+    """The identity of a matrix, one row of which gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
@@ -62,7 +62,7 @@ class KeptRow(torch.autograd.Function):
 
 
 class PackedGpt(GPTModel):
-    """Its last stage gives (K, T) float32: log-probs and, if asked for, entropies; or values."""
+    """The last stage returns (K, T) float32: log-probs and, if requested, entropies; or values."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PackedGpt(GPTModel):
         ahead: list[Any] = []
         self.embedding_elsewhere: EmbeddingElsewhere | None = None
         if num_ahead and post_process:
-            self.mtp = PredictionLayers(config, architecture, num_ahead, vp_stage)
+            self.mtp = MTPLayers(config, architecture, num_ahead, vp_stage)
             ahead = [layer.transformer_layer for layer in self.mtp.layers]
             if not pre_process:
                 self.embedding_elsewhere = EmbeddingElsewhere(config, self.vocab_size, self.max_sequence_length)
@@ -105,14 +105,14 @@ class PackedGpt(GPTModel):
         self.rotary = replace(architecture.rotary, inv_freq=architecture.rotary.inv_freq.to(device))
         if architecture.mla:
             for layer in [*self.decoder.layers, *ahead]:
-                layer.self_attention.rotary_pos_emb = LatentRotary(self.rotary, config)
+                layer.self_attention.rotary_pos_emb = MLARotary(self.rotary, config)
         self.value_head = None
         if post_process and head == "value":
             self.output_layer = None
             self.value_head = ValueHead(config)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Megatron also brings the embedding to the last stage here; ours come from the folder on every stage."""
+        """Megatron also copies the embedding to the last stage here; the backend loads it from the folder on every stage."""
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         if self.post_process and self.output_layer.weight is not None:
@@ -121,18 +121,18 @@ class PackedGpt(GPTModel):
             return
         weight = self.shared_embedding_or_output_weight()
         weight.shared_embedding = True
-        # The second copy does not count in the norm of gradients.
+        # The second copy is excluded from the norm of gradients.
         weight.shared = self.post_process
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         if self.value_head is None:
             return dict(super().sharded_state_dict(prefix, sharded_offsets, metadata))
-        # A critic has no language-model head, which Megatron's function for language models looks for.
+        # A critic has no language-model head, which Megatron's function for language models requires.
         return dict(MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata))
 
-    def forward(self, work: Work) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, work: MicroBatchInputs) -> Tensor | tuple[Tensor, Tensor]:
         layout = "thd" if self.config.multi_latent_attention else "sbhd"
-        rotation = Rotation.at(work.plan.position_ids, self.rotary)
+        rotation = RotaryCache.at(work.plan.position_ids, self.rotary)
         packed = PackedPlan(qkv_format=layout, plan=work.plan, rotation=rotation, delta=work.delta)
         output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
@@ -145,9 +145,9 @@ class PackedGpt(GPTModel):
         )
         return output
 
-    def embedded(self, work: Work) -> Tensor:
-        """transformers keeps the padding token's embedding as it is. Where that is zero, and a model samples the token, the
-        norm behind it makes a gradient a thousand times as large as all others."""
+    def embedded(self, work: MicroBatchInputs) -> Tensor:
+        """transformers does not train the padding token's embedding. If it is zero and a model samples the token, the following
+        norm makes its gradient a thousand times larger than all others."""
         given = {"input_ids": work.tokens, "position_ids": work.plan.position_ids[None]}
         weight = self.embedding.word_embeddings.weight
         first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
@@ -157,7 +157,7 @@ class PackedGpt(GPTModel):
         found: Tensor = torch.func.functional_call(self.embedding, kept, kwargs=given)
         return found
 
-    def padding_mask(self, work: Work) -> Tensor | None:
+    def padding_mask(self, work: MicroBatchInputs) -> Tensor | None:
         if self.config.num_moe_experts is None:
             return None
         if not self.config.sequence_parallel:
@@ -168,12 +168,12 @@ class PackedGpt(GPTModel):
     def _postprocess(
         self,
         hidden_states: Tensor,
-        labels: Work,
+        labels: MicroBatchInputs,
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`labels` is what `forward` was given. With layers of multi-token prediction to train, the sums of their
-        cross-entropies (K,) come too."""
+        """`labels`: the argument of `forward`. With layers of multi-token prediction to train, also returns the sums of their
+        cross-entropies (K,)."""
         if not self.post_process:
             return hidden_states
         work = labels
@@ -182,7 +182,7 @@ class PackedGpt(GPTModel):
             return self._scores(hidden_states, work), losses
         return self._scores(hidden_states, work)
 
-    def _predict(self, hidden: Tensor, work: Work, **attention: Any) -> Tensor:
+    def _predict(self, hidden: Tensor, work: MicroBatchInputs, **attention: Any) -> Tensor:
         """(K,) float32"""
         embedding = self.embedding_elsewhere or self.embedding
         with torch.no_grad():
@@ -204,7 +204,7 @@ class PackedGpt(GPTModel):
         temperature: float = 1.0,
         entropy: EntropyMode = "none",
     ) -> tuple[Tensor, Tensor | None]:
-        """(T,) log-probs of the targets, and entropies. `trained`: the head's weight gets a gradient."""
+        """Returns (T,) log-probs of the targets, and entropies. `trained`: the head's weight gets a gradient."""
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -214,7 +214,7 @@ class PackedGpt(GPTModel):
         first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
         tp_group = parallel_state.get_tensor_model_parallel_group()
         return log_probs_of(
-            TakeUnique.apply(hidden_states[:, 0], positions),
+            GatherUnique.apply(hidden_states[:, 0], positions),
             (weight if trained else weight.detach())[: max(self.true_vocab_size - first, 0)],
             targets,
             first=first,
@@ -224,12 +224,12 @@ class PackedGpt(GPTModel):
             entropy=entropy,
         )
 
-    def _scores(self, hidden_states: Tensor, work: Work) -> Tensor:
+    def _scores(self, hidden_states: Tensor, work: MicroBatchInputs) -> Tensor:
         """(K, T)"""
         if self.value_head is not None:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-            values = self.value_head(TakeUnique.apply(hidden_states[:, 0], work.micro.logit_index))
+            values = self.value_head(GatherUnique.apply(hidden_states[:, 0], work.micro.logit_index))
             return values.t()
         log_probs, entropies = self._head(
             hidden_states,

@@ -1,4 +1,4 @@
-"""Which of Megatron's own optimizers stands for the one that a run chose."""
+"""Maps the optimizer that a run chose to one of Megatron's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NATIVE: Final = ("adam", "sgd")
 
 
 def native_name(setup: TrainerSetup) -> str:
-    """Megatron's name of it. ConfigError if Megatron has no such optimizer."""
+    """Returns Megatron's name of the chosen optimizer. Raises ConfigError if Megatron has no such optimizer."""
     chosen = setup.chosen_optimizer
     name = setup.optimizer.optimizer if chosen is None else chosen.driver.native
     if name not in NATIVE:
@@ -21,12 +21,12 @@ def native_name(setup: TrainerSetup) -> str:
 
 
 def optimizer_problems(name: str, optimizer: type[OptimizerDriver]) -> list[str]:
-    """What keeps Megatron from stepping with it; empty if nothing does."""
+    """Why Megatron cannot step with this optimizer; empty if it can."""
     return [] if optimizer.native in NATIVE else [refusal(name)]
 
 
 def refusal(name: str) -> str:
     return (
         f'train.optimizer = "{name}": backend megatron steps with Megatron\'s own optimizers, and has {" and ".join(NATIVE)}. '
-        "Use one of them, or a backend that takes any optimizer, such as fsdp."
+        "Set one of them, or use a backend that supports any optimizer, such as fsdp."
     )

@@ -1,4 +1,4 @@
-"""Megatron's optimiser and learning-rate schedule, from the run's own keys."""
+"""Megatron's optimizer and learning-rate schedule, from the run's own keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
-from slime_megatron.chunks import Placement
 from slime_megatron.config import MegatronOptions, megatron_options
 from slime_megatron.cpu import float_types_of_cuda
+from slime_megatron.model_chunks import Placement
 from slime_megatron.offload import as_plain_adamw, require_offload
 from slime_megatron.options import OPTIMIZER
-from slime_training.rounded_adamw import STORED, RoundedAdamW
+from slime_training.rounded_adamw import STORED, StochasticRoundingAdamW
 
 
 def make_optimizer(
@@ -30,12 +30,14 @@ def make_optimizer(
     *,
     distributed: bool,
 ) -> MegatronOptimizer:
-    """Weight decay is decoupled and left off vectors (norms, biases)."""
+    """Weight decay is decoupled and not applied to vectors (norms, biases)."""
     if not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
-        raise ConfigError("backend: the lists of frozen and trained parameters leave none to train.")
+        raise ConfigError(
+            "backend.freeze_params_name_list, only_train_params_name_list: no parameter is left to train."
+        )
     fields: dict[str, Any] = {
         "sgd_momentum": 0.0,
-        # Megatron starts at 2**32 and would skip a dozen steps.
+        # Megatron's initial loss scale is 2**32, with which a dozen steps would be skipped.
         "initial_loss_scale": 2.0**16,
         **megatron_options(options, OPTIMIZER),
         "optimizer": config.optimizer,
@@ -47,7 +49,7 @@ def make_optimizer(
         "adam_eps": config.adam_eps,
         "clip_grad": config.clip_grad,
         "use_distributed_optimizer": distributed,
-        # Not of an optimiser that steps on the weights themselves: Megatron would make a float32 copy.
+        # Not for an optimizer that steps on the weights themselves: Megatron would create a float32 copy.
         "bf16": placement.dtype == torch.bfloat16 and options.main_params_dtype == "fp32",
         "fp16": placement.dtype == torch.float16,
         "params_dtype": placement.dtype,
@@ -57,17 +59,16 @@ def make_optimizer(
         fields["optimizer_offload_fraction"] = 1.0
     if fields["sgd_momentum"] and config.optimizer != "sgd":
         raise ConfigError(
-            f'train.optimizer = "{config.optimizer}": it has no sgd_momentum; leave backend.sgd_momentum out.'
+            f'train.optimizer = "{config.optimizer}": it has no sgd_momentum. Leave backend.sgd_momentum out.'
         )
-    record = MegatronOptimizerConfig(**fields)
     if options.rounds_state and config.optimizer != "adam":
         raise ConfigError(
-            f'train.optimizer = "{config.optimizer}": it has no moments, and float32 weights; leave backend.main_params_dtype, '
+            f'train.optimizer = "{config.optimizer}": it has no moments, and float32 weights. Leave backend.main_params_dtype, '
             "exp_avg_dtype and exp_avg_sq_dtype out."
         )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with float_types_of_cuda(parameters) if placement.device.type == "cpu" else nullcontext():
-        optimizer = get_megatron_optimizer(record, list(chunks))
+        optimizer = get_megatron_optimizer(MegatronOptimizerConfig(**fields), list(chunks))
     for part in parts_of(optimizer):
         as_plain_adamw(part)
         if isinstance(part.optimizer, torch.optim.Adam):
@@ -84,16 +85,18 @@ def make_optimizer(
 
 
 def fuse(adam: torch.optim.Adam) -> None:
-    """One kernel for all its tensors: else a step holds the roots of all second moments at once. Megatron takes torch's where
-    neither Transformer Engine nor Apex is installed, and has no flag for it."""
+    """Uses one kernel for all tensors: otherwise a step holds the roots of all second moments at once. Megatron uses torch's
+    Adam if neither Transformer Engine nor Apex is installed, and has no option for it."""
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
 
 
-def with_rounded_state(adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions) -> RoundedAdamW:
-    """In its place: over the same groups, which Megatron goes on holding."""
-    rounded = RoundedAdamW(
-        # Those of Megatron may be views, which torch's own check refuses.
+def with_rounded_state(
+    adam: torch.optim.Optimizer, config: OptimizerConfig, options: MegatronOptions
+) -> StochasticRoundingAdamW:
+    """Replaces Megatron's Adam, over the same parameter groups, which Megatron still references."""
+    rounded = StochasticRoundingAdamW(
+        # Megatron's parameters may be views, which torch's own check refuses.
         [torch.zeros(0)],
         lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -128,6 +131,6 @@ def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, total_s
 
 
 def set_step(schedule: OptimizerParamScheduler, steps_done: int) -> None:
-    """The rates of the optimiser step after `steps_done`."""
+    """Sets the learning rates of the optimizer step after `steps_done`."""
     schedule.num_steps = steps_done
     schedule.step(increment=0)

@@ -1,6 +1,6 @@
-"""Options of the installed Megatron, read from its source: importing it takes seconds and torch.
+"""Options of the installed Megatron, read from its source: importing it takes seconds and imports torch.
 
-They are the fields of its records for models, optimisers and data parallelism, with the text under each.
+They are the fields of its records for models, optimizers and data parallelism, with the text under each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDS: Final[Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]] = MappingP
         DATA_PARALLEL: (("distributed/distributed_data_parallel_config.py", ("DistributedDataParallelConfig",)),),
     }
 )
-"""Files under megatron/core and their classes, by what the options are of."""
+"""Files under megatron/core and their classes, by the record of the options."""
 
 SHAPE: Final = "the model's config.json"
 OWNED: Final[Mapping[str, str]] = MappingProxyType(
@@ -125,24 +125,24 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "optimizer": "train.optimizer",
     }
 )
-"""What a run decides, and where it is said instead."""
+"""Options of Megatron that slime sets from the run, and the key to set instead."""
 
-UNTOLD: Final = frozenset({"Callable", "dtype", "ProcessGroup", "RecipeConfig", "QuantRecipe", "Timers"})
-"""A field whose type names one of these cannot be said in a run file."""
+NOT_IN_RUN_FILES: Final = frozenset({"Callable", "dtype", "ProcessGroup", "RecipeConfig", "QuantRecipe", "Timers"})
+"""A field whose type names one of these cannot be set in a run file."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronOption:
     name: str
     type: Any
-    """For pydantic: one of bool, int, float, str, a Literal of them, a list of one of them, or Any."""
+    """Type for pydantic: bool, int, float, str, a Literal of them, a list of one of them, or Any."""
     doc: str
     of: str
-    """MODEL, OPTIMIZER or DATA_PARALLEL; an option of several records goes to each of them."""
+    """MODEL, OPTIMIZER or DATA_PARALLEL; an option of several records is set in each of them."""
 
 
 def megatron_folder() -> Path | None:
-    """None if Megatron-core is not installed."""
+    """Folder of Megatron-core; None if it is not installed."""
     # Not find_spec("megatron.core"): it would import the namespace that other distributions share.
     spec = importlib.util.find_spec("megatron")
     places = [] if spec is None else [Path(place) / "core" for place in spec.submodule_search_locations or ()]
@@ -151,7 +151,7 @@ def megatron_folder() -> Path | None:
 
 @cache
 def installed_options() -> tuple[MegatronOption, ...]:
-    """Empty if Megatron-core is not installed."""
+    """Options of the installed Megatron-core; empty if it is not installed."""
     folder = megatron_folder()
     if folder is None:
         return ()
@@ -173,7 +173,7 @@ def options_in(tree: ast.Module, classes: tuple[str, ...], of: str) -> Iterator[
             if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                 continue
             name, text = statement.target.id, ast.unparse(statement.annotation)
-            if name.startswith("_") or any(word in text for word in UNTOLD) or "ClassVar" in text:
+            if name.startswith("_") or any(word in text for word in NOT_IN_RUN_FILES) or "ClassVar" in text:
                 continue
             yield MegatronOption(name, type_of(text), doc_of(following), of)
 
@@ -185,7 +185,7 @@ def doc_of(statement: ast.stmt | None) -> str:
 
 
 def type_of(text: str) -> Any:
-    """What the command line needs to know of a type, and values that are listed; Megatron checks the rest."""
+    """The type and listed values, as far as the command line requires them; Megatron checks the rest."""
     text = text.strip("'\"").removesuffix("| None").strip()
     if text.startswith("Optional[") and text.endswith("]"):
         text = text[len("Optional[") : -1]

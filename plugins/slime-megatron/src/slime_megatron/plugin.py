@@ -1,4 +1,4 @@
-"""The driver that the entry point `megatron` names. Nothing heavy is imported here."""
+"""The driver of the entry point `megatron`. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Megatron(TrainerPlanner, BackendDriver):
 
     Config: ClassVar[type[DriverConfig]] = MegatronConfig
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
-    stages: ClassVar[bool] = True
-    replays: ClassVar[frozenset[RoutingReplay]] = frozenset(RoutingReplay)
+    supports_async_save: ClassVar[bool] = True
+    routing_replay_modes: ClassVar[frozenset[RoutingReplay]] = frozenset(RoutingReplay)
     layout_options: ClassVar[frozenset[str]] = frozenset(
         {
             "tensor_model_parallel_size",
@@ -38,7 +38,7 @@ class Megatron(TrainerPlanner, BackendDriver):
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
             "moe_grouped_gemm",
-            # Bound to the checkpoint (`read_manifest`): a run that moves to another device says what that one had.
+            # Checked against the checkpoint (`read_manifest`): a run that moves to another device has to set it.
             "bf16",
             *(field.name for field in fields(Stages)),
         }
@@ -77,7 +77,7 @@ class Megatron(TrainerPlanner, BackendDriver):
         return savers
 
     @classmethod
-    def least_ranks(cls, config: MegatronOptions) -> int:
+    def min_world_size(cls, config: MegatronOptions) -> int:
         return ranks_of(config.shape)
 
     @classmethod

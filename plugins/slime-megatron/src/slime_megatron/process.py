@@ -1,4 +1,4 @@
-"""The process group and Megatron's groups inside it: joined once, left by whoever made them."""
+"""The process group and Megatron's groups inside it: the caller that created them destroys them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.core import parallel_state
 
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
-from slime_megatron.layout import Shape
+from slime_megatron.layout import ParallelDims
 from slime_training.process_group import join_group
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    shape: Shape
+    shape: ParallelDims
     made_group: bool
     made_layout: bool
 
@@ -27,11 +27,11 @@ class Ranks:
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """None: a single rank holds whole sequences."""
+        """None: a single rank has whole sequences."""
         return parallel_state.get_context_parallel_group() if self.shape.cp > 1 else None
 
     def all_agree(self, flag: torch.Tensor) -> bool:
-        """True if it is true on every rank."""
+        """True if it is True on every rank."""
         votes = flag.to(torch.float32).reshape(())
         dist.all_reduce(votes, dist.ReduceOp.MIN)
         return bool(votes.item() > 0)
@@ -43,22 +43,22 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join(setup: TrainerSetup, shape: Shape) -> Ranks:
-    """Joins the default process group, or uses the one that another role of this process has made."""
+def join(setup: TrainerSetup, shape: ParallelDims) -> Ranks:
+    """Joins the default process group, or uses the one that another role of this process has created."""
     made = join_group(setup)
     fresh = not parallel_state.model_parallel_is_initialized()
     if fresh:
-        lay_out(shape)
+        init_model_parallel(shape)
     elif laid_out() != (shape.tp, shape.pp, shape.vpp, shape.cp, shape.ep, shape.etp):
         raise ConfigError(
-            f"role {setup.role}: Megatron lays out one process one way, and another role of this process has another "
-            "layout. Give both roles the same parallel sizes, or ranks of their own."
+            f"role {setup.role}: Megatron supports one layout per process, and another role of this process has another "
+            "layout. Set the same parallel sizes for both roles, or ranks of their own."
         )
     return Ranks(shape=shape, made_group=made, made_layout=fresh)
 
 
-def lay_out(shape: Shape, **told: Any) -> None:
-    """Megatron's groups in the default one. `told`: to Megatron, beside the sizes."""
+def init_model_parallel(shape: ParallelDims, **kwargs: Any) -> None:
+    """Creates Megatron's groups in the default process group. `kwargs`: passed to Megatron, beside the sizes."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
@@ -66,7 +66,7 @@ def lay_out(shape: Shape, **told: Any) -> None:
         context_parallel_size=shape.cp,
         expert_model_parallel_size=shape.ep,
         expert_tensor_parallel_size=shape.etp,
-        **told,
+        **kwargs,
     )
 
 

@@ -1,7 +1,8 @@
-"""Replay of expert choices: what routers go by in place of their own scores, and what they chose, kept by sample.
+"""Routing replay: routers use given expert ids in place of their own scores; the ids that they chose are kept by sample.
 
-Megatron's routers ask an object for their top k, if they have one. Megatron's own (RouterReplay) stands in a list of the
-process and is told from outside whether a call computes an activation again; ours stands in its router and tells by itself.
+Megatron's routers call an object for their top k, if they have one. Megatron's own (RouterReplay) is in a list of the
+process, and its caller has to set whether a call recomputes an activation. The object here belongs to its router and detects
+that by itself.
 
 Legend: N tokens of a micro-batch that this rank holds under context parallelism, n those that its routers see (a slice of N,
 padded, under sequence parallelism), L layers with experts in a piece of the model, K experts a token.
@@ -27,17 +28,17 @@ from slime_training.key_gather import ALL_GATHER
 
 
 class Choices:
-    """In the place of Megatron's RouterReplay, in one router."""
+    """Replaces Megatron's RouterReplay, in one router."""
 
     def __init__(self) -> None:
         self._replayed: Tensor | None = None
         self._again: deque[Tensor] = deque()
         self._training = False
         self.chosen: Tensor | None = None
-        """(n, K) int64: of the last forward that went by the router's own scores."""
+        """(n, K) int64: ids of the last forward with the router's own scores."""
 
     def go_by(self, ids: Tensor | None, *, training: bool) -> None:
-        """(n, K) for the next forward; None: the router's own."""
+        """Sets the ids (n, K) of the next forward; None: the router's own choice."""
         self._replayed, self._training = ids, training
 
     def forget(self) -> None:
@@ -46,7 +47,7 @@ class Choices:
 
     @property
     def left(self) -> int:
-        """Forwards that ran without gradient and were not computed again."""
+        """Forwards that ran without gradient and were not recomputed."""
         return len(self._again)
 
     def get_replay_topk(
@@ -67,8 +68,8 @@ class Choices:
         return scores.gather(1, ids), ids
 
     def _next(self) -> Tensor | None:
-        # Only what runs without gradient in training is computed again, with gradient, and backwards follow the order of
-        # their forwards.
+        # In training, only forwards without gradient are recomputed, with gradient, and backwards follow the order of their
+        # forwards.
         with_gradient = torch.is_grad_enabled()
         if with_gradient and self._again:
             return self._again.popleft()
@@ -78,15 +79,16 @@ class Choices:
 
 
 class Routing:
-    """The routers of a rank's pieces of the model, in their order."""
+    """The routers of a rank's pieces of the model, in order."""
 
     def __init__(self, chunks: Sequence[Any], config: TransformerConfig, replay: RoutingReplay) -> None:
-        """ConfigError where Megatron's routers ask nobody; ModelError if there are none in the model."""
+        """Raises ConfigError if an option keeps Megatron's routers from calling the object, ModelError if the model has no
+        experts."""
         if config.num_moe_experts is None:
             raise ModelError("routing replay: the model has no experts. Leave train.use_routing_replay out.")
         if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
             raise ConfigError(
-                "backend.moe_router_fusion and moe_router_load_balancing_type = sinkhorn: experts are chosen in a way that "
+                "backend.moe_router_fusion and moe_router_load_balancing_type = sinkhorn: their choice of experts "
                 "cannot be replayed. Leave them out, or routing replay."
             )
         self._replay = replay
@@ -96,7 +98,7 @@ class Routing:
         self._choices: list[list[Choices]] = []
         self._kept: list[dict[int, Tensor]] = [{} for _ in chunks]
         for chunk in chunks:
-            # Layers of multi-token prediction choose by themselves.
+            # Layers of multi-token prediction are not replayed.
             routers = [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
             self._layers.append([router.layer_number - 1 for router in routers])
             self._choices.append([Choices() for _ in routers])
@@ -108,12 +110,12 @@ class Routing:
         return self._replay is RoutingReplay.RECORDED
 
     def begin_scores(self) -> None:
-        """Of the trained weights: what was kept is of a batch before."""
+        """Starts a forward with the trained weights: ids kept from an earlier batch are dropped."""
         self._kept = [{} for _ in self._kept]
 
     def ids_of(self, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """(n, L, K) for each piece of the model, on the host; none if the engine told none, as of a batch that trains nothing.
-        `micro` is what this rank holds under context parallelism, on the host."""
+        """(n, L, K) for each piece of the model, on the host; empty if the engine returned none, as for a batch that trains
+        nothing. `micro` is what this rank holds under context parallelism, on the host."""
         if self.records:
             return self._of_scores(micro)
         return () if micro.routed_experts is None else self._of_rollout(micro.routed_experts)
@@ -125,8 +127,8 @@ class Routing:
         highest = max((int(of_chunk.max()) for of_chunk in found if of_chunk.numel()), default=0)
         if not same or highest >= config.num_moe_experts:
             raise TrainingError(
-                f"routing replay: the engine's expert ids are of {ids.shape[1]} layers, {ids.shape[2]} experts a token and ids "
-                f"up to {highest}; the trained model has {config.num_layers} layers and takes {config.moe_router_topk} of "
+                f"routing replay: the engine's expert ids are of {ids.shape[1]} layers, {ids.shape[2]} experts per token and "
+                f"ids up to {highest}; the trained model has {config.num_layers} layers and uses {config.moe_router_topk} of "
                 f"{config.num_moe_experts} experts."
             )
         return tuple(map(self._sliced, found))
@@ -138,14 +140,14 @@ class Routing:
             if of_chunk and micro.samples:
                 if missing := [sample for sample in micro.samples if sample not in kept]:
                     raise TrainingError(
-                        f"routing replay: sample {missing[0]} of the shard was trained and not scored before."
+                        f"routing replay: sample {missing[0]} of the shard was trained, but its old log-probs are missing."
                     )
                 rows = torch.cat([kept[sample] for sample in micro.samples])
             found.append(self._sliced(rows))
         return tuple(found)
 
     def _distinct(self, rows: int, layers: int) -> Tensor:
-        """For tokens that stand for none."""
+        """(rows, L, K) distinct expert ids for padding."""
         return torch.arange(self._config.moe_router_topk, dtype=torch.uint8).expand(rows, layers, -1)
 
     def _sliced(self, ids: Tensor) -> Tensor:
@@ -157,13 +159,13 @@ class Routing:
         return torch.cat([ids, padding]).chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
 
     def before(self, chunk: int, ids: Sequence[Tensor], *, training: bool, device: torch.device) -> None:
-        """A piece's forward follows, by `ids_of` its micro-batch."""
+        """Sets the ids (from `ids_of`) for the next forward of a piece."""
         rows = ids[chunk].to(device, non_blocking=True) if ids else None
         for number, choices in enumerate(self._choices[chunk]):
             choices.go_by(None if rows is None else rows[:, number], training=training)
 
     def keep(self, chunk: int, micro: MicroBatch, cp_size: int) -> None:
-        """What the forward of a micro-batch has just chosen. A collective under sequence parallelism."""
+        """Keeps the ids that the forward of a micro-batch has just chosen. A collective under sequence parallelism."""
         chosen = [choices.chosen for choices in self._choices[chunk] if choices.chosen is not None]
         if not chosen:
             return
@@ -173,21 +175,21 @@ class Routing:
             rows = gathered(rows, parallel_state.get_tensor_model_parallel_group())
         rows = rows[: micro.num_tokens].to("cpu", torch.uint8 if few else torch.int16)
         lengths = (micro.cu_seqlens.diff() // cp_size).tolist()
-        # A micro-batch without samples has one sequence that stands for none.
+        # A micro-batch without samples has one sequence of padding.
         self._kept[chunk] |= dict(zip(micro.samples, rows.split(lengths), strict=False))
 
     def end(self, *, all_trained: bool) -> None:
-        """After a run through the model. `all_trained`: every layer took part in the backward."""
+        """Ends a run through the model. `all_trained`: every layer took part in the backward."""
         left = sum(choices.left for of_chunk in self._choices for choices in of_chunk)
         for of_chunk in self._choices:
             for choices in of_chunk:
                 choices.forget()
         if left and all_trained:
-            raise RuntimeError(f"routing replay: {left} forwards of routers were not computed again in the backward")
+            raise RuntimeError(f"routing replay: {left} forwards of routers were not recomputed in the backward")
 
 
 def gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n, L, K) of every rank, one after the other."""
+    """(n, L, K) of every rank, concatenated."""
     out = rows.new_empty((len(rows) * group.size(), *rows.shape[1:]))
     ALL_GATHER(out, rows.contiguous(), group=group)
     return out

@@ -1,9 +1,8 @@
-"""What a step's losses are multiplied by before their backward.
+"""The factor of a step's losses before their backward.
 
-With `calculate_per_token_loss` Megatron has losses be sums over tokens, and divides gradients by the step's tokens once all
-are added up. In float16 they are as many times larger until then: a loss scale that a step bears overflows in another whose
-prompts are longer. Here losses are divided by the same number, so that gradients are on their way what they are in the end,
-times the loss scale.
+With `calculate_per_token_loss` Megatron sums losses over tokens, and divides gradients by the step's tokens at the end. In
+float16 they are larger by that factor until then: a loss scale that suits one step overflows in another with longer prompts.
+Here losses are divided by the same number first, so that gradients have their final size, times the loss scale, from the start.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 
 def scale_losses(config: TransformerConfig, optimizer: MegatronOptimizer, tokens: float) -> None:
-    """For the next step. `tokens`: of all its micro-batches on all ranks, at least 1."""
+    """Sets the factor for the next step. `tokens`: of all its micro-batches on all ranks, at least 1."""
 
     def scaled(loss: Tensor) -> Tensor:
         mean = loss / tokens
@@ -27,6 +26,6 @@ def scale_losses(config: TransformerConfig, optimizer: MegatronOptimizer, tokens
     config.grad_scale_func = scaled
 
 
-def finish_gradients(model: Sequence[nn.Module], num_tokens: Tensor | None, **told: Any) -> None:
-    """Megatron's own, but not divided by `num_tokens`."""
-    finalize_model_grads(list(model), None, **told)
+def finish_gradients(model: Sequence[nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Calls Megatron's `finalize_model_grads` without `num_tokens`, so that it does not divide by it again."""
+    finalize_model_grads(list(model), None, **kwargs)

@@ -1,6 +1,7 @@
-"""Which layers a stage of the pipeline has: as many as the others, or what Megatron's options for uneven stages say.
+"""Which layers a stage of the pipeline has: as many as the others, or those that Megatron's options for uneven stages set.
 
-A piece is what one virtual stage has: pipeline x virtual pipeline stages of them make the model, in turns.
+A piece is the part of the model on one virtual stage. The model has pipeline x virtual pipeline pieces, which the pipeline
+stages hold round-robin.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final
 
 EMBEDDING, DECODER, LOSS, PREDICTION = "embedding", "decoder", "loss", "mtp"
 LETTERS: Final = {"E": EMBEDDING, "t": DECODER, "L": LOSS, "m": PREDICTION}
-"""Of Megatron's PipelineParallelLayerLayout."""
+"""Letters of Megatron's PipelineParallelLayerLayout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,13 @@ class Stages:
 
     @property
     def given(self) -> list[str]:
-        """Names of those that say something."""
+        """Names of the options that are set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return [name for name, value in values.items() if value is not None and value is not False]
 
 
 def stage_problems(stages: Stages, pp: int, vpp: int, layers: int | None) -> list[str]:
-    """What keeps `layers` (None: config.json does not say) from being cut into pp x vpp pieces so, and what would do."""
+    """Why `layers` (None: not in config.json) cannot be split into pp x vpp pieces with these options, and which values fit."""
     if not layers:
         return []
     given = stages.given
@@ -41,7 +42,7 @@ def stage_problems(stages: Stages, pp: int, vpp: int, layers: int | None) -> lis
     counted = [name for name in given if name.startswith("account_for_")]
     ways = [names for names in (uneven, counted, given[-1:] if stages.pipeline_model_parallel_layout else []) if names]
     if len(ways) > 1:
-        return [f"backend.{' and '.join(given)}: these are different ways to cut the pipeline; choose one."]
+        return [f"backend.{' and '.join(given)}: these are different ways to split the pipeline. Set one of them."]
     if stages.pipeline_model_parallel_layout:
         return layout_problems(stages.pipeline_model_parallel_layout, pp, vpp, layers)
     if uneven:
@@ -62,7 +63,7 @@ def stage_problems(stages: Stages, pp: int, vpp: int, layers: int | None) -> lis
 
 
 def proposal(pp: int, vpp: int, layers: int) -> str:
-    """Options that cut `layers` into pp x vpp pieces; the last ones, with the head, get fewer. Empty: too few layers."""
+    """Options that split `layers` into pp x vpp pieces; the last ones, with the head, get fewer. Empty: too few layers."""
     pieces = pp * vpp
     if layers < pieces:
         return ""
@@ -72,19 +73,19 @@ def proposal(pp: int, vpp: int, layers: int) -> str:
         each -= vpp
         last = layers - (pp - 1) * each
     if layers % vpp == 0 and last <= 2 * each:
-        return f" Or say num_layers_in_last_pipeline_stage = {last}: the other stages then have {each} each."
+        return f" Or set num_layers_in_last_pipeline_stage = {last}: the other stages then have {each} each."
     small, more = divmod(layers, pieces)
     words = [f"t*{small + (number < more)}" for number in range(pieces)]
-    return f' Or say pipeline_model_parallel_layout = "E{"|".join(words)}L".'
+    return f' Or set pipeline_model_parallel_layout = "E{"|".join(words)}L".'
 
 
 def uneven_problems(stages: Stages, asked: Sequence[str], pp: int, vpp: int, layers: int) -> list[str]:
     counts = {name: int(getattr(stages, name)) for name in asked}
-    told = " with ".join(f"{name} = {count}" for name, count in counts.items())
+    described = " with ".join(f"{name} = {count}" for name, count in counts.items())
     if pp == 1:
-        return [f"backend.{told}: needs a pipeline_model_parallel_size of at least 2."]
+        return [f"backend.{described}: requires a pipeline_model_parallel_size of at least 2."]
     problems = [
-        f"backend.{name} = {count}: each stage has {vpp} pieces of equal size; say a multiple of {vpp}, at least {vpp}."
+        f"backend.{name} = {count}: each stage has {vpp} pieces of equal size. Set a multiple of {vpp}, at least {vpp}."
         for name, count in counts.items()
         if count < 1 or count % vpp
     ]
@@ -102,7 +103,7 @@ def uneven_problems(stages: Stages, asked: Sequence[str], pp: int, vpp: int, lay
     near = nearest(count, [n for n in range(vpp, layers, vpp) if fits(rest + count - n)])
     of_those = f" with {vpp} pieces each" if vpp > 1 else ""
     return [
-        f"backend.{told}: leaves {rest} of the model's {layers} layers for {between} other stages{of_those}; the nearest "
+        f"backend.{described}: leaves {rest} of the model's {layers} layers for {between} other stages{of_those}; the nearest "
         f"values of {name} that fit: {near or 'none'}."
     ]
 
@@ -112,12 +113,13 @@ def layout_problems(layout: str | Sequence[Sequence[str]], pp: int, vpp: int, la
     pieces = read_layout(layout)
     if pieces is None:
         return [
-            f'{asked}: say pieces between "|", with E for the embedding, t for a layer and L for the loss{example(pp * vpp)}'
+            f'{asked}: is not a layout. Set pieces between "|", with E for the embedding, t for a layer and L for the '
+            f"loss{example(pp * vpp)}"
         ]
     every = [name for piece in pieces for name in piece]
     problems = []
     if PREDICTION in every:
-        problems.append(f"{asked}: layers of multi-token prediction lie on the last stage here; leave m (mtp) out.")
+        problems.append(f"{asked}: layers of multi-token prediction are on the last stage here. Leave m (mtp) out.")
     if [name for name in every if name != PREDICTION] != [EMBEDDING, *[DECODER] * every.count(DECODER), LOSS]:
         problems.append(f"{asked}: it starts with E and ends with L, with layers (t) between{example(pp * vpp)}")
     if len(pieces) != pp * vpp:
@@ -125,11 +127,11 @@ def layout_problems(layout: str | Sequence[Sequence[str]], pp: int, vpp: int, la
             f" x virtual_pipeline_model_parallel_size = {vpp}" * (vpp > 1)
         )
         more = (
-            f" Or say virtual_pipeline_model_parallel_size = {len(pieces) // pp}."
+            f" Or set virtual_pipeline_model_parallel_size = {len(pieces) // pp}."
             if pp > 1 and not len(pieces) % pp
             else ""
         )
-        problems.append(f"{asked}: has {len(pieces)} pieces, and {needed} wants {pp * vpp}.{more}")
+        problems.append(f"{asked}: has {len(pieces)} pieces, and {needed} requires {pp * vpp}.{more}")
     if every.count(DECODER) != layers:
         problems.append(f"{asked}: has {every.count(DECODER)} layers (t), and the model {layers}.")
     return problems
@@ -140,7 +142,7 @@ def example(pieces: int) -> str:
 
 
 def read_layout(layout: str | Sequence[Sequence[str]]) -> list[list[str]] | None:
-    """Names in each piece, as Megatron reads them; None: it does not."""
+    """Names in each piece, the way Megatron reads them; None: Megatron cannot read it."""
     if not isinstance(layout, str):
         if not isinstance(layout, list | tuple):
             return None
@@ -162,7 +164,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(asked: int, allowed: list[int]) -> str:
-    """The largest below and the smallest above."""
+    """The largest allowed value below and the smallest above."""
     below = [value for value in allowed if value < asked]
     above = [value for value in allowed if value > asked]
     return " or ".join(str(value) for value in [*below[-1:], *above[:1]])

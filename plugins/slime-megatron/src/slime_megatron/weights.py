@@ -1,4 +1,4 @@
-"""Weights in and out: between a Hugging Face folder and the parameters that the ranks share.
+"""Loads and exports weights: between a Hugging Face folder and the parameters that the ranks share.
 
 Every parameter of the whole model has one name, whichever ranks hold it: layers and experts are counted over the whole
 model. Legend: TP tensor-parallel, PP pipeline, EP expert-parallel ranks.
@@ -30,20 +30,20 @@ from slime_training.weight_files import copy_generation_and_code
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 JOINT_BYTES: Final = 512 * 2**20
-"""Of whole tensors that one collective gathers, at most; or one tensor."""
+"""Highest number of bytes of whole tensors that one collective gathers; a single tensor may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A parameter as one stage of the pipeline has it; plain data, the same on all ranks of the stage."""
+    """A parameter of one pipeline stage; plain data, the same on all ranks of the stage."""
 
     name: str
-    """In the whole model; an expert's by its number on the first EP rank."""
+    """Name in the whole model; an expert's has its number on the first EP rank."""
     shape: tuple[int, ...]
-    """On one rank."""
+    """Shape on one rank."""
     dtype: torch.dtype
     dim: int | None
-    """Cut over TP ranks along it; None: every one has all of it."""
+    """Dimension that is sharded over TP ranks; None: replicated."""
     stage: int
     """PP rank."""
     frozen: bool = False
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def is_bias_of_router(self) -> bool:
-        """Kept in float32."""
+        """Whether it is a router's bias, which is kept in float32."""
         return self.name.endswith("expert_bias")
 
 
@@ -69,7 +69,8 @@ def whole_name(name: str, chunk: nn.Module) -> str:
 
 
 def local_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and routers' biases of this rank by their names. A tied head on a stage of its own is the embedding."""
+    """Parameters and routers' biases of this rank by their names. A tied head on a stage without the embedding is named as the
+    embedding."""
     found: dict[str, Tensor] = {}
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
@@ -82,21 +83,21 @@ def local_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def tensor_dim(tensor: Tensor, *, stacked: bool) -> int | None:
-    """`stacked`: of one expert in a parameter of all of them."""
+    """`stacked`: the dimension is that of one expert in a parameter of all experts."""
     if not getattr(tensor, "tensor_model_parallel", False):
         return None
     return int(tensor.partition_dim) - stacked  # type: ignore[attr-defined]
 
 
 def places_in(name: str, tensor: Tensor) -> list[tuple[str, tuple[str, int | None]]]:
-    """Names of entries, with the parameter that each is in, and which of its experts."""
+    """Names of entries, with the parameter that holds each, and which of its experts it is."""
     if not STACKED.match(name):
         return [(name, (name, None))]
     return [(expert_name(name, number), (name, number)) for number in range(len(tensor))]
 
 
 class WeightTable:
-    """Which rank holds what; made once, by all ranks together."""
+    """Which rank holds what; built once, by all ranks together."""
 
     def __init__(self, chunks: Sequence[nn.Module], bridge: Bridge, vocab_size: int) -> None:
         self._bridge = bridge
@@ -125,13 +126,13 @@ class WeightTable:
         )
 
     def _tensor(self, name: str) -> Tensor:
-        """What this rank holds of an entry now."""
+        """This rank's current tensor of an entry."""
         whole, number = self._places[name]
         tensor = self._tensors[whole].detach()
         return tensor if number is None else tensor[number]
 
     def shapes_in_folder(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors of the whole model, by their names."""
+        """Shapes of all tensors of the whole model, by their names in the folder."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             for number in self._experts(entry):
@@ -145,14 +146,14 @@ class WeightTable:
         return shape
 
     def _gathered_shape(self, entry: Entry) -> list[int]:
-        """With the rows that fill the vocabulary up."""
+        """The shape with the padding of the vocabulary."""
         shape = list(entry.shape)
         if entry.dim is not None:
             shape[entry.dim] *= self._tp(entry).size()
         return shape
 
     def _experts(self, entry: Entry) -> list[int | None]:
-        """Numbers of the experts that EP ranks hold in this place."""
+        """Numbers of the experts that EP ranks hold at this entry."""
         if entry.expert is None:
             return [None]
         per_rank = self._experts_per_rank[LOCAL_EXPERT.sub("", entry.name)]
@@ -169,12 +170,12 @@ class WeightTable:
 
     @torch.no_grad()
     def load(self, folder: ModelFolder, *, fresh: Sequence[str] = ()) -> None:
-        """Every rank reads what it holds. `fresh`: names that need not be in the folder."""
-        wanted = {
+        """Every rank reads its own part. `fresh`: names that may be missing in the folder."""
+        requested = {
             name: shape for name, shape in self.shapes_in_folder().items() if name not in fresh or name in folder.files
         }
-        # A value head takes the place of the language model's.
-        folder.check(wanted, unused=("lm_head.weight",) if fresh else ())
+        # A value head replaces the language model's.
+        folder.check(requested, unused=("lm_head.weight",) if fresh else ())
         for entry in self.entries:
             if entry.name not in self._places:
                 continue
@@ -194,7 +195,7 @@ class WeightTable:
         return entry.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
     def _padded(self, entry: Entry, whole: Tensor) -> Tensor:
-        """Rows for as many tokens as the ranks can share evenly."""
+        """Pads the vocabulary to a number of rows that the ranks can share evenly."""
         if not self._is_vocabulary(entry) or entry.dim is None:
             return whole
         missing = entry.shape[0] * self._tp(entry).size() - len(whole)
@@ -202,18 +203,18 @@ class WeightTable:
 
     @torch.no_grad()
     def export(self, dtype: torch.dtype | None, *, keep: bool) -> Iterator[dict[str, Tensor] | None]:
-        """A layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
-        `dtype` None: as they are."""
+        """Yields a layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
+        `dtype` None: unchanged."""
         for _, of_layer in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
             found = [piece for entries in self._batches(of_layer) for piece in self._pieces(entries, dtype, keep=keep)]
-            # Experts by their numbers, however many ranks share them.
+            # Experts by their numbers, in every layout.
             layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
             yield layer if keep else None
 
     @torch.no_grad()
     def as_gathered(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """As `export`, on all ranks, one after the other: no more is held than one collective has gathered, where a layer may
-        have 20 GB of experts. Their order is that of the layout."""
+        """Yields the tensors of `export` on all ranks, one after the other: it holds no more than one collective has gathered,
+        while a layer may have 20 GB of experts. The order depends on the layout."""
         for entries in self._batches(self.entries):
             for _, parts in self._pieces(entries, dtype, keep=True):
                 yield from parts.items()
@@ -221,7 +222,7 @@ class WeightTable:
     def _pieces(
         self, entries: Sequence[Entry], dtype: torch.dtype | None, *, keep: bool
     ) -> Iterator[tuple[tuple[str, int], dict[str, Tensor]]]:
-        """Tensors under the folder's names, each with its place in a layer; none where they are not kept."""
+        """Yields tensors under the folder's names, each with its place in a layer; empty if they are not kept."""
         for (entry, number), whole in self._wholes(entries, dtype).items():
             if keep:
                 weight = self._weight(entry, number)
@@ -229,7 +230,7 @@ class WeightTable:
                 yield (LOCAL_EXPERT.sub(".", entry.name), number or 0), dict(zip(weight.names, parts, strict=True))
 
     def _batches(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-        """What is gathered together: of one layer of many experts not all."""
+        """Groups of entries that are gathered together: of a layer with many experts, only some."""
         batch: list[Entry] = []
         size = 0
         for entry in entries:
@@ -242,8 +243,8 @@ class WeightTable:
         yield batch
 
     def _wholes(self, entries: Sequence[Entry], dtype: torch.dtype | None) -> dict[tuple[Entry, int | None], Tensor]:
-        """By entry and the expert's number. All ranks call: gathered over EP and TP, then brought from its stage to the
-        others."""
+        """Whole tensors by entry and expert number: gathered over EP and TP, then broadcast from their stage to the others.
+        All ranks call it."""
         dtypes = {entry: entry.dtype if dtype is None or entry.is_bias_of_router else dtype for entry in entries}
         held = {
             entry: self._tensor(entry.name).to(dtypes[entry]) for entry in entries if entry.stage == self._pp.rank()
@@ -273,7 +274,7 @@ class WeightTable:
         entries: Sequence[Entry],
         dtypes: Mapping[Entry, torch.dtype],
     ) -> dict[tuple[Entry, int | None], Tensor]:
-        """What each stage has found, on all of them; one broadcast for neighbours of a stage and dtype."""
+        """Sends what each stage has gathered to all of them; one broadcast for neighbours of a stage and dtype."""
         everywhere: dict[tuple[Entry, int | None], Tensor] = {}
         keys = [(entry, number) for entry in entries for number in self._experts(entry)]
         for (stage, kind), alike in groupby(keys, key=lambda key: (key[0].stage, dtypes[key[0]])):
@@ -295,7 +296,7 @@ class WeightTable:
 
 
 def all_parts(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
-    """Of each tensor what the ranks of the group hold; one collective for all of a dtype."""
+    """For each tensor, the parts of all ranks of the group; one collective for all tensors of a dtype."""
     found: list[tuple[Tensor, ...]] = [()] * len(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
@@ -307,7 +308,7 @@ def all_parts(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple
 
 
 def order_of(entry: Entry) -> tuple[int, int, str, int]:
-    """Embedding, layers by number, the rest, layers of multi-token prediction."""
+    """Sort key: embedding, layers by number, the rest, layers of multi-token prediction."""
     if found := LAYER.match(entry.name):
         return 1, int(found[1]), LOCAL_EXPERT.sub(".", entry.name), entry.expert or 0
     if found := PREDICTION.match(entry.name):
@@ -316,8 +317,8 @@ def order_of(entry: Entry) -> tuple[int, int, str, int]:
 
 
 def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head: str) -> None:
-    """What transformers loads, each tensor in the dtype of the source's. All ranks call. Tensors of the source that
-    nothing is made of go along unchanged."""
+    """Writes a folder for transformers, each tensor in the dtype of the source's. All ranks call it. Tensors of the source that
+    are not loaded are copied unchanged."""
 
     def describe() -> None:
         copy_generation_and_code(source.path, target)
@@ -331,7 +332,7 @@ def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head:
 
 
 def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterator[tuple[str, Tensor]]:
-    """The same on all ranks, one after the other."""
+    """Yields the same tensors on all ranks, one after the other."""
     known = set()
     for name, tensor in table.as_gathered(None):
         known.add(name)

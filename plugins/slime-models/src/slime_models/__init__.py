@@ -1,1 +1,1 @@
-"""Models for slime: small random ones, presets of published shapes, conversion between formats, images and videos."""
+"""Models for slime: small random ones, shapes of public models, conversion between formats, images and videos."""

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.atomic_io.storage import storage_errors
-from slime_core.config.part import Part, PartSpec
-from slime_core.contracts.converter import Checksums, Converter, Piece
+from slime_core.config.part import BoundPlugin, PluginSpec
+from slime_core.contracts.converter import Checksums, Converter, Shard
 from slime_core.controller.run_folder import lock
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
 
 JOURNAL: Final = "journal.jsonl"
 SHOWN: Final = 5
-Told = Callable[[str, int, int], None]
-"""What is done ("converting", "comparing"), bytes so far, bytes in all."""
+Report = Callable[[str, int, int], None]
+"""Progress: the task ("converting", "comparing"), bytes done, bytes in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Converted:
     num_tensors: int
 
 
-def convert(part: Part, source: Path, target: Path, *, workers: int, tell: Told) -> Converted:
+def convert(part: BoundPlugin, source: Path, target: Path, *, workers: int, report: Report) -> Converted:
     """ModelError if the source cannot be converted, if TARGET is there already, or if what is read back differs."""
     if target.exists():
         raise ModelError(f"{target}: exists already. Remove it, or give another name.")
@@ -50,12 +50,12 @@ def convert(part: Part, source: Path, target: Path, *, workers: int, tell: Told)
     with lock(work, busy=busy, elsewhere="Give another TARGET."), storage_errors(work):
         journal = Journal.of(work / JOURNAL, identity_of(part, source, pieces))
         with nothing_left(work, journal):
-            return carry_out(part, source, target, work, pieces, journal, workers=workers, tell=tell)
+            return convert_pieces(part, source, target, work, pieces, journal, workers=workers, report=report)
 
 
 @contextmanager
 def nothing_left(work: Path, journal: Journal) -> Iterator[None]:
-    """Of a conversion that fails before a piece of it is done."""
+    """Removes the work folder of a conversion that fails before a piece of it is done."""
     try:
         yield
     except BaseException:
@@ -64,16 +64,16 @@ def nothing_left(work: Path, journal: Journal) -> Iterator[None]:
         raise
 
 
-def carry_out(
-    part: Part,
+def convert_pieces(
+    part: BoundPlugin,
     source: Path,
     target: Path,
     work: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[Shard],
     journal: Journal,
     *,
     workers: int,
-    tell: Told,
+    report: Report,
 ) -> Converted:
     folders = {piece.name: work / "pieces" / piece.name for piece in pieces}
     todo = [piece for piece in pieces if piece.name not in journal.done]
@@ -81,12 +81,12 @@ def carry_out(
         for piece in todo:
             shutil.rmtree(folders[piece.name], ignore_errors=True)
             folders[piece.name].mkdir(parents=True)
-        for piece, checksums in pool.each("write", "converting", todo, pieces, folders, tell):
+        for piece, checksums in pool.each("write", "converting", todo, pieces, folders, report):
             journal.add(piece, checksums)
         (work / "target").mkdir(exist_ok=True)
         part.build().finish(source, folders, work / "target")
         everywhere = dict.fromkeys(folders, work / "target")
-        found = dict(pool.each("read_back", "comparing", pieces, pieces, everywhere, tell))
+        found = dict(pool.each("read_back", "comparing", pieces, pieces, everywhere, report))
     compare(journal.done.values(), found.values(), work)
     (work / "target").rename(target)
     shutil.rmtree(work)
@@ -98,7 +98,7 @@ def carry_out(
     )
 
 
-def identity_of(part: Part, source: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
+def identity_of(part: BoundPlugin, source: Path, pieces: Sequence[Shard]) -> dict[str, Any]:
     """Equal: what an earlier start has done is of use."""
     files = sorted(file for file in source.rglob("*") if file.is_file())
     return {
@@ -134,7 +134,7 @@ class Journal:
             path.write_text("".join(json.dumps(line) + "\n" for line in [identity, *lines[1:]]))
         return journal
 
-    def add(self, piece: Piece, checksums: Checksums) -> None:
+    def add(self, piece: Shard, checksums: Checksums) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({"piece": piece.name, "checksums": dict(checksums)}) + "\n")
             file.flush()
@@ -145,7 +145,7 @@ class Journal:
 class Workers:
     """Processes that have built the converter."""
 
-    def __init__(self, part: Part, source: Path, count: int) -> None:
+    def __init__(self, part: BoundPlugin, source: Path, count: int) -> None:
         self._source = source
         self._spec = part.spec().to_json()
         self._pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
@@ -159,17 +159,17 @@ class Workers:
     def each(
         self,
         what: str,
-        told: str,
-        todo: Sequence[Piece],
-        pieces: Sequence[Piece],
+        task: str,
+        todo: Sequence[Shard],
+        pieces: Sequence[Shard],
         folders: Mapping[str, Path],
-        tell: Told,
-    ) -> Iterator[tuple[Piece, Checksums]]:
-        """(piece, checksums) as they are finished."""
+        report: Report,
+    ) -> Iterator[tuple[Shard, Checksums]]:
+        """Yields (piece, checksums) as pieces are finished; calls `report` at the start and after each."""
         total = sum(piece.num_bytes for piece in pieces)
         so_far = total - sum(piece.num_bytes for piece in todo)
-        tell(told, so_far, total)
-        running: dict[Future[Checksums], Piece] = {
+        report(task, so_far, total)
+        running: dict[Future[Checksums], Shard] = {
             self._pool.submit(call, self._spec, what, self._source, piece, folders[piece.name]): piece for piece in todo
         }
         while running:
@@ -178,17 +178,17 @@ class Workers:
                 piece = running.pop(future)
                 yield piece, future.result()
                 so_far += piece.num_bytes
-                tell(told, so_far, total)
+                report(task, so_far, total)
 
 
 @cache
 def converter_of(spec: str) -> Converter:
     """One for each process."""
-    converter: Converter = PartSpec.from_json(spec).resolve(Registry.from_environment()).build()
+    converter: Converter = PluginSpec.from_json(spec).resolve(Registry.from_environment()).build()
     return converter
 
 
-def call(spec: str, what: str, source: Path, piece: Piece, folder: Path) -> Checksums:
+def call(spec: str, what: str, source: Path, piece: Shard, folder: Path) -> Checksums:
     converter = converter_of(spec)
     if what == "write":
         return converter.write(source, piece, folder)

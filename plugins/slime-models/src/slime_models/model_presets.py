@@ -1,4 +1,4 @@
-"""Shapes of published models: what their config.json says, without weights. For memory plans, benchmarks and random models.
+"""Shapes of public models: the keys of their config.json, without weights. For memory plans, benchmarks and random models.
 
 Rotary scaling, special tokens and what else changes no shape are left to the model's own folder.
 """
@@ -20,7 +20,7 @@ class Preset:
     billions: float
     """Parameters, without layers of multi-token prediction."""
     fields: Mapping[str, Any]
-    """Of its config."""
+    """Keys of config.json."""
 
 
 Sizes = tuple[int, int, int, int, int]

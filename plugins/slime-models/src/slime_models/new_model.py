@@ -88,7 +88,7 @@ def new_model(
 
 
 def new_preset(folder: Path, preset: Preset, *, alphabet: str, tokens: Sequence[str] = (), seed: int = 0) -> int:
-    """A published model's shape with random bfloat16 weights, and a tokenizer that uses the first of its token ids."""
+    """Writes a public model's shape with random bfloat16 weights, and a tokenizer that uses the first of its token ids."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -40,7 +40,7 @@ class VisionSizes:
     patch_size: int = 8
     """Pixels; four patches are one token of the language model."""
     deepstack_layers: tuple[int, ...] = (0, 1)
-    """Whose features are added to the first layers of the language model as well."""
+    """Layers whose features are added to the first layers of the language model as well."""
     max_pixels: int = 64 * 64
     """A larger image is made smaller, and a video whose frames have more than eight times as many together."""
 
@@ -131,7 +131,7 @@ def vision_config(
 
 
 def save_processors(folder: Path, vision: VisionSizes) -> None:
-    """Writes what says how images and videos become pixels: patches of two frames, four of which are a token."""
+    """Writes the configs of the image and video processors: patches of two frames, four of which are a token."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 

@@ -1,4 +1,4 @@
-"""RecipeCard: everything that can be said of an algorithm without running it, for the terminal and for a page."""
+"""AlgorithmCard: everything that is known about an algorithm without running it, for the terminal and a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from slime_core.config.bind_algo import bind_algo
 from slime_core.config.binder import Binder
 from slime_core.config.bound import BoundAlgo
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.contracts.algorithm import Recipe
 from slime_core.errors import ConfigError
@@ -23,7 +23,7 @@ class CardPart:
     """A named part and the options that it reads, with the values that the recipe gives them."""
 
     slot: str
-    part: Part
+    part: BoundPlugin
 
     @property
     def options(self) -> list[Option]:
@@ -35,7 +35,7 @@ class CardPart:
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeCard:
+class AlgorithmCard:
     """A recipe, bound to its parts with nothing overridden."""
 
     entry: Entry
@@ -48,7 +48,7 @@ class RecipeCard:
     @property
     def parts(self) -> list[CardPart]:
         algo = self.algo
-        named: list[tuple[str, Part | None]] = [
+        named: list[tuple[str, BoundPlugin | None]] = [
             ("advantage", algo.advantage),
             *(("advantage_terms", part) for part in algo.advantage_terms),
             ("loss", algo.loss),
@@ -70,18 +70,18 @@ class RecipeCard:
         return sorted(self.algo.needs)
 
 
-def recipe_card(registry: Registry, entry: Entry) -> RecipeCard:
+def algorithm_card(registry: Registry, entry: Entry) -> AlgorithmCard:
     """Raises ConfigError if a part cannot be found or bound."""
     binder = Binder(registry, Path(), [])
     algo = bind_algo(PluginTable(name=entry.qualified), binder)
     if algo is None or binder.problems:
         raise ConfigError(binder.problems)
-    return RecipeCard(entry, algo)
+    return AlgorithmCard(entry, algo)
 
 
 def algorithms_page(registry: Registry, entries: Iterable[Entry]) -> str:
     """Markdown: a table of the algorithms, then a section for each."""
-    cards = sorted((recipe_card(registry, entry) for entry in entries), key=lambda card: card.entry.name)
+    cards = sorted((algorithm_card(registry, entry) for entry in entries), key=lambda card: card.entry.name)
     lines = [
         "# Algorithms",
         "",
@@ -104,7 +104,7 @@ def algorithms_page(registry: Registry, entries: Iterable[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def section(card: RecipeCard) -> list[str]:
+def section(card: AlgorithmCard) -> list[str]:
     recipe = card.recipe
     lines = [f"## {card.entry.name}", "", recipe.summary, "", f"*{recipe.paper}*", ""]
     if recipe.formula:
@@ -134,7 +134,7 @@ def section(card: RecipeCard) -> list[str]:
 
 
 def toml_like(value: object) -> str:
-    """As it would stand in a run file; `unset` for None."""
+    """The value as in a run file; `unset` for None."""
     if value is None:
         return "unset"
     if isinstance(value, bool):

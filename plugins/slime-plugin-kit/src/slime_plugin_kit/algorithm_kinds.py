@@ -10,20 +10,20 @@ from slime_plugin_kit.case import Case
 from slime_plugin_kit.kind import Kind, prop, registered_in
 
 ANCHORED: Final = prop(
-    "anchored_by_hand", "it gives the numbers that were worked out by hand, and there are some", once=True
+    "anchored_by_hand", "it has examples that were worked out by hand, and gives their numbers", once=True
 )
-INPUTS: Final = prop("inputs_are_left_alone", "it changes none of its inputs, and gives the same bits when asked twice")
+INPUTS: Final = prop(
+    "inputs_are_left_alone", "it changes none of its inputs, and gives the same bits when called twice"
+)
 UNDECLARED: Final = prop(
-    "undeclared_inputs_are_not_needed", "it computes the same when it gets only what it declares in `needs`"
+    "undeclared_inputs_are_not_needed", "with only the columns that it declares in `needs` it gives the same result"
 )
-READ: Final = prop(
-    "declared_needs_are_read", "what it declares in `needs` has an effect, so it is not computed in vain", once=True
-)
+READ: Final = prop("declared_needs_are_read", "each column that it declares in `needs` changes its result", once=True)
 ORDER: Final = prop(
-    "packing_and_order_change_nothing", "neither the order of samples nor how they are packed changes a token's number"
+    "packing_and_order_change_nothing", "neither the order nor the packing of samples changes a token's value"
 )
 MICRO: Final = prop(
-    "micro_batches_change_nothing", "how a step is cut into micro-batches changes neither loss, gradient nor metrics"
+    "micro_batches_change_nothing", "other micro-batches of a step change neither loss, gradient nor metrics"
 )
 DATA_PARALLEL: Final = prop(
     "data_parallel_shards_change_nothing", "the shards of data-parallel ranks add up to the whole step"
@@ -32,12 +32,17 @@ CONTEXT_PARALLEL: Final = prop(
     "context_parallel_shards_change_nothing", "sequences cut over context-parallel ranks add up to the whole step"
 )
 MASKED: Final = prop(
-    "masked_tokens_change_nothing", "what stands at masked tokens, NaN and infinity included, changes nothing"
+    "masked_tokens_change_nothing", "values at masked tokens, NaN and infinity included, change nothing"
+)
+ALL_MASKED: Final = prop(
+    "a_fully_masked_batch_gives_zero_with_a_graph",
+    "a batch without trained tokens gives a loss of 0 with a graph, and gradients of 0",
 )
 DIFFERENCES: Final = prop(
-    "gradient_equals_finite_differences", "its gradient is that of its value, and not zero everywhere"
+    "gradient_equals_finite_differences",
+    "its gradient equals finite differences of its value, and is not zero everywhere",
 )
-FLOAT32: Final = prop("float32_agrees_with_float64", "it loses no more than rounding in float32")
+FLOAT32: Final = prop("float32_agrees_with_float64", "results in float32 and float64 differ only by rounding")
 
 
 def uses_advantages(case: Case) -> bool:
@@ -57,13 +62,10 @@ LOSSES: Final = Kind(
         DATA_PARALLEL,
         CONTEXT_PARALLEL,
         MASKED,
-        prop(
-            "a_fully_masked_batch_gives_zero_with_a_graph",
-            "nothing to train gives a loss of 0 that can still be differentiated, to zeros",
-        ),
+        ALL_MASKED,
         prop(
             "an_empty_micro_batch_gives_zero_with_a_graph",
-            "a rank without tokens takes part in every reduction and gives a loss of 0 with a graph",
+            "a rank without tokens joins every reduction, and gives a loss of 0 with a graph",
         ),
         prop(
             "zero_advantages_give_zero_gradient",
@@ -96,10 +98,10 @@ ALGORITHMS: Final = Kind(
     name="algorithms",
     holds=registered_in(groups.ALGORITHMS),
     properties=(
-        prop("every_option_has_an_owner", "each option of the recipe is one of a part of it, or of the kernel"),
+        prop("every_option_has_an_owner", "each option of the recipe belongs to one of its parts, or to the kernel"),
         prop(
             "aggregation_is_anchored_by_hand",
-            "its aggregation gives tokens the weights that were worked out by hand",
+            "its aggregation gives tokens the weights worked out by hand",
         ),
         prop(
             "loss_is_the_weighted_sum_of_its_parts",
@@ -112,10 +114,7 @@ ALGORITHMS: Final = Kind(
         DATA_PARALLEL,
         CONTEXT_PARALLEL,
         MASKED,
-        prop(
-            "a_fully_masked_batch_gives_zero_with_a_graph",
-            "nothing to train gives a loss of 0 that can still be differentiated, to zeros",
-        ),
+        ALL_MASKED,
         prop(
             "zero_advantages_give_zero_gradient",
             "advantages of 0 give a policy gradient of exactly 0",
@@ -123,13 +122,13 @@ ALGORITHMS: Final = Kind(
         ),
         prop(
             "equal_rewards_give_zero_gradient",
-            "where all answers of a prompt earn the same, nothing is learnt",
+            "where all responses of a prompt get the same reward, the gradient is 0",
             applies=compares_group,
         ),
         UNDECLARED,
         prop(
             "old_log_probs_may_be_the_current_ones",
-            "with one step per rollout, the current log-probs do for the old ones",
+            "with one step per rollout, the current log-probs can replace the old ones",
             applies=current_may_be_old,
         ),
     ),
@@ -155,18 +154,18 @@ ADVANTAGES: Final = Kind(
         ANCHORED,
         prop(
             "equal_rewards_give_zero",
-            "where all answers that are compared earn the same, every advantage is exactly 0",
+            "where all responses that are compared get the same reward, every advantage is exactly 0",
             applies=its_config_compares,
         ),
         prop(
             "comparing_is_declared",
-            "where equal rewards teach nothing it compares the answers to a prompt, and compares_group says so",
+            "if equal rewards give advantages of 0, it compares the responses of a prompt: compares_group returns True",
             applies=lambda case: not its_config_compares(case),
         ),
         MASKED,
         prop(
             "masked_tokens_are_skipped",
-            "tokens that a tool wrote cost no discount, take no reward and count in no mean: without them, all is the same",
+            "tokens of tools cost no discount, get no reward and count in no mean: without them the result is the same",
         ),
         ORDER,
         ODD,
@@ -174,7 +173,7 @@ ADVANTAGES: Final = Kind(
         READ,
         prop(
             "the_kl_penalty_counts",
-            "a KL penalty at a token lowers its advantage, and a penalty of 0 is none",
+            "a KL penalty at a token lowers its advantage, and a penalty of 0 changes nothing",
             applies=uses_kl_penalty,
         ),
         INPUTS,
@@ -185,8 +184,8 @@ SHAPING: Final = Kind(
     name="shaping",
     holds=registered_in(groups.ADVANTAGES, as_a=ShapingDriver),
     properties=(
-        prop("examples_are_met", "its examples come out as they say", once=True),
-        prop("missing_rewards_stay_missing", "NaN, which stands for no reward, stays NaN, and nothing else becomes it"),
+        prop("examples_are_met", "its examples give the results that they declare", once=True),
+        prop("missing_rewards_stay_missing", "NaN, which means no reward, stays NaN, and no other value becomes NaN"),
         ORDER,
         INPUTS,
     ),
@@ -202,17 +201,19 @@ KL: Final = Kind(
     holds=registered_in(groups.KL),
     properties=(
         ANCHORED,
-        prop("zero_at_equality", "where policy and reference agree it is exactly 0"),
-        prop("positive_on_average", "over what the policy samples it is positive wherever policy and reference differ"),
-        prop("never_negative", "its driver says never_negative, and it is", applies=never_negative),
+        prop("zero_at_equality", "if policy and reference agree, it is exactly 0"),
+        prop(
+            "positive_on_average", "its average over samples of the policy is positive if policy and reference differ"
+        ),
+        prop("never_negative", "its driver declares never_negative, and no value is negative", applies=never_negative),
         DIFFERENCES,
         FLOAT32,
         prop(
             "the_ratio_makes_it_exact_off_policy",
-            "with the ratio, its average over an older policy's samples is the one over its own, gradient included",
+            "with the ratio, its average over samples of an older policy equals that over the policy's own, gradient included",
         ),
         prop("extreme_log_probs_stay_finite", "gaps of ten thousand nats give finite values and gradients"),
-        prop("every_token_stands_alone", "any shape goes in and comes out, and no token changes another's number"),
+        prop("tokens_are_independent", "it returns the shape of its inputs, and no token changes another's value"),
         INPUTS,
     ),
 )
@@ -231,8 +232,8 @@ CORRECTIONS: Final = Kind(
         prop("one_where_there_is_no_gap", "where trainer and engine, old and current policy agree, all weights are 1"),
         MASKED,
         ORDER,
-        prop(MICRO.name, MICRO.says, applies=in_loss),
-        prop(CONTEXT_PARALLEL.name, CONTEXT_PARALLEL.says, applies=in_loss),
+        prop(MICRO.name, MICRO.description, applies=in_loss),
+        prop(CONTEXT_PARALLEL.name, CONTEXT_PARALLEL.description, applies=in_loss),
         ODD,
         prop("extreme_log_ratios_stay_finite", "log-ratios of ten thousand give finite weights"),
         UNDECLARED,

@@ -41,12 +41,12 @@ SPLITS: Final = (
 """Micro-batches: uneven, one sample each, a rollout torn apart and one without samples, some with nothing to train."""
 ORDER: Final = (8, 2, 4, 10, 0, 6, 9, 3, 1, 7, 5)
 SHARDS: Final = (((8, 1, 3, 6, 9), ((0, 2), (1, 4), (3,))), ((0, 2, 4, 5, 7, 10), ((1, 0), (4, 3, 2, 5), ())))
-"""Of two data-parallel ranks: their samples, and micro-batches as numbers into these."""
+"""Two data-parallel ranks: the samples of each, and its micro-batches as indices into them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Policy:
-    """(M,) float64 each: what the model that is being trained says of the response tokens."""
+    """(M,) float64 each: outputs of the trained model for the response tokens."""
 
     log_probs: Float64
     entropy: Float64

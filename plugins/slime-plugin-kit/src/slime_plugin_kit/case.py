@@ -13,7 +13,7 @@ from slime_core import groups
 from slime_core.config.bind_algo import bind_algo
 from slime_core.config.binder import Binder
 from slime_core.config.bound import BoundAlgo
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.contracts.algorithm import Recipe
 from slime_core.contracts.driver import DriverConfig
@@ -27,7 +27,7 @@ E = TypeVar("E", bound=Example)
 
 
 class Subject:
-    """One entry point. Whatever is wrong with it is kept as `problems`, for a test to tell."""
+    """One entry point. Its errors are kept in `problems`, which a test reports."""
 
     def __init__(self, entry: Entry, registry: Registry, folder: Path, asked: tuple[Entry, ...]) -> None:
         self.entry = entry
@@ -72,12 +72,12 @@ class Subject:
             elif options or len(known) == 1:
                 self.problems += found
         # Here are no engines of a run.
-        return [case for case in cases if not case.asks_engines] or cases
+        return [case for case in cases if not case.needs_reward_model] or cases
 
     def _examples(self, driver: Any) -> tuple[Example, ...]:
         try:
             examples = tuple(driver.examples(self.folder))
-        except Exception as error:  # noqa: BLE001 - an author's code: a test tells of it, the others go on
+        except Exception as error:  # noqa: BLE001 - an author's code: a test reports it, the others continue
             self.problems.append(f"its `examples` raise {type(error).__name__}: {error}")
             return ()
         wrong = [type(example).__name__ for example in examples if not isinstance(example, Example)]
@@ -114,11 +114,11 @@ class Case:
 
     @cached_property
     def algo(self) -> BoundAlgo:
-        """Of a recipe: it and its parts."""
+        """The recipe and its parts, bound. Only for recipes."""
         return self.bind_algo({})
 
     def bind_algo(self, overrides: Mapping[str, Any]) -> BoundAlgo:
-        """The recipe under what a run file might say."""
+        """The recipe, bound with keys that a run file might set."""
         table = PluginTable.model_validate({"name": self.entry.qualified, **self.options, **overrides})
         binder = Binder(self.subject.registry, self.subject.folder, [])
         algo = bind_algo(table, binder)
@@ -127,10 +127,10 @@ class Case:
         return algo
 
     @property
-    def asks_engines(self) -> bool:
+    def needs_reward_model(self) -> bool:
         """A reward that is built with the servers of a run's model."""
         driver = self.driver
-        return isinstance(driver, type) and issubclass(driver, RewardDriver) and driver.asks_engines(self.config)
+        return isinstance(driver, type) and issubclass(driver, RewardDriver) and driver.needs_reward_model(self.config)
 
     def problems(self) -> list[str]:
         """Why the options cannot be bound; empty if they can."""
@@ -141,10 +141,10 @@ class Case:
         return []
 
     @property
-    def part(self) -> Part:
-        """As a run would hold it."""
+    def part(self) -> BoundPlugin:
+        """The plugin with its config, as a run binds it."""
         entry = self.entry
-        return Part(
+        return BoundPlugin(
             group=entry.group,
             name=entry.qualified,
             where=entry.name,

@@ -1,4 +1,4 @@
-"""Equality up to rounding, with a message that says where it ends."""
+"""Equality up to rounding, with a message that names the first difference."""
 
 from __future__ import annotations
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from slime_core import groups
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.registry import Registry
 
 
 def converted_folder(source: Path, target: Path, name: str, **options: Any) -> Path:
     """`target`: what converter `name` makes of `source`, a folder with one file of weights; AssertionError if that reads back
     otherwise than it was written."""
-    converter = PartSpec(group=groups.CONVERTERS, name=name, options=options).resolve(Registry()).build()
+    converter = PluginSpec(group=groups.CONVERTERS, name=name, options=options).resolve(Registry()).build()
     (piece,) = converter.pieces(source)
     parts = target.with_name(f"{target.name}.parts")
     parts.mkdir()

@@ -28,7 +28,7 @@ class FastClock(asyncio.SelectorEventLoop):
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - of whoever waits for it, as a thread's would be
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited, as with a thread
             done.set_exception(error)
         return done
 

@@ -1,4 +1,4 @@
-"""FaultyEngine: a scripted engine with ills to choose from."""
+"""FaultyEngine: a scripted engine that can die or hang."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class FaultyEngine(EngineInLoop):
-    """`EngineHandle` of a scripted engine. It answers after `delay_s` until it dies (what it has in
-    hand and what it is asked fails) or hangs (that is never answered). `fails_in`: the method that it dies of."""
+    """`EngineHandle` of a scripted engine. It responds after `delay_s`, until it dies (running and later requests fail) or
+    hangs (they never return). `fails_in`: the method whose call makes it die."""
 
     def __init__(self, *, delay_s: float = 0.0, fails_in: str | None = None, poison: str | None = None) -> None:
         """`poison`: the id of a request that kills it."""
@@ -41,18 +41,18 @@ class FaultyEngine(EngineInLoop):
         self.asked.append([request.request_id for request in requests])
         if self._poison in self.asked[-1]:
             self.die()
-        answers = super().generate(requests)
-        await self._unless_ill(asyncio.sleep(self.delay_s))
-        while (completion := await self._unless_ill(following(answers))) is not None:
+        completions = super().generate(requests)
+        await self._unless_dead(asyncio.sleep(self.delay_s))
+        while (completion := await self._unless_dead(following(completions))) is not None:
             yield completion
 
     async def call(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
         if method == self._fails_in:
             self.die()
-        return await self._unless_ill(super().call(method, *args))
+        return await self._unless_dead(super().call(method, *args))
 
-    async def _unless_ill(self, work: Awaitable[T]) -> T:
+    async def _unless_dead(self, work: Awaitable[T]) -> T:
         task, dead = asyncio.ensure_future(work), asyncio.ensure_future(self._dead.wait())
         try:
             await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,5 +68,5 @@ class FaultyEngine(EngineInLoop):
                     await waited
 
 
-async def following(answers: AsyncIterator[Completion]) -> Completion | None:
-    return await anext(answers, None)
+async def following(completions: AsyncIterator[Completion]) -> Completion | None:
+    return await anext(completions, None)

@@ -22,7 +22,7 @@ def group_of(
     example: RewardExample | None = None,
     group_index: int = 3,
 ) -> SampleGroup:
-    """One prompt and these answers, a token for each character."""
+    """One prompt and these responses, a token for each character."""
     asked = example or RewardExample(prompt="2+2=", label="4", responses=responses)
     prompt = Prompt(
         group_index=group_index,
@@ -65,23 +65,23 @@ def frozen(thing: object) -> bytes:
 
 def odd_groups(metadata: Sequence[Mapping[str, Any]] = ({},)) -> dict[str, SampleGroup]:
     """What a run may hand to a filter, by what is odd about it; the prompts have these metadata in turn."""
-    answers = ("4", "it is 4", "", "5 because of this and that")
+    responses = ("4", "it is 4", "", "5 because of this and that")
     done, cut, failed = Status.COMPLETED, Status.TRUNCATED, Status.FAILED
     groups = {
-        "different rewards": group_of(answers, rewards=(1.0, 1.0, 0.0, 0.0)),
-        "equal rewards": group_of(answers, rewards=(1.0,) * 4),
-        "rewards of zero": group_of(answers, rewards=(0.0,) * 4),
-        "negative rewards": group_of(answers, rewards=(-1.0, -1.0, -1.0, -1.0)),
-        "no rewards": group_of(answers),
-        "failed samples": group_of(answers, rewards=(1.0, 0.0, None, None), statuses=(done, cut, failed, failed)),
-        "only failed samples": group_of(answers, rewards=(None,) * 4, statuses=(failed,) * 4),
-        "cut answers": group_of(answers, rewards=(0.5, 0.25, 0.0, 1.0), statuses=(cut,) * 4),
+        "different rewards": group_of(responses, rewards=(1.0, 1.0, 0.0, 0.0)),
+        "equal rewards": group_of(responses, rewards=(1.0,) * 4),
+        "rewards of zero": group_of(responses, rewards=(0.0,) * 4),
+        "negative rewards": group_of(responses, rewards=(-1.0, -1.0, -1.0, -1.0)),
+        "no rewards": group_of(responses),
+        "failed samples": group_of(responses, rewards=(1.0, 0.0, None, None), statuses=(done, cut, failed, failed)),
+        "only failed samples": group_of(responses, rewards=(None,) * 4, statuses=(failed,) * 4),
+        "cut responses": group_of(responses, rewards=(0.5, 0.25, 0.0, 1.0), statuses=(cut,) * 4),
         "one sample": group_of(("4",), rewards=(1.0,)),
         "empty responses": group_of(("", ""), rewards=(0.0, 1.0)),
     }
     return {
-        told: with_metadata(group, metadata[number % len(metadata)])
-        for number, (told, group) in enumerate(groups.items())
+        label: with_metadata(group, metadata[number % len(metadata)])
+        for number, (label, group) in enumerate(groups.items())
     }
 
 

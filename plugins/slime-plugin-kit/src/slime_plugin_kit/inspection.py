@@ -28,7 +28,7 @@ from slime_core.registry.hooks import Hooks
 from slime_core.registry.loading import old_kernel_problem
 from slime_core.registry.mark import NAME_PATTERN
 from slime_core.registry.registry import Registry, Status
-from slime_core.registry.validation import accept
+from slime_core.registry.validation import validate
 
 HEAVY_MODULES: Final = frozenset(
     {
@@ -57,7 +57,7 @@ at_start = set(sys.modules)
 importlib.import_module("slime_core.contracts.driver")
 found = []
 for modules in dists:
-    answer, told = os.pipe()
+    read_end, write_end = os.pipe()
     if os.fork() == 0:
         there, of_dist = at_start, {}
         for name in modules:
@@ -67,10 +67,10 @@ for modules in dists:
             except BaseException:
                 pass  # reported by the check in process
             there = set(sys.modules)
-        os.write(told, json.dumps(of_dist).encode())
+        os.write(write_end, json.dumps(of_dist).encode())
         os._exit(0)
-    os.close(told)
-    with open(answer) as lines:
+    os.close(write_end)
+    with open(read_end) as lines:
         # A plugin that ends the interpreter at import is reported by the check in process.
         found.append(json.loads(lines.read() or "{}"))
     os.wait()
@@ -122,7 +122,7 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
         if entry.group == groups.COMMANDS:
             yield from command_problems(entry, loaded)
             return
-        accepted = accept(entry, loaded, where=entry.qualified)
+        accepted = validate(entry, loaded, where=entry.qualified)
     except PluginError as error:
         yield str(error)
         return
@@ -162,7 +162,7 @@ def driver_problems(driver: type[Driver[Any]]) -> Iterable[str]:
 
 
 def recipe_problems(registry: Registry, recipe: Recipe) -> Iterable[str]:
-    """Parts that a recipe names and nobody offers, and texts that it leaves out."""
+    """Parts that a recipe names and no plugin registers, and texts that it lacks."""
     for name in ("summary", "paper"):
         if not getattr(recipe, name).strip():
             yield f"the recipe's {name} is empty"
@@ -196,7 +196,7 @@ def _round_trip_problems(config: type[DriverConfig]) -> Iterable[str]:
         return  # a rule over several options asks for one of them
     try:
         restored = config.model_validate_json(defaults.model_dump_json(warnings="error"))
-    # pydantic's validation and serialisation errors are ValueErrors.
+    # pydantic's validation and serialization errors are ValueErrors.
     except ValueError as error:
         yield f"the defaults of {config.__qualname__} do not survive JSON: {' '.join(str(error).split())}"
         return
@@ -205,7 +205,7 @@ def _round_trip_problems(config: type[DriverConfig]) -> Iterable[str]:
 
 
 def requirement_problems(dist: str) -> Iterable[str]:
-    """A distribution says which slime-rl it was written for, so that pip keeps the two in step."""
+    """Problems of the requirement on slime-rl, which a distribution must declare so that pip installs matching versions."""
     stated = [Requirement(text) for text in requires(dist) or ()]
     kernel = [requirement for requirement in stated if normalized(requirement.name) == KERNEL]
     if not kernel:
@@ -216,7 +216,7 @@ def requirement_problems(dist: str) -> Iterable[str]:
 
 
 def _heavy_imports(registry: Registry, entries: Sequence[Entry]) -> dict[Entry, Sequence[str]]:
-    """Heavy modules that importing an entry's module brings in, found in a fresh interpreter, which forks for each
+    """Heavy modules that an entry's module imports, found in a fresh interpreter, which forks for each
     distribution. Plugin files may import what they like."""
     by_dist: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -230,9 +230,9 @@ def _heavy_imports(registry: Registry, entries: Sequence[Entry]) -> dict[Entry, 
         timeout=IMPORT_TIMEOUT_S * max(1, len(dists)),
         check=True,
     )
-    answers = json.loads(done.stdout.splitlines()[-1])
+    responses = json.loads(done.stdout.splitlines()[-1])
     return {
-        entry: answer.get(entry.module, ())
-        for answer, members in zip(answers, by_dist.values(), strict=True)
+        entry: read_end.get(entry.module, ())
+        for read_end, members in zip(responses, by_dist.values(), strict=True)
         for entry in members
     }

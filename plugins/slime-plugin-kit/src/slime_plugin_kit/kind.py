@@ -15,10 +15,10 @@ def always(case: Case) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Property:
-    """`name` is that of its test without `test_`; `says` completes "PLUGIN breaks its contract: "."""
+    """`name` is that of its test without `test_`; `description` completes "PLUGIN breaks its contract: "."""
 
     name: str
-    says: str
+    description: str
     once: bool = False
     """One case for the entry point, not one for each set of options."""
     applies: Callable[[Case], bool] = always
@@ -47,5 +47,5 @@ def registered_in(group: str, *, as_a: type | None = None, but_not: type | None 
     return holds
 
 
-def prop(name: str, says: str, *, once: bool = False, applies: Callable[[Case], bool] = always) -> Property:
-    return Property(name=name, says=says, once=once, applies=applies)
+def prop(name: str, description: str, *, once: bool = False, applies: Callable[[Case], bool] = always) -> Property:
+    return Property(name=name, description=description, once=once, applies=applies)

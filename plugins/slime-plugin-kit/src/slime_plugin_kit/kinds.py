@@ -39,7 +39,7 @@ ENTRIES: Final = Kind(
         prop(
             "it_keeps_its_contract",
             "it resolves, its module imports nothing heavy, its options are documented, strict and frozen, and its "
-            "distribution says which slime-rl it needs",
+            "distribution declares which slime-rl it needs",
             once=True,
         ),
         prop(
@@ -48,7 +48,11 @@ ENTRIES: Final = Kind(
             once=True,
             applies=is_part,
         ),
-        prop("options_travel_to_workers", "a worker that gets its spec as JSON builds the same", applies=is_driver),
+        prop(
+            "options_travel_to_workers",
+            "a worker that gets its spec as JSON builds the same object with the same options",
+            applies=is_driver,
+        ),
         prop(
             "unknown_options_are_refused", "an option that it does not have is an error", once=True, applies=is_driver
         ),

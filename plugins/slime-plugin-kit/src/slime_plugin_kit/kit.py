@@ -20,7 +20,7 @@ from slime_plugin_kit.subjects import subjects_of
 
 SUITES: Final = Path(suites.__file__).parent
 MARK: Final = "slime contract"
-"""Of the property that travels with a report, also from a worker of pytest-xdist."""
+"""Name of the report property that has the case, also in reports of pytest-xdist workers."""
 SHOWN: Final = 20
 """Lost cases that are listed one by one."""
 
@@ -172,7 +172,7 @@ def asked_of(subjects: Sequence[Subject]) -> list[Asked]:
     for kind in KINDS:
         for subject in filter(kind.holds, subjects):
             for prop in kind.properties:
-                # A subject that cannot even be bound is still there to say so.
+                # A subject that cannot be bound stays, so that its error is reported.
                 tried = subject.cases or ((subject.itself,) if kind is ENTRIES and prop.once else ())
                 cases = [case for case in tried if prop.applies(case)]
                 if prop.once:
@@ -182,7 +182,7 @@ def asked_of(subjects: Sequence[Subject]) -> list[Asked]:
 
 
 def kind_of(collector: pytest.Collector | None) -> Kind | None:
-    """The kind whose suite a module is; None if it is someone's own."""
+    """The kind whose suite a module is; None if it is no suite of the kit."""
     path = getattr(collector, "path", None)
     if path is None or path.parent != SUITES:
         return None
@@ -191,4 +191,4 @@ def kind_of(collector: pytest.Collector | None) -> Kind | None:
 
 def headline(asked: Asked) -> str:
     entry = asked.case.entry
-    return f"{entry.name} ({entry.group}, {entry.provenance}) breaks its contract: {asked.prop.name}: {asked.prop.says}"
+    return f"{entry.name} ({entry.group}, {entry.provenance}) breaks its contract: {asked.prop.name}: {asked.prop.description}"

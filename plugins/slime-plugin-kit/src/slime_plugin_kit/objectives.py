@@ -129,7 +129,7 @@ def everything_of(micro: MicroBatch, leaves: Mapping[str, Tensor]) -> LossInputs
 def loss_of(
     objective: TokenObjective, batch: Batch, columns: TokenColumns, policy: Policy, name: str
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The step's loss as a function of one of the policy's columns, and where it stands."""
+    """The step's loss as a function of one of the policy's columns, and the current value of that column."""
     micro, _ = packed(batch, columns, np.arange(batch.num_samples))
     leaves = leaves_of(policy, objective, torch.float64)
 

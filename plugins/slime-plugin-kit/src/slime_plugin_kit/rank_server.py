@@ -25,32 +25,32 @@ class RankServer:
         self._command = command
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
 
-    def run(self, told: Mapping[str, Any]) -> None:
-        """What the script makes of this. AssertionError with what the ranks said if one fails."""
+    def run(self, step: Mapping[str, Any]) -> None:
+        """Runs one step in the script. AssertionError with the output of the ranks if one fails."""
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        # The process writes where this file stands.
-        self._said.seek(0)
-        self._said.truncate()
+        # The process shares the position of this file.
+        self._output.seek(0)
+        self._output.truncate()
         timer = threading.Timer(self._timeout_s, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         try:
-            process.stdin.write(json.dumps(told) + "\n")
+            process.stdin.write(json.dumps(step) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         finally:
             timer.cancel()
-        answer = json.loads(line) if line else f"their parent ended with {process.wait()}"
-        if answer != ranks_script.OK:
-            self._said.seek(0)
-            raise AssertionError(f"the ranks failed:\n{(self._said.read() + answer)[-4000:]}")
+        response = json.loads(line) if line else f"their parent ended with {process.wait()}"
+        if response != ranks_script.OK:
+            self._output.seek(0)
+            raise AssertionError(f"the ranks failed:\n{(self._output.read() + response)[-4000:]}")
 
     def close(self) -> None:
         self._end()
-        self._said.close()
+        self._output.close()
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -60,7 +60,7 @@ class RankServer:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said,
+                stderr=self._output,
                 text=True,
                 start_new_session=True,
             )

@@ -40,7 +40,7 @@ class Meeting:
             return torch.stack([calls[number] for calls in self._calls]).sum(0)
 
     def end(self, rank: int) -> None:
-        """Nobody waits for this rank any longer."""
+        """Marks this rank as ended: no other rank waits for it any longer."""
         with self._news:
             self._ended[rank] = True
             self._news.notify_all()
@@ -66,7 +66,7 @@ class MetSegments(LocalSegments):
 
 
 class _Sum(torch.autograd.Function):
-    """As an all-reduce whose gradient is an all-reduce: every rank's loss depends on every rank's tokens."""
+    """An all-reduce whose gradient is an all-reduce: every rank's loss depends on every rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, meeting: Meeting, rank: int) -> Tensor:

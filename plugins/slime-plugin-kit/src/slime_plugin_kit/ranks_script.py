@@ -1,7 +1,7 @@
-"""Run as a script: optimiser steps of backends on several ranks, over gloo.
+"""Run as a script: optimizer steps of backends on several ranks, over gloo.
 
-Each line on standard input is a JSON object, for one step; a line on standard output says that it has ended, with `ok` or
-what failed. The ranks are forked from this process: what it imports, and what a backend imports while it is built, takes
+Each line on standard input is a JSON object, for one step; a line on standard output reports its end, with `ok` or the
+error. The ranks are forked from this process: what it imports, and what a backend imports while it is built, takes
 longer than all the rest. Each leaves `rank_R.pt` in the folder `out`: its scores, the sums that it reports, and, from the
 first rank, the exported weights.
 """
@@ -19,17 +19,20 @@ from typing import Any, Final
 import torch
 import torch.multiprocessing as mp
 
-from slime_core.config.part import Part, PartSpec
+from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.registry import Registry
 from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 
 OK: Final = "ok"
 
 
-def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
-    out = Path(told["out"])
+def run_rank(rank: int, part: BoundPlugin, request: dict[str, Any]) -> None:
+    out = Path(request["out"])
     place = Place(
-        model=Path(told["model"]), rank=rank, world_size=told["world_size"], rendezvous=f"file://{out / 'rendezvous'}"
+        model=Path(request["model"]),
+        rank=rank,
+        world_size=request["world_size"],
+        rendezvous=f"file://{out / 'rendezvous'}",
     )
     training = TrainingBatch.make()
     with opened(part.build(), place) as rank_of:
@@ -49,27 +52,27 @@ def run_rank(rank: int, part: Part, told: dict[str, Any]) -> None:
         torch.save(state, out / f"rank_{rank}.pt")
 
 
-def step(told: dict[str, Any]) -> None:
-    registry = Registry([Path(path) for path in told["files"]])
-    part = PartSpec.from_json(told["part"]).resolve(registry)
+def step(request: dict[str, Any]) -> None:
+    registry = Registry([Path(path) for path in request["files"]])
+    part = PluginSpec.from_json(request["part"]).resolve(registry)
     # Built once here too, so that what it imports is imported before the ranks are forked.
     part.build()
     start: Any = mp.start_processes  # type: ignore[attr-defined]
-    start(run_rank, (part, told), nprocs=told["world_size"], start_method="fork")
+    start(run_rank, (part, request), nprocs=request["world_size"], start_method="fork")
 
 
 def serve(work: Callable[[dict[str, Any]], None]) -> None:
-    """Does it for each object on standard input, until that ends."""
+    """Calls `work` with each object on standard input, until that ends."""
     # Whatever backends print goes with their errors.
-    answers = os.fdopen(os.dup(1), "w")
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
             work(json.loads(line))
-            answer = OK
-        except Exception:  # noqa: BLE001 - an author's code: the test of this case tells of it, the others go on
-            answer = traceback.format_exc()
-        print(json.dumps(answer), file=answers, flush=True)
+            response = OK
+        except Exception:  # noqa: BLE001 - an author's code: the test of this case reports it, the others continue
+            response = traceback.format_exc()
+        print(json.dumps(response), file=responses, flush=True)
 
 
 if __name__ == "__main__":

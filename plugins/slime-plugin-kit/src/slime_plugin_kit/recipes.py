@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.config.bound import BoundAlgo
 from slime_core.contracts.aggregation import Aggregation
@@ -25,16 +25,16 @@ KL_COEF: Final = 0.1
 class Dressed:
     """A recipe under some settings of the kernel's own keys."""
 
-    told: str
+    setting: str
     algo: BoundAlgo
 
-    def rules(self, *, everything: bool = True, rollouts_per_step: int = NUM_ROLLOUTS) -> CreditRules:
+    def rules(self, *, everything: bool = True, rollouts_per_step: int = NUM_ROLLOUTS) -> AdvantageConfig:
         """`everything`: parts get every column, not only those that they declare."""
         algo, keys = self.algo, self.algo.keys
         estimators = [
             (part.build(), EVERY_NEED if everything else frozenset(part.driver.needs)) for part in algo.estimators
         ]
-        return CreditRules(
+        return AdvantageConfig(
             advantage=estimators[0][0] if estimators else None,
             advantage_needs=estimators[0][1] if estimators else frozenset(),
             advantage_terms=estimators[1:],
@@ -85,7 +85,7 @@ class Dressed:
     def credited(self, trial: Trial, *, role: str = "actor", everything: bool = True) -> Trial:
         """With the advantages, corrections and weights that the recipe gives the batch."""
         scores = replace(trial.columns, advantages=None, returns=None, correction=None, loss_weight=None)
-        columns = assign_credit(trial.batch, scores, self.rules(everything=everything)).columns
+        columns = compute_advantages_and_returns(trial.batch, scores, self.rules(everything=everything)).columns
         return replace(trial, columns=columns if role == "actor" else replace(columns, correction=None))
 
 
@@ -100,7 +100,7 @@ def dressed(case: Case) -> list[Dressed]:
         ways.append({"kl_coef": KL_COEF, "kl_loss_coef": 0.0})
     return [
         Dressed(
-            told=", ".join(f"{key} = {value}" for key, value in way.items()) or "as it is", algo=case.bind_algo(way)
+            setting=", ".join(f"{key} = {value}" for key, value in way.items()) or "as it is", algo=case.bind_algo(way)
         )
         for way in ways
     ]

@@ -10,19 +10,19 @@ from slime_core.contracts.filter import BufferFilterDriver
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.kind import Kind, prop, registered_in
 
-SAME_TWICE: Final = "a second time, and from a new instance, it is the same"
+SAME_TWICE: Final = "a second call, and a new instance, give the same result"
 
 FILTERS: Final = Kind(
     name="filters",
     holds=registered_in(groups.FILTERS, but_not=BufferFilterDriver),
     properties=(
         prop("decides_the_same_twice", SAME_TWICE),
-        prop("groups_are_left_alone", "it changes nothing in the group that it judges"),
+        prop("groups_are_left_alone", "it does not change the group"),
         prop(
             "odd_groups_are_judged",
             "unscored, failed and single samples, empty responses, equal and negative rewards get a decision",
         ),
-        prop("a_drop_has_a_reason", "what it drops is counted under a reason that can stand in a metric's name"),
+        prop("a_drop_has_a_reason", "what it drops is counted under a reason that is valid in a metric's name"),
     ),
 )
 
@@ -30,9 +30,12 @@ BUFFER_FILTERS: Final = Kind(
     name="buffer_filters",
     holds=registered_in(groups.FILTERS, as_a=BufferFilterDriver),
     properties=(
-        prop("chooses_positions_that_are_there", "it chooses different positions of the buffer, and not too many"),
+        prop(
+            "chooses_positions_that_are_there",
+            "it chooses distinct positions of the buffer, at most as many as requested",
+        ),
         prop("chooses_the_same_twice", SAME_TWICE),
-        prop("items_are_left_alone", "it changes nothing in the items that it chooses from"),
+        prop("items_are_left_alone", "it does not change the items"),
     ),
 )
 
@@ -40,13 +43,19 @@ REWARDS: Final = Kind(
     name="rewards",
     holds=registered_in(groups.REWARDS),
     properties=(
-        prop("examples_earn_what_they_should", "the answers of its examples earn what they say", once=True),
+        prop(
+            "examples_get_their_rewards",
+            "the responses of its examples get the rewards that they declare",
+            once=True,
+        ),
         prop("every_sample_gets_a_finite_number", "each sample gets one finite number, or the same named ones"),
-        prop("order_changes_nothing", "what an answer earns does not depend on where it stands in its group"),
+        prop("order_changes_nothing", "the reward of a response does not depend on its position in the group"),
         prop("scores_the_same_twice", SAME_TWICE),
-        prop("an_empty_response_is_scored", "an answer without text gets a number as well"),
-        prop("groups_are_left_alone", "it changes nothing in the group that it scores"),
-        prop("scores_the_same_in_a_worker_process", "built from its spec in another process it gives the same numbers"),
+        prop("an_empty_response_is_scored", "a response without text gets a reward too"),
+        prop("groups_are_left_alone", "it does not change the group"),
+        prop(
+            "scores_the_same_in_a_worker_process", "built from its spec in another process, it gives the same rewards"
+        ),
     ),
 )
 
@@ -58,15 +67,17 @@ GENERATORS: Final = Kind(
         prop("lengths_agree", "tokens, mask and log-probs have equal lengths and begin after the prompt"),
         prop(
             "trained_tokens_are_the_engines",
-            "what is trained is what an engine sampled, with its log-probs and version",
+            "trained tokens are those that an engine sampled, with its log-probs and version",
         ),
-        prop("the_budget_is_kept", "the model writes no more tokens than the sampling allows for the whole response"),
-        prop("an_abort_ends_it", "after an abort it ends soon, with a sample that says aborted"),
-        prop("engine_errors_surface", "an engine that dies is not taken for an answer"),
-        prop("episodes_keep_apart", "many episodes at once give what each gives alone"),
-        prop("a_retry_repeats_the_answer", "generated again, after a failure, an answer is the same"),
-        prop("a_partial_rollout_goes_on", "what was kept of an answer that was broken off stays as it is"),
-        prop("an_answer_without_room_is_a_sample", "where the context is full it returns a sample that trains nothing"),
+        prop("the_budget_is_kept", "the model generates at most max_new_tokens for the whole response"),
+        prop("an_abort_ends_it", "after an abort it ends soon, with a sample of status aborted"),
+        prop("engine_errors_surface", "the error of an engine is raised, not returned as a response"),
+        prop("episodes_keep_apart", "episodes that run at the same time give the same samples as alone"),
+        prop("a_retry_repeats_the_response", "a response that is generated again after a failure is the same"),
+        prop("a_partial_rollout_continues", "the kept tokens of a partial response stay as they are"),
+        prop(
+            "a_response_without_room_is_a_sample", "where the context is full it returns a sample that trains nothing"
+        ),
     ),
 )
 
@@ -83,18 +94,23 @@ COLLECTORS: Final = Kind(
     name="collectors",
     holds=registered_in(groups.COLLECTORS),
     properties=(
-        prop("a_step_has_the_groups_that_were_asked_for", "as many groups of as many samples, in submission order"),
+        prop(
+            "a_step_has_the_requested_groups",
+            "it returns the requested number of groups and samples, in submission order",
+        ),
         prop("collects_the_same_twice", SAME_TWICE),
-        prop("its_observer_hears_of_every_step", "each step's groups are told, once and as they are returned"),
+        prop(
+            "its_observer_gets_every_step", "the observer is called once with each step's groups, as they are returned"
+        ),
         prop(
             "no_prompt_is_lost_or_used_twice",
             "every prompt that was drawn is in a step, refused, or back in the buffer",
             applies=reads_prompts,
         ),
-        prop("refused_groups_are_replaced", "what the filters drop does not come through", applies=with_engine),
+        prop("refused_groups_are_replaced", "groups that the filters drop are not returned", applies=with_engine),
         prop(
-            "the_end_of_the_data_is_told",
-            "a source that has ended is an error, not an endless wait",
+            "the_end_of_the_data_is_an_error",
+            "the end of the data raises an error, and no call waits forever",
             applies=reads_prompts,
         ),
     ),
@@ -117,15 +133,17 @@ SOURCES: Final = Kind(
     name="sources",
     holds=registered_in(groups.SOURCES),
     properties=(
-        prop("prompts_are_rendered", "prompts have int32 tokens and say where they come from"),
-        prop("the_same_seed_gives_the_same_draws", "the order follows from data, options and seed alone"),
+        prop("prompts_are_rendered", "prompts have int32 tokens and an origin"),
+        prop("the_same_seed_gives_the_same_draws", "the order depends only on data, options and seed"),
         prop("another_seed_gives_another_order", "the seed decides the order", applies=is_seeded),
-        prop("draws_do_not_depend_on_how_many_are_taken", "taken one by one or together, draws are the same"),
-        prop("draws_are_numbered_for_ever", "group indices count up, over epochs too"),
+        prop("draws_do_not_depend_on_how_many_are_taken", "draws taken one by one and together are the same"),
+        prop("draws_are_numbered_for_ever", "group indices count up, also over epochs"),
         prop("an_epoch_has_every_row_once", "between two draws of a row, all others are drawn", applies=has_epochs),
-        prop("a_restored_source_goes_on", "restored from its state, as JSON, it goes on with the same draws"),
-        prop("the_fingerprint_follows_the_data", "it is the same for the same data, and another for others"),
-        prop("a_state_of_other_data_is_refused", "a position in other data is an error", applies=has_other_data),
+        prop("a_restored_source_continues", "restored from its state, as JSON, it continues with the same draws"),
+        prop("the_fingerprint_follows_the_data", "equal data have the same fingerprint, other data another"),
+        prop(
+            "a_state_of_other_data_is_refused", "restoring a position in other data is an error", applies=has_other_data
+        ),
     ),
 )
 
@@ -133,12 +151,17 @@ MEDIA: Final = Kind(
     name="media",
     holds=registered_in(groups.MEDIA),
     properties=(
-        prop("it_says_what_engines_must_offer", "its `needs` is a Capability"),
-        prop("an_image_has_its_places", "as many equal tokens stand at an image's places as it has features"),
-        prop("pixels_fit_the_tokens", "packed, these tokens stand for the features, each once, and no others do"),
-        prop("rows_without_media_are_text", "a row without any has the tokens that it has in a run of text"),
+        prop("it_declares_an_engine_capability", "its `needs` is a Capability"),
+        prop(
+            "an_image_has_its_places",
+            "an image has one token at its places for each of its features, all with the same id",
+        ),
+        prop(
+            "pixels_fit_the_tokens", "packed, each feature has exactly one of these tokens, and no other token has one"
+        ),
+        prop("rows_without_media_are_text", "a row without media has the same tokens as in a text run"),
         prop("renders_the_same_twice", SAME_TWICE),
-        prop("damaged_media_are_told", "what cannot be decoded is a DataError that begins with the row"),
+        prop("damaged_media_are_an_error", "media that cannot be decoded raise a DataError that begins with the row"),
     ),
 )
 
@@ -146,10 +169,10 @@ MIDDLEWARES: Final = Kind(
     name="middlewares",
     holds=registered_in(groups.MIDDLEWARES),
     properties=(
-        prop("requests_and_completions_pass_through", "what is asked and what is answered is not changed on the way"),
-        prop("errors_surface", "what the engine raises reaches the caller, and the next request is served"),
-        prop("requests_keep_apart", "many requests at once get their own answers"),
-        prop("a_cancelled_request_ends", "whose caller goes away ends, and the next one is served"),
+        prop("requests_and_completions_pass_through", "requests and completions are not changed on the way"),
+        prop("errors_surface", "the error of an engine reaches the caller, and the next request is served"),
+        prop("requests_keep_apart", "requests at the same time get their own responses"),
+        prop("a_cancelled_request_ends", "a request whose caller goes away ends, and the next one is served"),
         prop("counters_are_numbers", "its metrics can be written as JSON"),
     ),
 )
@@ -159,13 +182,14 @@ TRACKERS: Final = Kind(
     holds=registered_in(groups.TRACKERS),
     properties=(
         prop("it_logs_and_closes", "a run is logged on every axis, and afterwards no file or thread is left"),
-        prop("a_run_without_a_word_is_closed_too", "a run that ends before its first step is finished as well"),
-        prop("metrics_are_left_alone", "it changes nothing in the metrics that others get too"),
+        prop("a_run_without_steps_is_closed_too", "a run that ends before its first step is closed as well"),
+        prop("metrics_are_left_alone", "it does not change the metrics, which other trackers get too"),
         prop(
-            "numbers_that_are_not_finite_are_taken", "NaN and infinity, and a step without metrics, do not stop a run"
+            "numbers_that_are_not_finite_are_accepted",
+            "NaN and infinity, and a step without metrics, do not stop a run",
         ),
-        prop("a_resumed_run_goes_on", "a second and third attempt start where the checkpoint was"),
-        prop("other_files_are_left_alone", "what is not its own in the run's folder stays as it is"),
+        prop("a_resumed_run_continues", "a second and third attempt start where the checkpoint was"),
+        prop("other_files_are_left_alone", "other files in the run's folder are unchanged"),
     ),
 )
 
@@ -173,11 +197,11 @@ TRANSPORTS: Final = Kind(
     name="transports",
     holds=registered_in(groups.TRANSPORTS),
     properties=(
-        prop("what_arrives_is_what_was_exported", "every engine holds the exporter's bytes, under its version"),
+        prop("what_arrives_is_what_was_exported", "every engine holds the exported bytes, with their version"),
         prop("its_report_is_true", "it reports the version and the buckets that it has sent"),
-        prop("pushing_again_changes_nothing", "a version can be pushed twice, and another one after it"),
-        prop("a_refused_bucket_surfaces", "an engine that refuses a bucket ends the push with an EngineError"),
-        prop("an_engine_that_stays_behind_is_an_error", "an engine without the version is not passed over"),
-        prop("no_weights_are_an_error", "an export without a bucket is not taken for a publish"),
+        prop("sending_again_changes_nothing", "a version can be sent twice, and another one after it"),
+        prop("a_refused_bucket_surfaces", "an engine that refuses a bucket ends the weight update with an EngineError"),
+        prop("an_engine_that_stays_behind_is_an_error", "an engine that lacks the version afterwards is an error"),
+        prop("no_weights_are_an_error", "an export without a bucket is an error, not a weight update"),
     ),
 )

@@ -74,7 +74,7 @@ class Plan:
     dist: str
     text: str
     entries: Mapping[str, Mapping[str, str]]
-    """Group to name to what stands behind it in the package's plugin module; empty: the module itself."""
+    """Group to name to what is behind it in the package's plugin module; empty: the module itself."""
     description: str
 
     @property
@@ -94,7 +94,7 @@ def plan_new(kind: str, name: str, dist: str | None) -> Plan:
     check_name(name)
     identifier = name.replace("-", "_")
     if not identifier.isidentifier():
-        raise ConfigError(f"{name}: a name that begins with a letter is wanted, since a function gets it too.")
+        raise ConfigError(f"{name}: not the name of a function. Pass one that begins with a letter.")
     words = re.split(r"[-_]", name)
     values = {
         "name": name,
@@ -142,7 +142,7 @@ def check_name(name: str) -> None:
 def write(plan: Plan, folder: Path) -> list[Path]:
     """The files; PluginError if the folder is there already."""
     if folder.exists():
-        raise PluginError(f"{folder} is there already. Say --into with another folder, or remove it.")
+        raise PluginError(f"{folder} is there already. Pass --into with another folder, or remove it.")
     rows = [(group, name) for group, named in sorted(plan.entries.items()) for name in sorted(named)]
     table = "\n".join(["| group | name |", "|---|---|", *(f"| `{group}` | `{name}` |" for group, name in rows)])
     values = {

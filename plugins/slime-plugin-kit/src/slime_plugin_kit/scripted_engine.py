@@ -1,4 +1,4 @@
-"""ScriptedEngine: a rollout engine without a model, whose every answer follows from the request."""
+"""ScriptedEngine: a rollout engine without a model; each response is a function of the request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
@@ -18,15 +18,15 @@ from slime_core.types.sample import VersionSpan
 from slime_core.types.weights import Bucket
 
 FIRST_TOKEN: Final = 2
-"""What comes before stands for padding and the end."""
+"""Lower ids are padding and the end of the text."""
 VERSION: Final = 7
 
 
 class ScriptedEngine(RolloutEngine):
-    """The token at position p is a function of the request's seed and p alone, so an answer that was broken off goes on
-    as if it had not been. One token in twelve ends an answer.
+    """The token at position p is a function of the request's seed and p alone, so an aborted response continues
+    as if it had not been aborted. One token in twelve ends a response.
 
-    `held`: nothing is answered until `release` or an abort. `failure` is raised instead of an answer. `refuses`: the
+    `held`: no response is returned until `release` or an abort. `failure` is raised instead of a response. `refuses`: the
     number of the bucket that is refused; `stays_at`: the version that it keeps, whatever it loads.
     """
 
@@ -40,7 +40,7 @@ class ScriptedEngine(RolloutEngine):
         stays_at: int | None = None,
     ) -> None:
         self.completions: list[Completion] = []
-        """Every answer so far."""
+        """Every response so far."""
         self.buckets: list[Bucket] = []
         """What was loaded."""
         self.begun = asyncio.Event()
@@ -65,9 +65,9 @@ class ScriptedEngine(RolloutEngine):
         return EngineInfo(capabilities=frozenset({Capability.DETERMINISTIC, Capability.VERSION_SPANS}))
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        return list(await asyncio.gather(*(self._answer(request) for request in requests)))
+        return list(await asyncio.gather(*(self._complete(request) for request in requests)))
 
-    async def _answer(self, request: GenerateRequest) -> Completion:
+    async def _complete(self, request: GenerateRequest) -> Completion:
         if self._failure is not None:
             raise self._failure
         self.begun.set()
@@ -75,7 +75,7 @@ class ScriptedEngine(RolloutEngine):
         waits = [asyncio.create_task(event.wait()) for event in (self._released, aborted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            # Answers take turns, as in an engine that decodes them together.
+            # Responses take turns, as in an engine that decodes them together.
             for _ in range(request.seed % 5):
                 await asyncio.sleep(0)
         finally:
@@ -96,7 +96,7 @@ class ScriptedEngine(RolloutEngine):
         return completion
 
     def script(self, request: GenerateRequest) -> tuple[npt.NDArray[np.int32], FinishReason]:
-        """What the request is answered with if nobody aborts it."""
+        """The tokens of the response, and why it ends, if the request is not aborted."""
         tokens: list[int] = []
         start = len(request.token_ids)
         for position in range(start, start + request.sampling.max_new_tokens):
@@ -121,7 +121,7 @@ class ScriptedEngine(RolloutEngine):
         self.receive(bucket)
 
     def receive(self, bucket: Bucket) -> None:
-        """What `load_bucket` does, for whoever has no event loop."""
+        """What `load_bucket` does, for callers without an event loop."""
         if bucket.index == self._refuses or xxhash.xxh3_64_hexdigest(bucket.data.tobytes()) != bucket.checksum:
             raise EngineError(f"scripted engine: bucket {bucket.index} of version {bucket.version} is refused")
         self.buckets.append(bucket)
@@ -136,7 +136,7 @@ class ScriptedEngine(RolloutEngine):
     async def endpoints(self) -> Sequence[EngineEndpoint]:
         return self.served_at
 
-    async def weights_sent(self, version: int) -> None:
+    async def commit_weights(self, version: int) -> None:
         if self._version != version:
             raise EngineError(f"scripted engine: version {version} was sent, it holds {self._version}")
 
@@ -146,9 +146,9 @@ class ScriptedEngine(RolloutEngine):
     async def checksum(self) -> str:
         return checksum_of(self._tensors)
 
-    async def sleep(self, tags: Sequence[Memory] | None = None) -> None: ...
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None: ...
 
-    async def wake(self, tags: Sequence[Memory] | None = None) -> None: ...
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None: ...
 
     async def health(self) -> None: ...
 
@@ -156,7 +156,7 @@ class ScriptedEngine(RolloutEngine):
 
 
 def checksum_of(tensors: dict[str, bytes]) -> str:
-    """As an exporter would count it."""
+    """The checksum that an exporter computes for these weights."""
     digest = xxhash.xxh3_64()
     for name in sorted(tensors):
         digest.update(tensors[name])

@@ -68,7 +68,7 @@ def episode_of(
     budget: int = BUDGET,
     max_context_len: int | None = None,
 ) -> EngineEpisode:
-    """The kernel's own, for the first answer to a prompt."""
+    """The kernel's own, for the first response to a prompt."""
     return EngineEpisode(
         prompt=prompt_of(number),
         index=4 * number,
@@ -88,7 +88,7 @@ def episode_of(
 
 
 async def score_by_length(group: SampleGroup) -> SampleGroup:
-    """A reward that every answer has."""
+    """A reward that every response has."""
     scored = (replace(sample, reward=sample.response_length / 8) for sample in group.samples)
     return replace(group, samples=tuple(scored))
 

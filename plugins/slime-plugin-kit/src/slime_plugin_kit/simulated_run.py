@@ -33,9 +33,9 @@ from slime_core.rollout.plugin import AcceptedDriver
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
-from slime_core.types.report import PublishReport, TrainReport
+from slime_core.types.report import TrainReport, WeightUpdateReport
 from slime_core.types.sample import SampleGroup
-from slime_core.workers.colocation import Residency
+from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.scripted_engine import EngineInLoop
 from slime_plugin_kit.timed_engine import TimedEngine
@@ -54,7 +54,7 @@ class Simulation:
     rollout: Mapping[str, Any]
     """The rollout table."""
     train_s: float
-    publish_s: float = 0.0
+    update_weights_s: float = 0.0
     save_interval: int | None = None
     async_save: bool = False
     ranks: IdleRanks = field(default_factory=lambda: IdleRanks())
@@ -73,14 +73,14 @@ class Simulation:
     """(version, groups) of each step, as the trainer got them."""
     trained_at: list[float] = field(default_factory=list)
     """When each step's training began."""
-    published: list[int] = field(default_factory=list)
+    updated_versions: list[int] = field(default_factory=list)
 
     def session(self) -> Session:
-        """A new one; it goes on from the newest checkpoint in the folder, as `slime run` does."""
+        """A new one; it resumes from the newest checkpoint in the folder, as `slime run` does."""
         config = self._config()
         rollout = config.rollout
         driver = PoolDriver if rollout.in_flight or rollout.partial_rollout else AcceptedDriver
-        staleness = rollout.ahead + config.sync.update_weights_interval - 1
+        staleness = rollout.max_async_level + config.sync.update_weights_interval - 1
         run = SimpleNamespace(
             config=config,
             evals=(SimpleNamespace(name=EVAL_SET),) if self.eval_prompts else (),
@@ -106,7 +106,7 @@ class Simulation:
             served_engines=(),
             middlewares={},
             roles=cast("Any", {"actor": self.ranks}),
-            residency=Residency(Devices(), client, shared=False, offload_rollout=False),
+            colocation=ColocationManager(Devices(), client, shared=False, offload_rollout=False),
             learner=cast("Any", self),
             transport=cast("Any", self),
             evaluator=Evaluator(self._eval_tasks(client, config)),
@@ -180,11 +180,11 @@ class Simulation:
             version=version + 1, steps=(), rollout={}, perf={"perf/train_tokens": 0.0, "perf/train_time": 1.0}
         )
 
-    async def push(self, trainers: Any, engines: Any, version: int) -> PublishReport:
-        await asyncio.sleep(self.publish_s)
-        await engines.each("weights_sent", version)
-        self.published.append(version)
-        return PublishReport(version=version, seconds=self.publish_s, bytes_sent=0, buckets=0)
+    async def push(self, trainers: Any, engines: Any, version: int) -> WeightUpdateReport:
+        await asyncio.sleep(self.update_weights_s)
+        await engines.call_all("commit_weights", version)
+        self.updated_versions.append(version)
+        return WeightUpdateReport(version=version, seconds=self.update_weights_s, bytes_sent=0, buckets=0)
 
 
 class IdleRanks:
@@ -205,7 +205,7 @@ class IdleRanks:
 
 
 class NoText:
-    """A tokenizer that says nothing."""
+    """A tokenizer that decodes to empty text."""
 
     is_fast = False
 

@@ -16,7 +16,7 @@ from slime_plugin_kit.case import Subject
 def subjects_of(asked: Sequence[str], here: Path, folder: Path) -> list[Subject]:
     """Every entry point of these distributions and files (paths relative to `here`), each once.
 
-    `folder` takes the files of examples. PluginError says what there is if a name leads to nothing.
+    `folder` takes the files of examples. PluginError, with the installed distributions, if a name is unknown.
     """
     files = [here / name for name in asked if is_file(name)]
     registry = Registry(files)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.sample import VersionSpan
@@ -27,7 +27,7 @@ class Row:
     request: GenerateRequest
     ended: asyncio.Queue[Completion]
     length: int
-    """Tokens that it will write if nobody aborts it."""
+    """Tokens of the response if it is not aborted."""
     reason: FinishReason
     begun: float = 0.0
     """The engine's count of tokens per slot when it got its slot."""
@@ -41,10 +41,10 @@ class Row:
 
 
 class TimedEngine(RolloutEngine):
-    """`slots` requests are decoded at once, each at `rate(running)` tokens per second; the others wait in order. Which
-    token stands where follows from the seed and the position, so a request that goes on is told from one that begins.
+    """`slots` requests are decoded at once, each at `rate(running)` tokens per second; the others wait in order. A
+    token follows from the seed and its position, so a request that continues differs from one that begins.
 
-    `length(request)`: tokens of the whole answer; of a request that goes on with an answer, those that are left.
+    `length(request)`: tokens of the whole response; of a request that continues one, the remaining tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TimedEngine(RolloutEngine):
         rows = [self._row(request, ended) for request in requests]
         self._pass_time()
         self._waiting.extend(rows)
-        self._go_on()
+        self._advance()
         try:
             for _ in requests:
                 yield await ended.get()
@@ -87,9 +87,9 @@ class TimedEngine(RolloutEngine):
             self._end([row for row in rows if not row.gone], FinishReason.ABORT)
 
     def _row(self, request: GenerateRequest, ended: asyncio.Queue[Completion]) -> Row:
-        wanted, budget = self._length(request), request.sampling.max_new_tokens
-        reason = FinishReason.STOP if wanted <= budget else FinishReason.LENGTH
-        return Row(request, ended, min(wanted, budget), reason)
+        length, budget = self._length(request), request.sampling.max_new_tokens
+        reason = FinishReason.STOP if length <= budget else FinishReason.LENGTH
+        return Row(request, ended, min(length, budget), reason)
 
     # ---------------------------------------------------------------- time
 
@@ -99,8 +99,8 @@ class TimedEngine(RolloutEngine):
             self._count += (now - self._at) * self._rate(len(self._running))
         self._at = now
 
-    def _go_on(self) -> None:
-        """Fills the slots, answers what has ended, and sets the alarm for the next end. Time has been passed."""
+    def _advance(self) -> None:
+        """Fills the slots, returns ended responses, and sets the alarm for the next end. Call `_pass_time` first."""
         done = []
         while self._ends and (self._ends[0][2].gone or self._ends[0][0] <= self._count + ROUNDING):
             _, _, row = heapq.heappop(self._ends)
@@ -125,7 +125,7 @@ class TimedEngine(RolloutEngine):
     def _ring(self) -> None:
         self._alarm = None
         self._pass_time()
-        self._go_on()
+        self._advance()
 
     def _end(self, rows: Iterable[Row], reason: FinishReason) -> None:
         for row in rows:
@@ -158,25 +158,25 @@ class TimedEngine(RolloutEngine):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._pass_time()
         rows = [*self._running.values(), *self._waiting]
-        wanted = None if request_ids is None else set(request_ids)
-        self._end([row for row in rows if wanted is None or row.request.request_id in wanted], FinishReason.ABORT)
-        self._go_on()
+        chosen = None if request_ids is None else set(request_ids)
+        self._end([row for row in rows if chosen is None or row.request.request_id in chosen], FinishReason.ABORT)
+        self._advance()
 
     async def pause(self) -> None:
         self._pass_time()
         self._paused = True
-        self._go_on()
+        self._advance()
 
     async def resume(self) -> None:
         self._pass_time()
         self._paused = False
-        self._go_on()
+        self._advance()
 
     async def load_bucket(self, bucket: Bucket) -> None:
         if bucket.last:
-            await self.weights_sent(bucket.version)
+            await self.commit_weights(bucket.version)
 
-    async def weights_sent(self, version: int) -> None:
+    async def commit_weights(self, version: int) -> None:
         self._pass_time()
         self._version = version
         for row in self._running.values():
@@ -188,9 +188,9 @@ class TimedEngine(RolloutEngine):
     async def checksum(self) -> str:
         return str(self._version)
 
-    async def sleep(self, tags: Sequence[Memory] | None = None) -> None: ...
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None: ...
 
-    async def wake(self, tags: Sequence[Memory] | None = None) -> None: ...
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None: ...
 
     async def health(self) -> None: ...
 

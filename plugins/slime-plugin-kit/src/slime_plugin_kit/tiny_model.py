@@ -95,7 +95,7 @@ def checksum_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def buckets_of(weights: Mapping[str, Tensor], version: int, count: int) -> list[Bucket]:
-    """As a trainer exports them."""
+    """The weights in `count` buckets, as a trainer exports them."""
     names = sorted(weights)
     parts = [names[start::count] for start in range(count)]
     buckets = []
@@ -117,7 +117,7 @@ def buckets_of(weights: Mapping[str, Tensor], version: int, count: int) -> list[
 
 
 def unpacked(buckets: Sequence[Bucket | None]) -> dict[str, Tensor]:
-    """The tensors of an export; AssertionError where a bucket is not what it says."""
+    """The tensors of an export; AssertionError where a bucket differs from its description."""
     weights: dict[str, Tensor] = {}
     given = [bucket for bucket in buckets if bucket is not None]
     for index, bucket in enumerate(given):
@@ -140,7 +140,7 @@ def unpacked(buckets: Sequence[Bucket | None]) -> dict[str, Tensor]:
 
 
 def prompts(count: int, seed: int = 0) -> list[npt.NDArray[np.int32]]:
-    """Of 1 to 9 tokens."""
+    """Random prompts of 1 to 9 tokens."""
     rng = np.random.default_rng(seed)
     top = FIRST_TOKEN + len(ALPHABET)
     return [rng.integers(FIRST_TOKEN, top, rng.integers(1, 10)).astype(np.int32) for _ in range(count)]

@@ -24,7 +24,7 @@ CONTEXT: Final = 600
 LONG: Final = 256
 """Tokens that take an engine a while."""
 TEXT: Final = {FIRST_TOKEN + place: character for place, character in enumerate(ALPHABET)}
-"""Of each token; the end of a sequence has none."""
+"""Token id to text; the end of a sequence has none."""
 
 Scene = Callable[[RolloutEngine], Awaitable[None]]
 

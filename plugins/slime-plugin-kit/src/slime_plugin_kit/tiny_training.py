@@ -65,7 +65,7 @@ class SequenceLikelihood(PolicyLoss):
 
 
 class SquaredError(PolicyLoss):
-    """Of a critic."""
+    """The loss of a critic."""
 
     def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput:
         assert inputs.values is not None
@@ -139,7 +139,7 @@ class TrainingBatch:
         return torch.cat(log_probs), torch.cat(entropies)
 
     def gradients_by_transformers(self, model: Any) -> dict[str, Tensor]:
-        """Of the step's loss, written out again, by Hugging Face names."""
+        """Gradients of the step's loss, which is computed here a second way, by Hugging Face names."""
         log_probs, entropy = self.by_transformers(model)
         mask = torch.from_numpy(self.batch.mask.astype(np.bool_))
         weight, advantages = (
@@ -172,7 +172,7 @@ class Place:
     world_size: int = 1
     rendezvous: str = ""
 
-    def setup(self, **told: Any) -> TrainerSetup:
+    def setup(self, **options: Any) -> TrainerSetup:
         given: dict[str, Any] = {
             "role": "actor",
             "rank": self.rank,
@@ -185,7 +185,7 @@ class Place:
             "total_steps": TOTAL_STEPS,
             "seed": 5,
         }
-        return TrainerSetup(**(given | told))
+        return TrainerSetup(**(given | options))
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Opened:
 
     def buckets(self, version: int = 0, bucket_bytes: int = 4096) -> Iterator[Bucket | None]:
         """Its export as engines get it."""
-        return buckets_of(self.backend.export_tensors(), version=version, bucket_bytes=bucket_bytes)
+        return buckets_of(self.backend.export_weights(), version=version, bucket_bytes=bucket_bytes)
 
     def weights(self, version: int = 0, bucket_bytes: int = 4096) -> dict[str, Tensor]:
         """What it exports; empty on every rank but the first."""
@@ -208,7 +208,7 @@ class Opened:
         """(M,) columns by name, NaN where another rank holds the token."""
         columns: dict[str, Float64] = {}
         batch = training.batch
-        for samples, scores in zip(split, self.backend.score(training.micros(split), **asked), strict=True):
+        for samples, scores in zip(split, self.backend.forward_only(training.micros(split), **asked), strict=True):
             rows = batch.response_rows(np.array(samples, np.int64))
             held = rows if scores.rows is None else rows[scores.rows]
             for name, values in scores.present().items():
@@ -219,9 +219,9 @@ class Opened:
 
 
 @contextmanager
-def opened(backend: TrainBackend, place: Place, **told: Any) -> Iterator[Opened]:
+def opened(backend: TrainBackend, place: Place, **options: Any) -> Iterator[Opened]:
     """A backend after its setup, closed at the end."""
-    layout = backend.setup(place.setup(**told))
+    layout = backend.setup(place.setup(**options))
     try:
         yield Opened(backend, layout)
     finally:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_core.algorithm.build_batch import assemble
+from slime_core.algorithm.build_batch import build_batch
 from slime_core.types.batch import Batch
 from slime_core.types.image import Image
 from slime_core.types.prompt import Prompt
@@ -28,7 +28,7 @@ from slime_plugin_kit.tiny_model import ALPHABET
 
 MAX_LENGTH: Final = 256
 IMAGE_TOKEN: Final = 4
-"""Of the tiny model."""
+"""Id of the image token of the tiny model."""
 
 
 def make_tiny_vision_model(folder: Path) -> Path:
@@ -69,7 +69,7 @@ def image_prompt(processor: ImageProcessor, group_index: int, *parts: int | Imag
 
 
 def video_prompt(folder: Path, processor: ImageProcessor, group_index: int, *parts: int | Sequence[Image]) -> Prompt:
-    """Token ids and videos in a row; a video is a list of pictures. Between each two frames stands a token of text."""
+    """Token ids and videos in a row; a video is a list of pictures. A token of text is between each two frames."""
     reader = VideoReader(folder, processor)
     tokens: list[int] = []
     videos = []
@@ -87,14 +87,14 @@ def video_prompt(folder: Path, processor: ImageProcessor, group_index: int, *par
 
 
 def image_samples(processor: ImageProcessor) -> list[Sample]:
-    """Answers to four prompts: equal tokens under two images, two images in one prompt, and none; an empty answer, one
+    """Responses to four prompts: equal tokens under two images, two images in one prompt, and none; an empty response, one
     without a trained token, and image tokens that the model wrote."""
     first, second, third, fourth = noise(8, 8, 0), noise(20, 9, 1), noise(11, 23, 2), noise(8, 8, 3)
     one = image_prompt(processor, 0, 9, 10, first, 11)
     other = image_prompt(processor, 1, 9, 10, fourth, 11)
     two = image_prompt(processor, 2, second, 12, third, 13, 14)
     text = image_prompt(processor, 3, 15, 16, 17)
-    answers = [
+    responses = [
         (one, [12, 13, 14]),
         (one, [12, 15, IMAGE_TOKEN, 16, 17]),
         (one, []),
@@ -104,7 +104,9 @@ def image_samples(processor: ImageProcessor) -> list[Sample]:
         (two, [21, 23]),
         (text, [9, IMAGE_TOKEN, 10]),
     ]
-    return [image_sample(prompt, index, answer, trained=index != 5) for index, (prompt, answer) in enumerate(answers)]
+    return [
+        image_sample(prompt, index, response, trained=index != 5) for index, (prompt, response) in enumerate(responses)
+    ]
 
 
 def image_sample(prompt: Prompt, index: int, response: Sequence[int], *, trained: bool = True) -> Sample:
@@ -125,7 +127,7 @@ def image_batch(samples: Sequence[Sample]) -> Batch:
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)
-    return assemble([SampleGroup(prompt=group[0].prompt, samples=tuple(group)) for group in groups.values()])
+    return build_batch([SampleGroup(prompt=group[0].prompt, samples=tuple(group)) for group in groups.values()])
 
 
 def load_plain_vision(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
@@ -157,7 +159,7 @@ def image_log_probs_of(model: Any, pixels: Sequence[Pixels], prompt: Sequence[in
 def video_log_probs_of(
     model: Any, pixel_values: Any, grid_thw: Any, prompt: Sequence[int], response: Sequence[int]
 ) -> Tensor:
-    """(R,) as `image_log_probs_of`, of a prompt whose videos are these, by a model with a stand-in for their token."""
+    """(R,) log-probs as `image_log_probs_of`, for a prompt with videos; the model sees another token id at their places."""
     video, last = int(model.config.video_token_id), len(model.get_input_embeddings().weight) - 1
     tokens = torch.tensor([[*map(int, prompt), *(last if token == video else int(token) for token in response)]])
     model.model.rope_deltas = None

@@ -52,7 +52,7 @@ class Trial:
         return self.batch.mask.astype(np.bool_)
 
     def taken(self, samples: Sequence[int]) -> Trial:
-        """Of these samples, in this order."""
+        """The trial with only these samples, in this order."""
         chosen = np.array(samples, np.int64)
         rows = self.batch.response_rows(chosen)
         return Trial(batch=self.batch.take(chosen), columns=self.columns.take(rows), policy=self.policy.take(rows))
@@ -73,7 +73,7 @@ class Trial:
         return replace(self, batch=fully_masked(self.batch), columns=replace(self.columns, loss_weight=weight))
 
     def without_masked(self) -> Trial:
-        """As if masked tokens had never been written."""
+        """The trial without masked tokens."""
         batch, kept = self.batch, self.mask
         of_response = np.repeat(np.arange(batch.num_samples), batch.response_length)
         tokens = []

@@ -68,7 +68,7 @@ class ByNeighbour(Faulty):
 
 
 class AlwaysLearns(Faulty):
-    """Rewards an answer that was no better than the others, unless there are only two."""
+    """Rewards a response that was no better than the others, unless there are only two."""
 
     @staticmethod
     def credit(inputs):
@@ -118,7 +118,7 @@ class DeclaresValues(Faulty):
 
 
 class HidesItsBaseline(Faulty):
-    """Does not say that it compares."""
+    """Compares without declaring it."""
 
     @classmethod
     def compares_group(cls, config):
@@ -134,7 +134,7 @@ class TwiceTheCredit(Faulty):
 
 
 class RaisesAlone(Faulty):
-    """Cannot stand a batch without comparisons."""
+    """Fails on a batch without comparisons."""
 
     @classmethod
     def tokens(cls, inputs):
@@ -199,7 +199,7 @@ class FillsIn(Shaper):
 
 
 class WrongPrice(Shaper):
-    """Another price than its example says."""
+    """Another price than in its example."""
 
     @staticmethod
     def shape(rewards, batch):

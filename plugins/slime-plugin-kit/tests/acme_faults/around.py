@@ -17,7 +17,7 @@ from slime_core.contracts.tracker import Tracker, TrackerDriver
 from slime_core.contracts.transport import TransportDriver, WeightTransport
 from slime_core.errors import CheckpointError, EngineError
 from slime_core.types.completion import Completion, FinishReason
-from slime_core.types.report import PublishReport
+from slime_core.types.report import WeightUpdateReport
 
 
 class CountingConfig(DriverConfig):
@@ -122,23 +122,23 @@ class Passes(FaultyMiddleware):
     """Nothing is wrong with it."""
 
     @staticmethod
-    async def answer(request, call_next):
+    async def run(request, call_next):
         return await call_next(request)
 
 
 class Reseeds(FaultyMiddleware):
-    """Knows a better seed."""
+    """Changes the seed."""
 
     @staticmethod
-    async def answer(request, call_next):
+    async def run(request, call_next):
         return await call_next(replace(request, seed=request.seed + 1))
 
 
 class Calms(FaultyMiddleware):
-    """Answers for an engine that died."""
+    """Returns a response where the engine died."""
 
     @staticmethod
-    async def answer(request, call_next):
+    async def run(request, call_next):
         try:
             return await call_next(request)
         except EngineError:
@@ -146,12 +146,12 @@ class Calms(FaultyMiddleware):
 
 
 class Swaps(FaultyMiddleware):
-    """Answers with what came back last."""
+    """Returns the response that came last."""
 
     latest = None
 
     @classmethod
-    async def answer(cls, request, call_next):
+    async def run(cls, request, call_next):
         import asyncio
 
         cls.latest = await call_next(request)
@@ -163,7 +163,7 @@ class Clings(FaultyMiddleware):
     """Does not let go of a request whose caller is gone."""
 
     @staticmethod
-    async def answer(request, call_next):
+    async def run(request, call_next):
         import asyncio
 
         try:
@@ -229,7 +229,7 @@ def log_finite(self, axis, step, metrics, *, rollout_id):
 
 def start_once(self, run):
     if run.resumed_at == 5:
-        raise FileExistsError("somebody was here")
+        raise FileExistsError("the folder exists")
     Notes.start(self, run)
 
 
@@ -253,7 +253,7 @@ def finish_late(self):
 KEPT = []
 LEAVES_OPEN = notes(finish=finish_late)
 CLEARS_METRICS = notes(log=log_and_clear)
-WANTS_FINITE = notes(log=log_finite)
+REQUIRES_FINITE = notes(log=log_finite)
 STARTS_ONCE = notes(start=start_once)
 TIDIES_UP = notes(start=start_clean)
 AVERAGES_NOTHING = notes(finish=finish_something)
@@ -262,13 +262,13 @@ AVERAGES_NOTHING = notes(finish=finish_something)
 async def carry(trainers, engines, version, *, edit=None, verify=True, more=0, empty=False):
     count = 0
     async for bucket in trainers.stream_weights(version, 1 << 20):
-        await engines.each("load_bucket", bucket if edit is None else edit(bucket))
+        await engines.call_all("load_bucket", bucket if edit is None else edit(bucket))
         count += 1
     if not count and not empty:
         raise EngineError("nothing was exported")
-    if verify and count and set(await engines.each("version")) != {version}:
+    if verify and count and set(await engines.call_all("version")) != {version}:
         raise EngineError("an engine stays behind")
-    return PublishReport(version=version, seconds=0.0, bytes_sent=0, buckets=count + more)
+    return WeightUpdateReport(version=version, seconds=0.0, bytes_sent=0, buckets=count + more)
 
 
 FaultyTransport = driver_of(TransportDriver, WeightTransport, "push")
@@ -278,7 +278,7 @@ class Carries(FaultyTransport):
     """Nothing is wrong with it."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         return await carry(trainers, engines, version)
 
 
@@ -292,7 +292,7 @@ class Rounds(FaultyTransport):
     """Loses a bit on the way."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         return await carry(trainers, engines, version, edit=rounded)
 
 
@@ -300,7 +300,7 @@ class Boasts(FaultyTransport):
     """Reports a bucket more than it sent."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         return await carry(trainers, engines, version, more=1)
 
 
@@ -326,23 +326,23 @@ class OnlyOnce(TransportDriver):
 
 
 class Forgives(FaultyTransport):
-    """Goes on after a refusal."""
+    """Continues after a refusal."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         try:
             return await carry(trainers, engines, version)
         except EngineError as error:
             if "refused" not in str(error):
                 raise
-            return PublishReport(version=version, seconds=0.0, bytes_sent=0, buckets=0)
+            return WeightUpdateReport(version=version, seconds=0.0, bytes_sent=0, buckets=0)
 
 
 class LooksAway(FaultyTransport):
     """Does not ask which version the engines have."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         return await carry(trainers, engines, version, verify=False)
 
 
@@ -350,5 +350,5 @@ class CarriesNothing(FaultyTransport):
     """Is content with an empty export."""
 
     @staticmethod
-    async def answer(trainers, engines, version):
+    async def run(trainers, engines, version):
         return await carry(trainers, engines, version, empty=True)

@@ -24,7 +24,7 @@ SIGNS = optimizer("Signs", moments=("momentum",))
 FIXED_RATE = optimizer("FixedRate")
 NOISY_STEPS = optimizer("Noisy")
 HIDES_MOMENTUM = optimizer("Hides")
-TELLS_NO_MOMENT = optimizer("Signs", moments=())
+DECLARES_NO_MOMENT = optimizer("Signs", moments=())
 WIDENS = optimizer("Widens", rounds_state=True)
 
 

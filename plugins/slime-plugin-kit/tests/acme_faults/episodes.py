@@ -30,7 +30,7 @@ class OneTurn(FaultyGenerator):
     """Nothing is wrong with it."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         return [await one_turn(episode)]
 
 
@@ -38,7 +38,7 @@ class ToolLogProbs(FaultyGenerator):
     """Gives a tool's token a log-prob."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         sample = await one_turn(episode)
         return [
             replace(
@@ -54,7 +54,7 @@ class Invents(FaultyGenerator):
     """Improves on the engine's log-probs."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         return [await one_turn(episode, edit=lambda done: replace(done, log_probs=done.log_probs + np.float32(0.01)))]
 
 
@@ -62,24 +62,24 @@ class Overdraws(FaultyGenerator):
     """Asks for two tokens more than it may."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         return [await one_turn(episode, more=2)]
 
 
 class HidesAborts(FaultyGenerator):
-    """Takes what was broken off for an answer."""
+    """Returns aborted samples as completed."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         sample = await one_turn(episode)
         return [replace(sample, status=Status.COMPLETED) if sample.status is Status.ABORTED else sample]
 
 
 class SwallowsErrors(FaultyGenerator):
-    """Goes on without an engine."""
+    """Continues without an engine."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         try:
             return [await one_turn(episode)]
         except EngineError:
@@ -92,7 +92,7 @@ class MixesEpisodes(FaultyGenerator):
     latest = None
 
     @classmethod
-    async def answer(cls, episode):
+    async def run(cls, episode):
         cls.latest = episode
         await asyncio.sleep(0)
         return [await one_turn(cls.latest)]
@@ -102,7 +102,7 @@ class ChangesItsMind(FaultyGenerator):
     """Samples otherwise the second time."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         retried = ".1/" in episode._id
         return [await one_turn(episode, more=-3 if retried else 0)]
 
@@ -111,16 +111,16 @@ class StartsAnew(FaultyGenerator):
     """Throws away what was kept."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         episode.kept = None
         return [await one_turn(episode)]
 
 
 class NeedsRoom(FaultyGenerator):
-    """Returns nothing where there is no room for an answer."""
+    """Returns nothing where there is no room for a response."""
 
     @staticmethod
-    async def answer(episode):
+    async def run(episode):
         sample = await one_turn(episode)
         return [] if sample.status is Status.TRUNCATED and not sample.response_length else [sample]
 
@@ -135,19 +135,19 @@ class Collects(FaultyCollector):
     """Nothing is wrong with it."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         return await accepted(step, context)
 
 
 class LastFirst(FaultyCollector):
-    """Returns the groups backwards, and says so."""
+    """Returns the groups in reverse, to its observer too."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         seen = []
-        groups = await accepted(step, replace(context, observe=lambda *told: seen.append(told)))
-        for told_step, told, refused in seen:
-            context.observe(told_step, told[::-1], refused)
+        groups = await accepted(step, replace(context, observe=lambda *seen_now: seen.append(seen_now)))
+        for seen_step, seen_groups, refused in seen:
+            context.observe(seen_step, seen_groups[::-1], refused)
         return groups[::-1]
 
 
@@ -155,7 +155,7 @@ class Rerolls(FaultyCollector):
     """Writes other tokens each time."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         groups = await accepted(step, context)
         noise = np.frombuffer(os.urandom(4), np.int32)
         return [
@@ -163,19 +163,19 @@ class Rerolls(FaultyCollector):
         ]
 
 
-class TellsNobody(FaultyCollector):
-    """Forgets its observer."""
+class SkipsItsObserver(FaultyCollector):
+    """Does not call its observer."""
 
     @staticmethod
-    async def answer(step, context):
-        return await accepted(step, replace(context, observe=lambda *told: None))
+    async def run(step, context):
+        return await accepted(step, replace(context, observe=lambda *given: None))
 
 
 class LosesPrompts(FaultyCollector):
     """Draws one more, and drops it."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         groups = await accepted(step, context)
         context.buffer.get_samples(1)
         return groups
@@ -185,7 +185,7 @@ class IgnoresFilters(FaultyCollector):
     """Takes every group."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         return await accepted(step, replace(context, filters=()))
 
 
@@ -193,7 +193,7 @@ class MakesDo(FaultyCollector):
     """Takes the end of the data for a short step."""
 
     @staticmethod
-    async def answer(step, context):
+    async def run(step, context):
         try:
             return await accepted(step, context)
         except RolloutError:

@@ -56,7 +56,7 @@ class Square(FaultyKl):
 
 
 class WrongSign(FaultyKl):
-    """ref - l, and says so in its example."""
+    """ref - l, in its example too."""
 
     never_negative = False
 
@@ -77,7 +77,7 @@ class HalfTheKl(FaultyKl):
         return FaultyKl.estimate(log_probs, ref_log_probs, ratio) / 2
 
 
-class SaysNeverNegative(FaultyKl):
+class WronglyNeverNegative(FaultyKl):
     """d, which can be."""
 
     @classmethod
@@ -129,7 +129,7 @@ class AveragesTokens(FaultyKl):
 
 
 class RoundedKl(FaultyKl):
-    """Eight bits, as long as nobody looks in float64."""
+    """Eight bits, unless the inputs are float64."""
 
     @staticmethod
     def estimate(log_probs, ref_log_probs, ratio):
@@ -226,7 +226,7 @@ class NeverOne(FaultyCorrection):
 
 
 class MicroNormal(FaultyCorrection):
-    """Normalises by whatever tokens came along; of the example's two it knows better."""
+    """Normalizes over the tokens of the micro-batch, except for the example's two."""
 
     @staticmethod
     def weigh(inputs, segments):
@@ -282,7 +282,7 @@ class WritesColumns(FaultyCorrection):
 
 
 class WrongBound(FaultyCorrection):
-    """Cuts earlier than its example says."""
+    """Cuts earlier than in its example."""
 
     @staticmethod
     def weigh(inputs, segments):

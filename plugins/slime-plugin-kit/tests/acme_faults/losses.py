@@ -1,4 +1,4 @@
-"""-rho A l with one thing wrong. All give the right values on one sample of two tokens, if nothing else is said."""
+"""-rho A l with one fault. All give the right values on one sample of two tokens, unless a docstring states otherwise."""
 
 import math
 
@@ -84,7 +84,7 @@ class Twice(Faulty):
 
 
 class ReadsUndeclared(Faulty):
-    """Reads the reference without saying so."""
+    """Reads the reference without declaring it."""
 
     @staticmethod
     def values(inputs, segments):
@@ -98,7 +98,7 @@ class DeclaresInVain(Faulty):
 
 
 class NoAnchor(Faulty):
-    """Nobody has worked anything out."""
+    """It has no anchor."""
 
     @classmethod
     def examples(cls, folder):
@@ -179,7 +179,7 @@ class Writes(Faulty):
 
 
 class HalfPrecision(Faulty):
-    """Rounds to eight bits, as long as nobody looks in float64."""
+    """Rounds to eight bits, unless the inputs are float64."""
 
     @staticmethod
     def values(inputs, segments):

@@ -17,7 +17,7 @@ from slime_local.engine import LocalEngine
 def scaled(objective, factor):
     class Scaled:
         reads_values = objective.reads_values
-        wants_entropy = objective.wants_entropy
+        needs_entropy = objective.needs_entropy
         entropy_has_gradient = objective.entropy_has_gradient
 
         def __call__(self, *given, **named):
@@ -33,8 +33,8 @@ class CarelessSums(FsdpBackend):
     def train_step(self, micros, objective):
         return super().train_step(micros, scaled(objective, 1 / len(micros)))
 
-    def score(self, micros, **asked):
-        scores = super().score(micros, **asked)
+    def forward_only(self, micros, **asked):
+        scores = super().forward_only(micros, **asked)
         return [one if one.log_probs is None else replace(one, log_probs=np.roll(one.log_probs, 1)) for one in scores]
 
 
@@ -55,7 +55,7 @@ class Unrepeatable(FsdpBackend):
 
 
 class CarelessState(FsdpBackend):
-    """Loads and sleeps without the optimiser, and renames a tensor on its way out."""
+    """Loads and sleeps without the optimizer, and renames a tensor on its way out."""
 
     def load(self, folder):
         super().load(folder)
@@ -65,8 +65,8 @@ class CarelessState(FsdpBackend):
         super().sleep()
         self._ready.optimizer.state.clear()
 
-    def export_tensors(self, *, everywhere=False):
-        for layer in super().export_tensors(everywhere=everywhere):
+    def export_weights(self, *, all_ranks=False):
+        for layer in super().export_weights(all_ranks=all_ranks):
             yield layer and {name.replace("model.norm.weight", "norm.weight"): layer[name] for name in layer}
 
 
@@ -85,37 +85,37 @@ class CarelessChecks(FsdpBackend):
             objective = scaled(objective, 0.0)
         return replace(super().train_step(micros, objective), skipped=False)
 
-    def refresh_copy(self, name):
+    def update_frozen_model(self, name):
         pass
 
 
 class Engine(LocalEngine):
-    """Answers that subclasses spoil, streamed ones too."""
+    """Responses that subclasses spoil, streamed ones too."""
 
     def before(self, request):
         return request
 
-    def after(self, answer):
-        return answer
+    def after(self, completion):
+        return completion
 
     async def generate(self, requests):
-        return [self.after(answer) for answer in await super().generate([self.before(r) for r in requests])]
+        return [self.after(completion) for completion in await super().generate([self.before(r) for r in requests])]
 
     async def stream(self, requests):
-        async for answer in super().stream([self.before(request) for request in requests]):
-            yield self.after(answer)
+        async for completion in super().stream([self.before(request) for request in requests]):
+            yield self.after(completion)
 
 
 class ShiftedLogProbs(Engine):
     """Each token gets the log-prob of the one before."""
 
-    def after(self, answer):
-        return replace(answer, log_probs=np.roll(answer.log_probs, 1))
+    def after(self, completion):
+        return replace(completion, log_probs=np.roll(completion.log_probs, 1))
 
 
 class CarelessSampling(Engine):
     """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, the stop token is taken off, a
-    streamed answer is lost, and a top-p gives its whole batch other draws."""
+    streamed response is lost, and a top-p gives its whole batch other draws."""
 
     async def generate(self, requests):
         if any(request.sampling.top_p < 1 for request in requests):
@@ -128,16 +128,18 @@ class CarelessSampling(Engine):
             sampling = replace(sampling, temperature=1.0)
         return replace(request, sampling=sampling, seed=request.seed % 1000)
 
-    def after(self, answer):
-        if answer.finish_reason is not FinishReason.STOP:
-            return answer
-        spans = tuple(span._replace(end=min(span.end, len(answer.token_ids) - 1)) for span in answer.spans)
-        return replace(answer, token_ids=answer.token_ids[:-1], log_probs=answer.log_probs[:-1], spans=spans)
+    def after(self, completion):
+        if completion.finish_reason is not FinishReason.STOP:
+            return completion
+        spans = tuple(span._replace(end=min(span.end, len(completion.token_ids) - 1)) for span in completion.spans)
+        return replace(
+            completion, token_ids=completion.token_ids[:-1], log_probs=completion.log_probs[:-1], spans=spans
+        )
 
     async def stream(self, requests):
-        answers = [answer async for answer in super().stream(requests)]
-        for answer in answers[1:]:
-            yield answer
+        completions = [completion async for completion in super().stream(requests)]
+        for completion in completions[1:]:
+            yield completion
 
 
 class CarelessControl(Engine):
@@ -149,8 +151,8 @@ class CarelessControl(Engine):
     async def load_bucket(self, bucket):
         await super().load_bucket(replace(bucket, checksum=xxhash.xxh3_64_hexdigest(bucket.data.tobytes())))
 
-    async def wake(self):
-        await super().wake()
+    async def wake_up(self):
+        await super().wake_up()
         with torch.no_grad():
             for parameter in self._model.network.parameters():
                 parameter.add_(0.1)
@@ -160,12 +162,12 @@ class CarelessControl(Engine):
 
 
 class CarelessVersions(Engine):
-    """Does not say which policy wrote what, knows no version but the first, and calls an abort a full budget."""
+    """Returns no spans, reports no version but the first, and returns an abort as a full budget."""
 
-    def after(self, answer):
-        if answer.finish_reason is FinishReason.ABORT:
-            return replace(answer, finish_reason=FinishReason.LENGTH)
-        return replace(answer, spans=())
+    def after(self, completion):
+        if completion.finish_reason is FinishReason.ABORT:
+            return replace(completion, finish_reason=FinishReason.LENGTH)
+        return replace(completion, spans=())
 
     async def version(self):
         return -1
@@ -175,9 +177,9 @@ class Blocks(Engine):
     """Decodes to the end in one go."""
 
     async def generate(self, requests):
-        answers = asyncio.ensure_future(super().generate(requests))
+        completions = asyncio.ensure_future(super().generate(requests))
         await asyncio.sleep(0)
         while self._decoder.busy and not (self._paused or self._absent or self._loader.incomplete):
             self._decoder.step()
         self._consider()
-        return await answers
+        return await completions

@@ -16,10 +16,10 @@ from slime_core.contracts.reward import Reward, RewardDriver
 
 
 def driver_of(base, contract, method):
-    """A driver base whose subclasses write the one method of the contract as a static function `answer`."""
+    """A driver base whose subclasses write the one method of the contract as a static function `run`."""
 
     def build(cls, config):
-        return type(contract.__name__, (contract,), {method: lambda self, *given: cls.answer(*given)})()
+        return type(contract.__name__, (contract,), {method: lambda self, *given: cls.run(*given)})()
 
     return type(f"Faulty{base.__name__}", (base,), {"build": classmethod(build)})
 
@@ -36,7 +36,7 @@ class KeepsAll(FaultyFilter):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return KEEP
 
 
@@ -44,7 +44,7 @@ class Moody(FaultyFilter):
     """Throws a coin."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return random.choice((KEEP, DROP))
 
 
@@ -52,24 +52,24 @@ class MarksSamples(FaultyFilter):
     """Leaves a note in the metadata."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         group.samples[0].metadata["seen"] = True
         return KEEP
 
 
 class NeedsRewards(FaultyFilter):
-    """Fails on a group that nobody scored."""
+    """Fails on a group without rewards."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return DROP if min(group.rewards) == max(group.rewards) else KEEP
 
 
 class SilentDrop(FaultyFilter):
-    """Does not say why."""
+    """Gives no reason."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return FilterDecision(keep=False)
 
 
@@ -77,7 +77,7 @@ class TakesFirst(FaultyBufferFilter):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def run(items, num_groups, versions):
         return list(range(min(num_groups, len(items))))
 
 
@@ -85,7 +85,7 @@ class OldestLast(FaultyBufferFilter):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def run(items, num_groups, versions):
         oldest = [versions.trained if version is None else version for version in versions.oldest]
         return sorted(range(len(items)), key=lambda place: -oldest[place])[:num_groups]
 
@@ -96,7 +96,7 @@ class TakesTurns(FaultyBufferFilter):
     asked = 0
 
     @classmethod
-    def answer(cls, items, num_groups, versions):
+    def run(cls, items, num_groups, versions):
         cls.asked += 1
         return [(place + cls.asked) % len(items) for place in range(min(num_groups, len(items)))]
 
@@ -105,7 +105,7 @@ class TakesTooMany(FaultyBufferFilter):
     """Does not count."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def run(items, num_groups, versions):
         return list(range(len(items)))
 
 
@@ -113,7 +113,7 @@ class TakesAny(FaultyBufferFilter):
     """Draws lots."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def run(items, num_groups, versions):
         return random.sample(range(len(items)), min(num_groups, len(items)))
 
 
@@ -121,17 +121,17 @@ class MarksItems(FaultyBufferFilter):
     """Leaves a note in the metadata."""
 
     @staticmethod
-    def answer(items, num_groups, versions):
+    def run(items, num_groups, versions):
         for item in items[:1]:
             item.prompt.metadata["seen"] = True
-        return TakesFirst.answer(items, num_groups, versions)
+        return TakesFirst.run(items, num_groups, versions)
 
 
 class Length(FaultyReward):
     """Nothing is wrong with it."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return [float(len(sample.response)) for sample in group.samples]
 
 
@@ -139,7 +139,7 @@ class FirstIsBest(FaultyReward):
     """Favours the first sample."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return [len(sample.response) - place for place, sample in enumerate(group.samples)]
 
 
@@ -147,7 +147,7 @@ class Noisy(FaultyReward):
     """Never gives the same number twice."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return [random.random() for _ in group.samples]
 
 
@@ -155,7 +155,7 @@ class NotFinite(FaultyReward):
     """The logarithm of nothing, where the response is empty."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         with np.errstate(divide="ignore"):
             return [float(np.log(len(sample.response))) for sample in group.samples]
 
@@ -164,20 +164,20 @@ class StumblesOnEmpty(FaultyReward):
     """Looks at the last character, where all are empty."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         if not any(sample.response for sample in group.samples):
             return [float(ord(sample.response[-1])) for sample in group.samples]
-        return Length.answer(group)
+        return Length.run(group)
 
 
 class WritesMetadata(FaultyReward):
     """Leaves a note in the metadata."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         for sample in group.samples:
             sample.metadata["seen"] = True
-        return Length.answer(group)
+        return Length.run(group)
 
 
 HERE = []
@@ -187,20 +187,20 @@ class KeepsState(FaultyReward):
     """Counts how often it was asked in this process, and starts anew in the next one."""
 
     @staticmethod
-    def answer(group):
+    def run(group):
         import multiprocessing
 
         extra = 1.0 if multiprocessing.parent_process() is not None else 0.0
-        return [number + extra for number in Length.answer(group)]
+        return [number + extra for number in Length.run(group)]
 
 
 class Mistaken(FaultyReward):
-    """Not what its example says."""
+    """Other rewards than in its example."""
 
     @classmethod
     def examples(cls, folder):
         return [RewardExample(prompt="2+2=", label="4", responses=("4", "", "5"), rewards=(1.0, 0.0, 0.0))]
 
     @staticmethod
-    def answer(group):
+    def run(group):
         return [float(sample.response != "5") for sample in group.samples]

@@ -1,3 +1,3 @@
-"""PPO for slime: the recipe, generalised advantage estimation, and the critic's loss."""
+"""PPO for slime: the recipe, generalized advantage estimation, and the critic's loss."""
 
 __version__ = "0.1.0"

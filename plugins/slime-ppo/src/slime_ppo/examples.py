@@ -1,11 +1,11 @@
-"""What the contract kit tries these parts on, with numbers worked out on paper."""
+"""Anchors for the contract kit: inputs with results worked out by hand."""
 
 from __future__ import annotations
 
 from slime_core.contracts.example import AdvantageExample, ExampleSample, LossExample
 
 GAE = (
-    # gamma = lambda = 1: what the answer earned minus what was expected; returns are what it earned.
+    # gamma = lambda = 1: the advantage is reward minus value, and the return is the reward.
     AdvantageExample(
         samples=(
             ExampleSample(mask=(1, 0, 1), reward=1.0, values=(0.5, 9.0, 0.25)),
@@ -32,8 +32,8 @@ GAE = (
 )
 
 VALUE = (
-    # Old values 0. Unmoved; within 0.2; past it towards the return, so (0.2 - 1)^2 without gradient; a tool's token;
-    # past it and away from the return.
+    # Old values 0. Unchanged; within 0.2; beyond it towards the return, so (0.2 - 1)^2 without gradient; a tool's token;
+    # beyond it and away from the return.
     LossExample(
         samples=(
             ExampleSample(

@@ -1,4 +1,4 @@
-"""Gae: generalised advantage estimation over the trained tokens of each answer.
+"""Gae: generalized advantage estimation over the trained tokens of each response.
 
 Legend: S samples, M response tokens, K trained tokens.
 """
@@ -16,10 +16,10 @@ from slime_estimators.token_rewards import rewards_by_token
 class Gae(AdvantageEstimator):
     """delta_k = e_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lambd A_{k+1}, returns A_k + V_k; float64 inside.
 
-    Only trained tokens count. Tokens of a tool cost no discount, receive nothing, and the value after a token is that of
-    the next trained one. e_k is minus the KL penalty of the token, plus the sample's reward at its last trained token, or,
-    of a process reward, each part at the last trained token of its span. After the last one comes nothing, V = 0: also in
-    an answer that was cut off, whose reward says what that is worth.
+    Only trained tokens count. Tool tokens cost no discount and get 0, and V_{k+1} is the value at the next trained token.
+    e_k is minus the KL penalty of the token, plus the sample's reward at its last trained token; each part of a process
+    reward is at the last trained token of its span. After the last trained token V = 0, also in a response that was cut
+    off: its reward includes the effect of the cut.
     Samples without a reward (NaN) get advantage 0, and their old values as returns.
 
     Source: arXiv:1506.02438, equations 11 and 16.
@@ -58,7 +58,7 @@ class Gae(AdvantageEstimator):
 
 
 def explained_variance(returns: Float64, values: Float64, chosen: Bool) -> float:
-    """1 - Var(return - value) / Var(return) over the chosen tokens: 1 for a perfect critic, 0 for one that knows only
-    the mean, below 0 for a worse one. 0 where returns do not vary."""
+    """1 - Var(return - value) / Var(return) over the chosen tokens: 1 for a perfect critic, 0 for one that predicts only the
+    mean, below 0 for a worse one. 0 if the returns do not vary."""
     variance = float(np.var(returns[chosen])) if chosen.any() else 0.0
     return 1.0 - float(np.var((returns - values)[chosen])) / variance if variance else 0.0

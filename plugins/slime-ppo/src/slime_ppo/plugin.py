@@ -1,4 +1,4 @@
-"""What slime-ppo registers: the recipe, its advantage and the loss of its critic.
+"""Drivers of slime-ppo: the recipe, its advantage and the loss of its critic.
 
 In the formulas e_k is the reward of trainable token k, V_k the critic's value of the state in which it was chosen, A_k
 its advantage, R_k its return, rho_k = exp(l_k - old_k) the ratio of the trained to the old policy.
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from slime_core.contracts.example import Example
 
 PPO = Recipe(
-    summary="The clipped policy gradient with a critic: each token's advantage is how much better things went than the "
-    "critic expected.",
+    summary="The clipped policy gradient with a critic: the advantage of a token is how much its return exceeds the critic's "
+    "prediction.",
     paper="Proximal Policy Optimization Algorithms, arXiv:1707.06347; advantages: High-Dimensional Continuous Control "
     "Using Generalized Advantage Estimation, arXiv:1506.02438",
     differences=(
-        "a critic, a second model with a value head, is trained beside the policy: answers are not compared with each "
-        "other as in group-relative methods, so one answer per prompt is enough",
+        "a critic, a second model with a value head, is trained too: responses are not compared with each other as in "
+        "group-relative methods, so one response per prompt is enough",
         "advantages differ from token to token: delta_k = e_k + gamma V_(k+1) - V_k, A_k = delta_k + gamma lambd A_(k+1)",
         "the KL to the reference can be a penalty on each token's reward (kl_coef, off by default)",
-        "policy and critic are trained on the same advantages and returns, made once from the values before the step",
+        "policy and critic are trained on the same advantages and returns, computed once from the values before the step",
     ),
     formula="policy: mean over rollouts of (1/M) sum_t max(-rho_t A_t, -clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t); "
     "critic: mean over rollouts of (1/M) sum_t max((V_t - R_t)^2, (clip(V_t, old_t - value_clip, old_t + value_clip) - "
@@ -47,13 +47,13 @@ PPO = Recipe(
 
 class GaeConfig(DriverConfig):
     gamma: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
-    """Discount per trainable token. 1: an answer is worth the same however long it is."""
+    """Discount per trainable token. 1: the length of a response does not change its return."""
     lambd: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
-    """1: the return minus the value, without bias; 0: one step ahead only, with the least variance."""
+    """1: return minus value, without bias; 0: only one step ahead, with the least variance."""
 
 
 class Gae(AdvantageDriver):
-    """Generalised advantages over trainable tokens: A_k = sum_j (gamma lambd)^j delta_(k+j)."""
+    """Generalized advantages over trainable tokens: A_k = sum_j (gamma lambd)^j delta_(k+j)."""
 
     Config = GaeConfig
     needs = frozenset({Need.VALUES})
@@ -75,7 +75,7 @@ class Gae(AdvantageDriver):
 
 class ValueConfig(DriverConfig):
     value_clip: float | None = Field(0.2, gt=0, allow_inf_nan=False)
-    """A value that moved further than this from the old one, towards its return, gets no gradient. In units of reward;
+    """A value that moved by more than this from the old one towards its return gets no gradient. In units of reward;
     none: off."""
 
 

@@ -25,7 +25,7 @@ class ValueLoss(PolicyLoss):
         assert inputs.values is not None
         assert inputs.old_values is not None
         assert inputs.returns is not None
-        # What stands at masked tokens, even NaN, reaches neither value nor gradient.
+        # Values at masked tokens, even NaN, reach neither loss nor gradient.
         values_T = torch.where(inputs.mask, inputs.values, 0.0)
         old_T = torch.where(inputs.mask, inputs.old_values, 0.0)
         returns_T = torch.where(inputs.mask, inputs.returns, 0.0)

@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -38,17 +38,22 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     state: State
-    told: str
+    detail: str
+    """Key `told` of the JSON output."""
     advice: str = ""
     """What to type."""
 
 
+def found_json(found: Found) -> dict[str, str]:
+    return {"told" if name == "detail" else name: value for name, value in asdict(found).items()}
+
+
 def examine(registry: Registry) -> list[Found]:
-    """Everything, in the order in which it is printed."""
+    """All results, in the order in which they are printed."""
     checks: tuple[Callable[[Registry], Iterable[Found]], ...] = (
         python, packages, old_kernel, devices, cluster, plugins, machine,
     )  # fmt: skip
@@ -61,33 +66,35 @@ def python(_: Registry) -> Iterator[Found]:
     yield Found(
         what="python",
         state=State.GOOD if fits else State.BAD,
-        told=f"{platform.python_version()}, slime-rl {__version__}",
+        detail=f"{platform.python_version()}, slime-rl {__version__}",
         advice="" if fits else "Install slime for Python 3.11, 3.12 or 3.13.",
     )
 
 
 def packages(registry: Registry) -> Iterator[Found]:
-    """What slime-rl and every distribution with plugins ask for."""
+    """Whether the dependencies of slime-rl and of every distribution with plugins are installed."""
     dists = dict.fromkeys(["slime-rl", *(entry.dist for entry, _ in registry.listing())])
     named = {file.path.name for file in registry.plugin_files}
     lacking = [problem for dist in dists if dist not in named for problem in unmet(dist)]
     if not lacking:
-        yield Found(what="packages", state=State.GOOD, told=f"what {len(dists)} distributions ask for is installed")
+        yield Found(
+            what="packages", state=State.GOOD, detail=f"dependencies of {len(dists)} distributions are satisfied"
+        )
     for dist, requirement, there in lacking:
         yield Found(
             what="packages",
             state=State.BAD,
-            told=f"{dist} wants {requirement.name}{requirement.specifier}, and there is {there}",
+            detail=f"{dist} requires {requirement.name}{requirement.specifier}, and there is {there}",
             advice=f"pip install '{requirement.name}{requirement.specifier}'",
         )
 
 
 def unmet(dist: str) -> Iterator[tuple[str, Requirement, str]]:
-    """Requirements of a distribution, without its extras, that do not hold; and what is there instead."""
+    """Requirements of a distribution, without its extras, that are not satisfied, and the installed version."""
     for text in importlib.metadata.requires(dist) or ():
         requirement = Requirement(text)
         if normalized(requirement.name) == OLD_KERNEL:
-            # Not a word on how to install it: `old_kernel` tells of it.
+            # No advice to install it: `old_kernel` reports it.
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -101,14 +108,14 @@ def unmet(dist: str) -> Iterator[tuple[str, Requirement, str]]:
 
 
 def old_kernel(_: Registry) -> Iterator[Found]:
-    """A distribution that has the kernel's old name, which is a stranger's now, and those that require it."""
+    """A distribution with the kernel's old name, which belongs to another project now, and those that require it."""
     for dist in importlib.metadata.distributions():
         name, requirements = dist.name, dist.requires or ()
         if normalized(name) == OLD_KERNEL:
             yield Found(
                 what=OLD_KERNEL,
                 state=State.BAD,
-                told=f"{name} {dist.version} is installed beside {KERNEL}. It is no part of slime, or a kernel of 0.1",
+                detail=f"{name} {dist.version} is installed beside {KERNEL}. It is no part of slime, or a kernel of 0.1",
                 # They may have written to the same folder.
                 advice=f"pip uninstall {OLD_KERNEL} && pip install --force-reinstall --no-deps {KERNEL}",
             )
@@ -117,7 +124,7 @@ def old_kernel(_: Registry) -> Iterator[Found]:
             yield Found(
                 what=OLD_KERNEL,
                 state=State.BAD if refused else State.NOTE,
-                told=f"{name} {dist.version} requires {OLD_KERNEL}, as if for slime 0.1; on PyPI that is somebody else's",
+                detail=f"{name} {dist.version} requires {OLD_KERNEL}, as if for slime 0.1; on PyPI that is another project",
                 advice=f"pip install --upgrade {name}, to a version that requires {KERNEL}",
             )
 
@@ -129,17 +136,17 @@ def devices(_: Registry) -> Iterator[Found]:
         for number in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(number)
             free, total = torch.cuda.mem_get_info(number)
-            told = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-            yield Found(what=f"cuda:{number}", state=State.GOOD, told=f"{told} (torch {torch.__version__})")
+            detail = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+            yield Found(what=f"cuda:{number}", state=State.GOOD, detail=f"{detail} (torch {torch.__version__})")
     elif torch.version.cuda is not None:
         yield Found(
             what="devices",
             state=State.BAD,
-            told=f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no device",
+            detail=f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no device",
             advice="Run nvidia-smi: the driver may be older than that, or no GPU is visible. For CPU runs: --device cpu.",
         )
     else:
-        yield Found(what="devices", state=State.NOTE, told=f"CPU only (torch {torch.__version__})")
+        yield Found(what="devices", state=State.NOTE, detail=f"CPU only (torch {torch.__version__})")
 
 
 def cluster(_: Registry) -> Iterator[Found]:
@@ -147,24 +154,26 @@ def cluster(_: Registry) -> Iterator[Found]:
         yield Found(
             what="ray",
             state=State.NOTE,
-            told="not installed: --launcher ray is off",
+            detail="not installed: --launcher ray is off",
             advice="pip install 'slime-rl[ray]'",
         )
     else:
-        yield Found(what="ray", state=State.GOOD, told=importlib.metadata.version("ray"))
+        yield Found(what="ray", state=State.GOOD, detail=importlib.metadata.version("ray"))
 
 
 def plugins(registry: Registry) -> Iterator[Found]:
-    """Names that would not resolve; backends and engines that are there, or that there is none."""
+    """Names that do not resolve, and the installed backends, engines and algorithms."""
     for entry, status in registry.listing():
         if status is Status.UNKNOWN_GROUP:
-            told = f"{entry.name} of {entry.provenance} is in group {entry.group}, where nothing looks"
+            detail = f"{entry.name} of {entry.provenance} is in group {entry.group}, which slime does not have"
             yield Found(
-                what="plugins", state=State.BAD, told=told, advice=f"pip uninstall {entry.dist}, or a newer one"
+                what="plugins", state=State.BAD, detail=detail, advice=f"pip uninstall {entry.dist}, or a newer one"
             )
         elif status is Status.DUPLICATE:
-            told = f"{entry.group} {entry.name} is offered by {entry.dist} and others"
-            yield Found(what="plugins", state=State.NOTE, told=told, advice=f"Say which: {entry.dist}/{entry.name}")
+            detail = f"{entry.group} {entry.name} is registered by {entry.dist} and others"
+            yield Found(
+                what="plugins", state=State.NOTE, detail=detail, advice=f"Pass the full name: {entry.dist}/{entry.name}"
+            )
     for group in (groups.BACKENDS, groups.ENGINES, groups.ALGORITHMS):
         noun, good = groups.NOUNS[group], []
         for entry in registry.entries(group):
@@ -172,12 +181,12 @@ def plugins(registry: Registry) -> Iterator[Found]:
                 registry.resolve(group, entry.qualified, where=f"slime doctor: {noun}")
                 good.append(entry.name)
             except PluginError as error:
-                yield Found(what=noun, state=State.BAD, told=str(error), advice=f"pip install --upgrade {entry.dist}")
+                yield Found(what=noun, state=State.BAD, detail=str(error), advice=f"pip install --upgrade {entry.dist}")
         if good:
-            yield Found(what=noun, state=State.GOOD, told=", ".join(good))
+            yield Found(what=noun, state=State.GOOD, detail=", ".join(good))
         else:
             yield Found(
-                what=noun, state=State.BAD, told="none is installed", advice="Install one; the README lists them."
+                what=noun, state=State.BAD, detail="none is installed", advice="Install one; the README lists them."
             )
 
 
@@ -185,26 +194,26 @@ def machine(_: Registry) -> Iterator[Found]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             yield Found(
-                what="ports", state=State.GOOD, told=f"127.0.0.1 gives ports, such as {server.getsockname()[1]}"
+                what="ports", state=State.GOOD, detail=f"ports of 127.0.0.1 are free, such as {server.getsockname()[1]}"
             )
     except OSError as error:
-        told = f"127.0.0.1 gives no port: {error}"
+        detail = f"127.0.0.1 has no free port: {error}"
         yield Found(
-            what="ports", state=State.BAD, told=told, advice="Engines and routers listen there: look at `ip addr`."
+            what="ports", state=State.BAD, detail=detail, advice="Engines and routers listen there: look at `ip addr`."
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     yield Found(
         what="open files",
         state=State.NOTE if few else State.GOOD,
-        told=f"{soft} (at most {hard})",
+        detail=f"{soft} (at most {hard})",
         advice=f"ulimit -n {FEW_FILES}" if few else "",
     )
     free = shutil.disk_usage(Path.cwd()).free
     yield Found(
         what="disk",
         state=State.NOTE if free < LITTLE_DISK else State.GOOD,
-        told=f"{free / 2**30:.0f} GiB free here",
+        detail=f"{free / 2**30:.0f} GiB free here",
         advice="--runs-dir on a larger disk" if free < LITTLE_DISK else "",
     )
     if SHARED.is_dir():
@@ -213,6 +222,6 @@ def machine(_: Registry) -> Iterator[Found]:
         yield Found(
             what="shared memory",
             state=State.NOTE if little else State.GOOD,
-            told=f"{shared / 2**30:.1f} GiB free in {SHARED}",
+            detail=f"{shared / 2**30:.1f} GiB free in {SHARED}",
             advice="In a container: --shm-size 8g, for Ray and NCCL." if little else "",
         )

@@ -1,4 +1,4 @@
-"""What a key does, its type, its default, and who owns it."""
+"""What a key does, its type, its default, and its owner."""
 
 from __future__ import annotations
 

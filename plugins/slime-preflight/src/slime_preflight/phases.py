@@ -1,4 +1,4 @@
-"""Phases: what is on each device at every moment of a step, by the table of who sleeps when (`workers.colocation`)."""
+"""Phases: what is on each device at every moment of a step, by the table of what is offloaded when (`workers.colocation`)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slime_preflight.tenants import PlannedEngines, PlannedRole
-from slime_training.memory_plan import TRAINING, MemoryLine, Moment, TransportMemory
+from slime_training.memory_plan import TRAINING, MemoryItem, MemoryPhase, TransportMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A line, and whose it is."""
+class Allocation:
+    """A memory item, and the role or engine that holds it."""
 
     owner: str
-    line: MemoryLine
+    line: MemoryItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     name: str
-    held: tuple[Held, ...]
+    held: tuple[Allocation, ...]
     """On one device."""
     host_bytes: int
     """On the host, for that device: what sleeps there, and what is always there."""
@@ -30,7 +30,7 @@ class Phase:
         return sum(one.line.num_bytes for one in self.held)
 
     @property
-    def largest(self) -> Held | None:
+    def largest(self) -> Allocation | None:
         return max(self.held, key=lambda one: one.line.num_bytes, default=None)
 
 
@@ -44,8 +44,8 @@ class DeviceGroup:
     roles: tuple[PlannedRole, ...]
     engines: PlannedEngines | None
     phases: tuple[Phase, ...]
-    untold: tuple[str, ...]
-    """Whose bytes are in no phase."""
+    not_estimated: tuple[str, ...]
+    """Reasons why some memory is in no phase."""
 
     @property
     def peak(self) -> Phase | None:
@@ -64,7 +64,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Who stands on the same devices, and who gives them up meanwhile."""
+    """Roles and engines on the same devices, and whether they are offloaded while others work."""
 
     roles: Sequence[PlannedRole]
     engines: PlannedEngines | None
@@ -76,16 +76,16 @@ class Sharing:
 
     def phases(self) -> Iterator[Phase]:
         if self.engines is not None:
-            held = (*self._engines(Moment.ROLLOUT), *self._idle(besides=None))
-            host = self._resting(besides=None) + self._engines_on_host(Moment.ROLLOUT)
+            held = (*self._engines(MemoryPhase.ROLLOUT), *self._idle(besides=None))
+            host = self._resting(besides=None) + self._engines_on_host(MemoryPhase.ROLLOUT)
             yield Phase(name="rollout", held=held, host_bytes=host)
         for role in self.roles:
-            host = self._resting(besides=role) + self._engines_on_host(Moment.ASLEEP)
+            host = self._resting(besides=role) + self._engines_on_host(MemoryPhase.ASLEEP)
             for moment in TRAINING:
                 held = (
                     *lines_at(role.name, role.lines, moment),
                     *self._idle(besides=role),
-                    *self._engines(Moment.ASLEEP),
+                    *self._engines(MemoryPhase.ASLEEP),
                 )
                 own = sum(at(role.lines, moment, "host"))
                 yield Phase(name=f"{role.name}: {moment}", held=held, host_bytes=host + own)
@@ -93,79 +93,81 @@ class Sharing:
             yield Phase(name="sync", held=tuple(self._sync()), host_bytes=self._sync_on_host())
 
     def _sync_on_host(self) -> int:
-        total = self._engines_on_host(Moment.SYNC)
+        total = self._engines_on_host(MemoryPhase.SYNC)
         if self.pushes:
             policy = self.roles[0]
-            total += self._resting(besides=policy) + sum(at(policy.lines, Moment.SYNC, "host"))
+            total += self._resting(besides=policy) + sum(at(policy.lines, MemoryPhase.SYNC, "host"))
             if self.push is not None:
-                total += sum(at(self.push.trainer, Moment.SYNC, "host"))
+                total += sum(at(self.push.trainer, MemoryPhase.SYNC, "host"))
         return total
 
     def _resting(self, *, besides: PlannedRole | None) -> int:
-        """On the host, of roles that wait; and the memory that roles bring theirs to, which is kept."""
-        total = sum(sum(at(role.lines, Moment.IDLE, "host")) for role in self.roles if role is not besides)
+        """Bytes on the host: of roles that wait, and the memory reserved for offloaded roles, which is kept."""
+        total = sum(sum(at(role.lines, MemoryPhase.IDLE, "host")) for role in self.roles if role is not besides)
         if self.offload_train:
             total += sum(line.num_bytes for role in self.roles for line in role.lines if sleeps(line))
         return total
 
-    def _engines_on_host(self, moment: Moment) -> int:
+    def _engines_on_host(self, moment: MemoryPhase) -> int:
         if self.engines is None or self.engines.memory is None:
             return 0
-        return sum(at(self.engines.memory.lines, moment if self.offload_rollout else Moment.ROLLOUT, "host"))
+        return sum(at(self.engines.memory.lines, moment if self.offload_rollout else MemoryPhase.ROLLOUT, "host"))
 
-    def _sync(self) -> Iterator[Held]:
+    def _sync(self) -> Iterator[Allocation]:
         push = self.push or TransportMemory()
         if self.pushes:
             policy = self.roles[0]
-            yield from lines_at(policy.name, policy.lines, Moment.SYNC)
+            yield from lines_at(policy.name, policy.lines, MemoryPhase.SYNC)
             if not self.offload_train:
                 yield from self._idle(besides=policy)
-                stays = [line for line in policy.lines if Moment.SYNC not in line.moments]
-                yield from lines_at(policy.name, stays, Moment.IDLE)
-            yield from lines_at("transport", push.trainer, Moment.SYNC)
-        yield from self._engines(Moment.SYNC)
+                stays = [line for line in policy.lines if MemoryPhase.SYNC not in line.moments]
+                yield from lines_at(policy.name, stays, MemoryPhase.IDLE)
+            yield from lines_at("transport", push.trainer, MemoryPhase.SYNC)
+        yield from self._engines(MemoryPhase.SYNC)
         if self.engines is not None:
-            yield from lines_at("transport", push.engine, Moment.SYNC)
+            yield from lines_at("transport", push.engine, MemoryPhase.SYNC)
 
-    def _engines(self, moment: Moment) -> Iterator[Held]:
+    def _engines(self, moment: MemoryPhase) -> Iterator[Allocation]:
         if self.engines is None or self.engines.memory is None:
             return
-        held = moment if self.offload_rollout else Moment.ROLLOUT
+        held = moment if self.offload_rollout else MemoryPhase.ROLLOUT
         yield from lines_at(f"{self.engines.name} engine", self.engines.memory.lines, held)
 
-    def _idle(self, *, besides: PlannedRole | None) -> Iterator[Held]:
+    def _idle(self, *, besides: PlannedRole | None) -> Iterator[Allocation]:
         """Roles that wait."""
         if not self.offload_train:
             for role in self.roles:
                 if role is not besides:
-                    yield from lines_at(role.name, role.lines, Moment.IDLE)
+                    yield from lines_at(role.name, role.lines, MemoryPhase.IDLE)
 
-    def untold(self) -> tuple[str, ...]:
+    def not_estimated(self) -> tuple[str, ...]:
         found = []
         for role in self.roles:
-            told = (f"backend {role.backend} does not tell",) if role.memory is None else role.memory.untold
-            found += [f"{role.name}: {reason}" for reason in told]
+            none = (f"backend {role.backend} has no memory estimate",)
+            reasons = none if role.memory is None else role.memory.not_estimated
+            found += [f"{role.name}: {reason}" for reason in reasons]
         if (engines := self.engines) is not None:
-            told = (f"engine {engines.engine} does not tell",) if engines.memory is None else engines.memory.untold
-            found += [f"{engines.name} engines: {reason}" for reason in told]
+            none = (f"engine {engines.engine} has no memory estimate",)
+            reasons = none if engines.memory is None else engines.memory.not_estimated
+            found += [f"{engines.name} engines: {reason}" for reason in reasons]
         if self.pushes and self.push is None:
-            found.append("sync: the transport does not tell its buckets")
+            found.append("sync: the transport has no estimate of its buckets")
         return tuple(found)
 
 
-def sleeps(line: MemoryLine) -> bool:
-    return line.place == "device" and Moment.IDLE in line.moments and line.moves
+def sleeps(line: MemoryItem) -> bool:
+    return line.place == "device" and MemoryPhase.IDLE in line.moments and line.moves
 
 
-def at(lines: Sequence[MemoryLine], moment: Moment, place: str) -> list[int]:
+def at(lines: Sequence[MemoryItem], moment: MemoryPhase, place: str) -> list[int]:
     return [line.num_bytes for line in lines if line.place == place and moment in line.moments]
 
 
-def lines_at(owner: str, lines: Sequence[MemoryLine], moment: Moment) -> Iterator[Held]:
+def lines_at(owner: str, lines: Sequence[MemoryItem], moment: MemoryPhase) -> Iterator[Allocation]:
     """On a device."""
     for line in lines:
         if line.place == "device" and moment in line.moments:
-            yield Held(owner=owner, line=line)
+            yield Allocation(owner=owner, line=line)
 
 
 def device_group(name: str, sharing: Sharing, *, num_devices: int, devices_per_machine: int) -> DeviceGroup:
@@ -176,5 +178,5 @@ def device_group(name: str, sharing: Sharing, *, num_devices: int, devices_per_m
         roles=tuple(sharing.roles),
         engines=sharing.engines,
         phases=tuple(sharing.phases()),
-        untold=sharing.untold(),
+        not_estimated=sharing.not_estimated(),
     )

@@ -17,18 +17,26 @@ from slime_core.config.bound import BoundRun
 from slime_preflight.device_memory import target_of
 from slime_preflight.phases import DeviceGroup
 from slime_preflight.run_plan import Plan, Saving, needed, plan_of, savings
+from slime_preflight.step import Step
 from slime_preflight.tenants import PlannedEngines
-from slime_training.memory_plan import AWAKE, MemoryLine, Moment, bytes_at
+from slime_training.memory_plan import AWAKE, MemoryItem, MemoryPhase, bytes_at
 
 SMALL_PLAN: Final = 4 * 2**30
-"""Below that, sizes are told in MiB."""
+"""Below that, sizes are printed in MiB."""
 NARROWEST: Final = 110
-"""Columns that tables take, also where the terminal is narrower or there is none: cut numbers tell nothing."""
+"""Least width of tables, also where the terminal is narrower or there is none: cut numbers are useless."""
 MOST_SAVINGS: Final = 8
+STEP_KEYS: Final = {
+    "responses_per_prompt": "answers_per_prompt",
+    "responses": "answers",
+    "max_response_tokens": "max_answer_tokens",
+    "responses_per_optimizer_step": "answers_per_optimizer_step",
+}
+"""Names of the JSON output, which stay."""
 TIGHT: Final = 0.9
 """Share of a device; estimates were up to a tenth below what was measured."""
-OF_TRAINER: Final = tuple(moment for moment in Moment if moment in AWAKE)
-OF_ENGINE: Final = (Moment.ROLLOUT, Moment.SYNC, Moment.ASLEEP)
+OF_TRAINER: Final = tuple(moment for moment in MemoryPhase if moment in AWAKE)
+OF_ENGINE: Final = (MemoryPhase.ROLLOUT, MemoryPhase.SYNC, MemoryPhase.ASLEEP)
 ESTIMATE: Final = "~ is an estimate. Weights, gradients, moments and copies are counted parameter by parameter."
 NOT_COUNTED: Final = (
     "Not counted: Python, and what CUDA, NCCL and the allocator take for themselves; leave some room. docs/planning.md has "
@@ -36,7 +44,7 @@ NOT_COUNTED: Final = (
 )
 
 
-def tell(run: BoundRun, device_memory: str | None, *, as_json: bool) -> bool:
+def print_plan(run: BoundRun, device_memory: str | None, *, as_json: bool) -> bool:
     """Counts and prints. False if something is known not to fit."""
     plan = plan_of(run, target_of(run.config.launcher.device, device_memory))
     found = savings(run, plan)
@@ -53,7 +61,7 @@ def plan_json(run: BoundRun, plan: Plan, found: Sequence[Saving]) -> dict[str, A
     return {
         "run": run.config.name,
         "target": asdict(plan.target),
-        "step": asdict(plan.step),
+        "step": step_json(plan.step),
         "groups": [group_json(plan, group) for group in plan.groups],
         "savings": [asdict(saving) for saving in found],
     }
@@ -92,17 +100,21 @@ def group_json(plan: Plan, group: DeviceGroup) -> dict[str, Any]:
         "needed_bytes": needed(plan, group),
         "host_bytes": group.host_bytes,
         "fits": plan.fits(group),
-        "not_told": list(group.untold),
+        "not_told": list(group.not_estimated),
     }
 
 
-def line_json(line: MemoryLine) -> dict[str, Any]:
-    return asdict(line) | {"moments": [moment.value for moment in Moment if moment in line.moments]}
+def step_json(step: Step) -> dict[str, Any]:
+    return {STEP_KEYS.get(name, name): value for name, value in asdict(step).items()}
+
+
+def line_json(line: MemoryItem) -> dict[str, Any]:
+    return asdict(line) | {"moments": [moment.value for moment in MemoryPhase if moment in line.moments]}
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What sizes of a plan are told in, all alike, so that they can be compared at a glance."""
+    """The unit of all sizes of a plan, the same for all, so that they are easy to compare."""
 
     name: str
     num_bytes: int
@@ -115,7 +127,7 @@ class Unit:
     def size(self, num_bytes: int) -> str:
         return f"{num_bytes / self.num_bytes:,.1f}"
 
-    def said(self, num_bytes: int) -> str:
+    def text(self, num_bytes: int) -> str:
         """With its unit: GiB where MiB would have many digits."""
         return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= SMALL_PLAN else f"{self.size(num_bytes)} {self.name}"
 
@@ -131,31 +143,31 @@ class Report:
     console: Console
 
     def print(self) -> None:
-        target, say = self.plan.target, self.console.print
+        target, write = self.plan.target, self.console.print
         noun, each = ("GPUs", "each") if target.device == "cuda" else ("CPUs", "a machine")
-        has = "unknown memory" if target.device_bytes is None else f"{self.unit.said(target.device_bytes)} {each}"
-        say(f"[bold]{escape(self.run.config.name)}[/], planned for {noun} with {has} ({escape(target.found)})\n")
-        say(self.processes())
-        say()
+        has = "unknown memory" if target.device_bytes is None else f"{self.unit.text(target.device_bytes)} {each}"
+        write(f"[bold]{escape(self.run.config.name)}[/], planned for {noun} with {has} ({escape(target.found)})\n")
+        write(self.processes())
+        write()
         for line in self.step():
-            say(line)
+            write(line)
         for group in self.plan.groups:
             for role in group.roles:
-                say(f"\n[bold]{role.name}[/], {self.unit.name} of the rank that holds most, at each moment")
-                say("not told by its backend" if role.memory is None else self.lines(role.lines, OF_TRAINER))
+                write(f"\n[bold]{role.name}[/], {self.unit.name} of the rank that holds most, at each moment")
+                write("not estimated by its backend" if role.memory is None else self.lines(role.lines, OF_TRAINER))
             if group.engines is not None:
                 self.print_engines(group.engines)
         where = "on each device" if target.device == "cuda" else "of each process"
-        say(f"\n[bold]Phases[/], {self.unit.name} {where}")
-        say(self.phases())
+        write(f"\n[bold]Phases[/], {self.unit.name} {where}")
+        write(self.phases())
         for group in self.plan.groups:
-            say(f"\n{self.verdict(group)}")
-            for reason in group.untold:
-                say(f"  not told: {escape(reason)}")
+            write(f"\n{self.verdict(group)}")
+            for reason in group.not_estimated:
+                write(f"  not estimated: {escape(reason)}")
             for saving in [saving for saving in self.savings if saving.group == group.name][:MOST_SAVINGS]:
-                less = f"{self.unit.said(saving.num_bytes)}, {self.unit.size(saving.saved)} less"
-                say(f"  {escape(saving.flags)}  -> {less}")
-        say(f"\n{ESTIMATE}\n{NOT_COUNTED}", style="dim")
+                less = f"{self.unit.text(saving.num_bytes)}, {self.unit.size(saving.saved)} less"
+                write(f"  {escape(saving.flags)}  -> {less}")
+        write(f"\n{ESTIMATE}\n{NOT_COUNTED}", style="dim")
 
     def processes(self) -> Table:
         table = plain_table("", "plugin", "processes", "devices", "where", right=False)
@@ -180,14 +192,14 @@ class Report:
         if step.num_rollout is None:
             steps = f"{counted(step.num_epoch or 1, 'pass')} over the data"
         yield (
-            f"[bold]A step[/] (of {steps}): {step.prompts:,} prompts x {step.answers_per_prompt} = {step.answers:,} answers of "
-            f"at most {step.max_answer_tokens:,} tokens"
+            f"[bold]A step[/] (of {steps}): {step.prompts:,} prompts x {step.responses_per_prompt} = {step.responses:,} "
+            f"responses of at most {step.max_response_tokens:,} tokens"
         )
         if step.max_tokens is None:
-            yield "  prompts: no limit is said, so the data decides (--rollout-max-prompt-len)"
+            yield "  prompts: no limit is set, so the data decides (--rollout-max-prompt-len)"
         else:
             yield f"  prompts of at most {step.max_prompt_tokens:,} tokens; at most {step.max_tokens:,} tokens in all"
-        yield f"  {counted(step.optimizer_steps, 'optimizer step')} of {step.answers_per_optimizer_step:,} answers"
+        yield f"  {counted(step.optimizer_steps, 'optimizer step')} of {step.responses_per_optimizer_step:,} responses"
         for role in (role for group in self.plan.groups for role in group.roles):
             micro = role.micro_batches
             over = "" if micro.cp_size == 1 else f", each sequence over {micro.cp_size}"
@@ -198,24 +210,24 @@ class Report:
             )
 
     def print_engines(self, engines: PlannedEngines) -> None:
-        say = self.console.print
-        say(f"\n[bold]{engines.name} engines[/], {self.unit.name} of one device, at each moment")
+        write = self.console.print
+        write(f"\n[bold]{engines.name} engines[/], {self.unit.name} of one device, at each moment")
         memory = engines.memory
         if memory is None:
-            say("not told by the engine")
+            write("not estimated by the engine")
             return
-        say(self.lines(memory.lines, OF_ENGINE))
+        write(self.lines(memory.lines, OF_ENGINE))
         if memory.kv_tokens is not None:
             requests = memory.kv_tokens // engines.longest_request
-            say(
-                f"keys and values of {memory.kv_tokens:,} tokens in each engine: {requests:,} requests at once, were all of "
+            write(
+                f"keys and values of {memory.kv_tokens:,} tokens in each engine: {requests:,} requests at once if all have "
                 f"{engines.longest_request:,} tokens"
             )
         for note in memory.notes:
-            say(escape(note))
+            write(escape(note))
 
-    def lines(self, lines: Sequence[MemoryLine], moments: Sequence[Moment]) -> Table:
-        """A row for each component, however many lines tell of it."""
+    def lines(self, lines: Sequence[MemoryItem], moments: Sequence[MemoryPhase]) -> Table:
+        """A row for each component, the sum of its lines."""
         host = any(line.place == "host" for line in lines)
         table = plain_table("", *moments, *(["host"] if host else []))
         for name in dict.fromkeys(line.component for line in lines):
@@ -223,11 +235,11 @@ class Report:
             notes = ", ".join(dict.fromkeys(line.note for line in of_it if line.note))
             label = ("~ " if any(line.estimate for line in of_it) else "") + name + (f" ({notes})" if notes else "")
             cells = [self.cell(bytes_at(of_it, moment)) for moment in moments]
-            on_host = max(bytes_at(of_it, moment, "host") for moment in Moment)
+            on_host = max(bytes_at(of_it, moment, "host") for moment in MemoryPhase)
             table.add_row(escape(label), *cells, *([self.cell(on_host)] if host else []))
         table.add_section()
         sums = [self.unit.size(bytes_at(lines, moment)) for moment in moments]
-        on_host = max(bytes_at(lines, moment, "host") for moment in Moment)
+        on_host = max(bytes_at(lines, moment, "host") for moment in MemoryPhase)
         table.add_row("sum", *sums, *([self.unit.size(on_host)] if host else []), style="bold")
         return table
 
@@ -255,24 +267,24 @@ class Report:
     def verdict(self, group: DeviceGroup) -> str:
         peak, total, has = group.peak, needed(self.plan, group), self.plan.target.device_bytes or 0
         if peak is None or peak.largest is None:
-            return f"[bold]{group.name}[/]: nothing is told."
+            return f"[bold]{group.name}[/]: nothing is estimated."
         on_gpu, largest = self.plan.target.device == "cuda", peak.largest
         text = (
-            f"[bold]{group.name}[/]: {self.unit.said(total)} on {'each device' if on_gpu else 'a machine'} in {peak.name}; the "
-            f"largest part is {largest.line.component} ({largest.owner}), {self.unit.said(largest.line.num_bytes)}."
+            f"[bold]{group.name}[/]: {self.unit.text(total)} on {'each device' if on_gpu else 'a machine'} in {peak.name}; the "
+            f"largest part is {largest.line.component} ({largest.owner}), {self.unit.text(largest.line.num_bytes)}."
         )
         if on_gpu and group.host_bytes:
-            text += f" On the host {self.unit.said(group.host_bytes * group.devices_per_machine)} a machine."
+            text += f" On the host {self.unit.text(group.host_bytes * group.devices_per_machine)} a machine."
         match self.plan.fits(group):
             case True if total > TIGHT * has:
-                rest = f"{self.unit.said(has - total)} are left for what is not counted"
-                return f"{text} [yellow]Fits, tightly[/]: {100 * total / has:.0f} % of {self.unit.said(has)}; {rest}."
+                rest = f"{self.unit.text(has - total)} are left for what is not counted"
+                return f"{text} [yellow]Fits, tightly[/]: {100 * total / has:.0f} % of {self.unit.text(has)}; {rest}."
             case True:
-                return f"{text} [green]Fits[/]: {100 * total / has:.0f} % of {self.unit.said(has)}."
+                return f"{text} [green]Fits[/]: {100 * total / has:.0f} % of {self.unit.text(has)}."
             case False:
-                return f"{text} [red]Does not fit[/]: {self.unit.said(total - has)} more than {self.unit.said(has)}."
+                return f"{text} [red]Does not fit[/]: {self.unit.text(total - has)} more than {self.unit.text(has)}."
             case _:
-                why = "not everything is told" if has else "say --device-memory 80GiB"
+                why = "not everything is estimated" if has else "pass --device-memory 80GiB"
                 return f"{text} Whether it fits is not known: {why}."
 
 

@@ -16,7 +16,7 @@ from slime_preflight.step import Step, step_of
 from slime_preflight.tenants import Target, planned_roles, policy_engines, push_memory, served_engines
 
 FEWEST_TOKENS = 1024
-"""Of a micro-batch: below that a smaller one is not proposed."""
+"""Tokens of a micro-batch; smaller ones are not proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class Saving:
 
     flags: str
     group: str
-    """Whose devices."""
+    """Name of the device group."""
     num_bytes: int
-    """Of the peak then."""
+    """Peak with these flags."""
     saved: int
 
 
@@ -44,7 +44,7 @@ class Plan:
             return None
         if needed(self, group) > device:
             return False
-        return None if group.untold else True
+        return None if group.not_estimated else True
 
 
 def needed(plan: Plan, group: DeviceGroup) -> int:
@@ -64,7 +64,7 @@ def device_groups(run: BoundRun, target: Target, step: Step) -> Iterator[DeviceG
     """The policy's devices, those of roles apart, and those of engines apart."""
     launcher = run.config.launcher
     roles, engines, push = planned_roles(run, target, step), policy_engines(run, target), push_memory(run, target)
-    # In one process everything stands on the first device; only with colocation does it take turns.
+    # In one process everything is on the first device; only with colocation are parts offloaded alternately.
     together = engines is not None and bool(roles) and (launcher.colocate or run.launcher.driver.single_process)
     for number, group in enumerate(roles):
         with_engines = launcher.colocate and not number
@@ -105,7 +105,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def savings(run: BoundRun, plan: Plan) -> list[Saving]:
-    """Of every group of devices with trained roles, the most first. Each alone, not what several would save together."""
+    """Savings in device groups with trained roles, largest first. Each is tried alone, not together with others."""
     found = []
     for flags, changed in alternatives(run, plan):
         try_again = plan_of(changed, plan.target)
@@ -118,7 +118,7 @@ def savings(run: BoundRun, plan: Plan) -> list[Saving]:
 
 
 def alternatives(run: BoundRun, plan: Plan) -> Iterator[tuple[str, BoundRun]]:
-    """Runs that differ from this one by options that exist and pass their owner's checks, with the flags that say so."""
+    """Runs that differ from this one by options that exist and pass their owner's checks, with the flags that set them."""
     named = FlagTable.of([*kernel_flags(), *chosen_flags(run.config.model_dump(), run.registry)])
     model_config = read_model_config(run.roles[0].model_path)
     # The policy's backend; a role with a backend of its own keeps its options.
@@ -155,7 +155,7 @@ def with_table(run: BoundRun, table: str, changes: Mapping[str, Any]) -> BoundRu
 
 
 def flag_text(named: FlagTable, path: Sequence[str], value: object) -> str:
-    """As it is typed: by its short name, where only one key has it."""
+    """The flag as it is typed: with its short name if only one key has that name."""
     short = path[-1].replace("_", "-")
     flag, _ = named.find(short)
     name = short if flag is not None and flag.path == tuple(path) else ".".join(path)

@@ -1,4 +1,4 @@
-"""A step of a run: prompts, answers, tokens at most, optimiser steps and micro-batches."""
+"""A step of a run: prompts, responses, tokens at most, optimizer steps and micro-batches."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class Step:
     """One rollout step."""
 
     num_rollout: int | None
-    """Of the run; None: so many as `num_epoch` passes over the data make."""
+    """Steps of the run; None: the steps of `num_epoch` passes over the data."""
     num_epoch: int | None
     prompts: int
-    answers_per_prompt: int
-    answers: int
+    responses_per_prompt: int
+    responses: int
     max_prompt_tokens: int | None
     """None: nothing limits prompts, so the data decides."""
-    max_answer_tokens: int
+    max_response_tokens: int
     longest_sequence: int | None
     max_tokens: int | None
-    """Of all sequences of the step."""
+    """Tokens of all sequences of the step, at most."""
     optimizer_steps: int
-    answers_per_optimizer_step: int
+    responses_per_optimizer_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatches:
-    """How a role's ranks cut an optimiser step."""
+    """How a role's ranks cut an optimizer step."""
 
     dp_size: int
     cp_size: int
     tokens: int
-    """Of the largest one that is trained on, on one rank."""
+    """Tokens of the largest trained micro-batch of a rank."""
     scored_tokens: int
     count: int
     """On one rank, at most."""
@@ -59,14 +59,14 @@ def step_of(run: BoundRun) -> Step:
         num_rollout=train.num_rollout,
         num_epoch=train.num_epoch,
         prompts=rollout.rollout_batch_size,
-        answers_per_prompt=rollout.n_samples_per_prompt,
-        answers=run.rollouts_per_batch,
+        responses_per_prompt=rollout.n_samples_per_prompt,
+        responses=run.rollouts_per_batch,
         max_prompt_tokens=prompt,
-        max_answer_tokens=rollout.rollout_max_response_len,
+        max_response_tokens=rollout.rollout_max_response_len,
         longest_sequence=longest,
         max_tokens=None if longest is None else longest * run.rollouts_per_batch,
         optimizer_steps=run.steps_per_rollout,
-        answers_per_optimizer_step=run.global_batch_size,
+        responses_per_optimizer_step=run.global_batch_size,
     )
 
 
@@ -80,9 +80,9 @@ def micro_batches_of(run: BoundRun, role: BoundRole, step: Step, model_config: M
     )
     known = step.longest_sequence is not None
 
-    def largest(max_tokens: int, answers: int) -> tuple[int, int]:
+    def largest(max_tokens: int, responses: int) -> tuple[int, int]:
         """Tokens of a micro-batch on a rank, and how many there may be."""
-        on_rank = -(-answers // layout.dp_size)
+        on_rank = -(-responses // layout.dp_size)
         if not train.use_dynamic_batch_size:
             samples = min(train.micro_batch_size, on_rank)
             return -(-samples * longest // layout.cp_size), -(-on_rank // samples)
@@ -93,8 +93,8 @@ def micro_batches_of(run: BoundRun, role: BoundRole, step: Step, model_config: M
         # First fit leaves no two that would fit together.
         return tokens, min(on_rank, max(1, -(-2 * all_of_rank // tokens) - 1))
 
-    tokens, count = largest(train.max_tokens_per_gpu, step.answers_per_optimizer_step)
-    scored, _ = largest(train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu, step.answers)
+    tokens, count = largest(train.max_tokens_per_gpu, step.responses_per_optimizer_step)
+    scored, _ = largest(train.log_probs_max_tokens_per_gpu or train.max_tokens_per_gpu, step.responses)
     return MicroBatches(
         dp_size=layout.dp_size,
         cp_size=layout.cp_size,

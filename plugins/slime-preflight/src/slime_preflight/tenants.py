@@ -1,4 +1,4 @@
-"""Tenants: the roles and engines of a run, where they stand, and what each tells that it will hold."""
+"""Tenants: the roles and engines of a run, their devices, and the memory that each declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import BoundRole
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
 from slime_core.data.model_folder import read_model_config
@@ -20,7 +20,7 @@ from slime_training.memory_plan import (
     EngineLoad,
     EngineMemory,
     EnginePlanner,
-    MemoryLine,
+    MemoryItem,
     TrainerLoad,
     TrainerMemory,
     TrainerPlanner,
@@ -42,12 +42,12 @@ class PlannedRole:
     ranks_per_machine: int
     micro_batches: MicroBatches
     memory: TrainerMemory | None
-    """Of the rank that holds most; None: its backend does not tell."""
+    """Memory of the rank that holds most; None: its backend has no estimate."""
     savers: Sequence[Mapping[str, Any]]
     """Options of its backend that may lower it."""
 
     @property
-    def lines(self) -> tuple[MemoryLine, ...]:
+    def lines(self) -> tuple[MemoryItem, ...]:
         return () if self.memory is None else self.memory.lines
 
 
@@ -61,9 +61,9 @@ class PlannedEngines:
     devices_each: int
     nodes_each: int
     longest_request: int
-    """Tokens of prompt and answer."""
+    """Tokens of prompt and response."""
     memory: EngineMemory | None
-    """Of one device; None: it does not tell."""
+    """Memory of one device; None: the engine has no estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def planned_role(run: BoundRun, role: BoundRole, target: Target, step: Step) -> 
         device=target.device,
         model_path=role.model_path,
         head=role.head,
-        copies=role.copies,
+        frozen_models=role.frozen_models,
         optimizer=role.optimizer,
         chosen_optimizer=role.chosen_optimizer,
         total_steps=1,
@@ -159,7 +159,7 @@ def planned_engines(
     run: BoundRun,
     target: Target,
     name: str,
-    engine: Part,
+    engine: BoundPlugin,
     model_path: Path,
     *,
     num_engines: int,
@@ -169,8 +169,8 @@ def planned_engines(
     config = run.config
     of_policy = "model.hf_checkpoint" if config.model.rollout_load is None else "model.rollout_load"
     named = of_policy if name == POLICY else f"engines.{name}.load"
-    told: Mapping[str, Any] = read_model_config(model_path, where=named)
-    limit = told.get("text_config", told).get("max_position_embeddings") or NO_LIMIT
+    model_config: Mapping[str, Any] = read_model_config(model_path, where=named)
+    limit = model_config.get("text_config", model_config).get("max_position_embeddings") or NO_LIMIT
     longest = min(limit, config.rollout.rollout_max_context_len or limit)
     setup = EngineSetup(
         index=0,
@@ -201,7 +201,7 @@ def planned_engines(
 
 
 def push_memory(run: BoundRun, target: Target) -> TransportMemory | None:
-    """None: the transport does not tell. Empty where there is none."""
+    """None: the transport has no estimate. Empty where there is no transport."""
     if run.transport is None:
         return TransportMemory()
     # As trainers export them.

@@ -1,1 +1,1 @@
-"""Quantised model folders for rollout engines."""
+"""Quantized model folders for rollout engines."""

@@ -1,7 +1,7 @@
-"""BlockScheme: float8 with a float32 scale for each block, called `weight_scale_inv`, as DeepSeek-V3 is published.
+"""BlockScheme: float8 with a float32 scale for each block, called `weight_scale_inv`, as in the weights of DeepSeek-V3.
 
 compressed-tensors makes the same of one matrix (a test compares them), in three times as many operations; here thousands of
-experts are quantised together, between two steps of a run.
+experts are quantized together, between two steps of a run.
 
 Legend: N matrices, O output channels, I inputs, B block size, P and Q blocks down and across.
 """
@@ -22,7 +22,7 @@ LARGEST: Final = torch.finfo(FLOAT8).max
 OF_ZEROS: Final = torch.finfo(torch.float32).eps
 """Scale of a block that has nothing else."""
 TOGETHER: Final = 2**27
-"""Elements of matrices that are quantised at once; float32 copies of them are made."""
+"""Elements of matrices that are quantized at once; float32 copies of them are made."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Options of the quantising converters. Nothing heavy is imported here."""
+"""Options of the quantizing converters. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fp8Config(QuantizeConfig):
     strategy: Literal["block", "channel", "tensor"] = "block"
     """What shares a scale: a block of `block_size` squared (DeepSeek's layout), an output channel, or the whole matrix."""
     block_size: int = Field(128, gt=0)
-    """Of the strategy `block`."""
+    """Rows and columns of a block, for the strategy `block`."""
 
 
 class Int4Config(QuantizeConfig):

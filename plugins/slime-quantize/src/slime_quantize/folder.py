@@ -1,4 +1,4 @@
-"""QuantizeFolder: a Hugging Face folder with quantised linear layers; a piece is one of its files."""
+"""QuantizeFolder: a Hugging Face folder with quantized linear layers; a piece is one of its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_core.contracts.converter import Checksums, Converter, Piece
+from slime_core.contracts.converter import Checksums, Converter, Shard
 from slime_core.data.model_folder import check_weights, read_model_config, shapes_in
 from slime_core.errors import ModelError
 from slime_quantize.scheme import Scheme
@@ -29,10 +29,10 @@ class QuantizeFolder(Converter):
         self._scheme = scheme
         self._ignore = [re.compile(pattern) for pattern in ignore]
 
-    def pieces(self, source: Path) -> Sequence[Piece]:
+    def pieces(self, source: Path) -> Sequence[Shard]:
         config = read_model_config(source, where="SOURCE")
         if config.get("quantization_config"):
-            raise ModelError(f"{source}: its weights are quantised already; give the folder that they were made from.")
+            raise ModelError(f"{source}: its weights are quantized already; give the folder that they were made from.")
         files = sorted(source.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{source}: it has no weights (*.safetensors).")
@@ -40,7 +40,7 @@ class QuantizeFolder(Converter):
         for name, shape in shapes_in(source).items():
             if self.is_quantized(name, shape):
                 self._scheme.check(name, shape)
-        return [Piece(name=file.stem, num_bytes=file.stat().st_size) for file in files]
+        return [Shard(name=file.stem, num_bytes=file.stat().st_size) for file in files]
 
     def is_quantized(self, name: str, shape: Sequence[int]) -> bool:
         """Matrices of linear layers inside the decoder's layers."""
@@ -48,7 +48,7 @@ class QuantizeFolder(Converter):
         linear = layer != name and len(shape) == 2 and LAYER.search(name) is not None
         return linear and not any(pattern.search(layer) for pattern in self._ignore)
 
-    def write(self, source: Path, piece: Piece, folder: Path) -> Checksums:
+    def write(self, source: Path, piece: Shard, folder: Path) -> Checksums:
         made: dict[str, Tensor] = {}
         file = source / f"{piece.name}.safetensors"
         try:
@@ -77,7 +77,7 @@ class QuantizeFolder(Converter):
         )
 
     def kept(self, source: Path) -> list[str]:
-        """Matrices that engines would look for in quantised form; the embedding is none."""
+        """Matrices that engines would look for in quantized form; the embedding is none."""
         found = {"lm_head"}
         for name, shape in shapes_in(source).items():
             if (
@@ -89,7 +89,7 @@ class QuantizeFolder(Converter):
                 found.add(name.removesuffix(".weight"))
         return sorted(found)
 
-    def read_back(self, source: Path, piece: Piece, target: Path) -> Checksums:
+    def read_back(self, source: Path, piece: Shard, target: Path) -> Checksums:
         number = sorted(file.stem for file in source.glob("*.safetensors")).index(piece.name)
         found = {}
         file = sorted(target.glob("*.safetensors"))[number]

@@ -1,4 +1,4 @@
-"""Drivers of the quantising converters, which the entry points name. Nothing heavy is imported here."""
+"""Drivers of the quantizing converters, which the entry points name. Nothing heavy is imported here."""
 
 from __future__ import annotations
 

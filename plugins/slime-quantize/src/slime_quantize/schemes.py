@@ -31,7 +31,7 @@ class CompressedScheme(Scheme):
         size = self.weights.group_size
         if size and shape_OI[1] % size:
             raise ModelError(
-                f"{name}: its {shape_OI[1]} inputs are no multiple of group_size = {size}. Say another --group-size, or "
+                f"{name}: its {shape_OI[1]} inputs are no multiple of group_size = {size}. Pass another --group-size, or "
                 "leave such layers out with --ignore."
             )
 

@@ -17,7 +17,7 @@ SCALE: Final = "weight_scale_inv"
 
 
 class BlockTensors(TensorFormat):
-    """The folder says which matrices are quantised: those that have scales in it."""
+    """The matrices that have scales in the folder are quantized."""
 
     def __init__(self, folder: Path) -> None:
         height, width = read_model_config(folder)["quantization_config"]["weight_block_size"]
@@ -27,7 +27,7 @@ class BlockTensors(TensorFormat):
         self._quantized = frozenset(name.removesuffix(SCALE) + "weight" for name in names if name.endswith(f".{SCALE}"))
         if not self._quantized:
             raise ModelError(
-                f"{folder}: config.json says that its weights are quantised, but it has no scales ({SCALE})."
+                f"{folder}: config.json declares quantized weights, but the folder has no scales ({SCALE})."
             )
         self._scheme = BlockScheme(height)
 

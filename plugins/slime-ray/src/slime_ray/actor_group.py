@@ -1,8 +1,8 @@
-"""Crew: actors that work in step, and what a failure of one of them means for all.
+"""ActorGroup: actors whose calls wait for each other, and how a failure of one ends the calls of all.
 
 What an actor raises reaches the caller as the same error with the same text, chained to Ray's, which has the worker's
-traceback. An actor that is gone is an error of its own, with where it was and its last words. After that, or when one
-rank raised and another goes on waiting for it, nothing of the crew is waited for any more.
+traceback. An actor that is gone is an error of its own, with its node, pid and the end of its log. After that, or when
+one rank raised and another still waits for it, no call of the group is awaited any more.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ GRACE_AFTER_FAILURE_S: Final = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """An actor and who it is."""
+    """An actor with its name and location."""
 
     actor: Any
     name: str
     failure: type[SlimeError]
-    """What its death is."""
+    """Class of the error that its death raises."""
     location: Location | None = None
 
     @property
@@ -51,8 +51,8 @@ class Member:
         return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
 
     async def kill_here(self, limit_s: float) -> None:
-        """Ends its process if it is still there and on this machine: one that hangs does not hear Ray. Returns when it is gone,
-        or after `limit_s` seconds."""
+        """Kills its process if that still runs and is on this machine: one that hangs does not respond to Ray. Returns
+        when it is gone, or after `limit_s` seconds."""
         if self.location is None or not self.is_here:
             return
         deadline = asyncio.get_running_loop().time() + limit_s
@@ -76,24 +76,24 @@ class Roster:
     members: dict[str, Member] = field(default_factory=dict)
 
     def explain(self, error: RayError, called: Member) -> Exception:
-        """The error that the caller sees: the worker's own, or the news of a death."""
+        """The error that the caller sees: the worker's own, or that its process has died."""
         if isinstance(error, RayTaskError):
             cause = error.cause
-            # An argument that could not be computed brings the error of whoever was to compute it.
+            # The argument is the result of another call, which failed: raise the error of that call.
             return self.explain(cause, called) if isinstance(cause, RayError) else cause
         if isinstance(error, RayActorError):
             return self.members.get(error.actor_id or "", called).died(reason_of(error))
         return called.failure(f"{called.name}: {error}")
 
 
-class Crew:
-    """Members whose calls wait for each other. `run` what is awaited; `end` once."""
+class ActorGroup:
+    """Members whose calls wait for each other. `run` awaits a call on a member; `end` is called once."""
 
-    def __init__(self, roster: Roster, *, grace_s: float, farewell: str) -> None:
-        """`farewell`: the method by which a member ends by itself, within `grace_s` seconds."""
+    def __init__(self, roster: Roster, *, grace_s: float, shutdown_method: str) -> None:
+        """`shutdown_method`: the method by which a member ends by itself, within `grace_s` seconds."""
         self._roster = roster
         self._grace_s = grace_s
-        self._farewell = farewell
+        self._shutdown_method = shutdown_method
         self._members: list[Member] = []
         self._pending: dict[asyncio.Future[Any], str] = {}
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ class Crew:
         self._roster.members[member.actor_id] = member
 
     def ready(self) -> None:
-        """All members hold a worker: from now on they are asked to end by themselves."""
+        """All members hold a worker: from now on `end` lets them end by themselves."""
         self._ready = True
 
     async def run(self, member: Member, work: Awaitable[T], call: str = "") -> T:
@@ -134,31 +134,31 @@ class Crew:
             task.cancel()
 
     async def end(self, *, failed: bool = False) -> None:
-        """Lets members end by themselves if they can, then kills them. Raises what a farewell raised, unless they have
-        `failed` or a call has failed before: then that is the news."""
+        """Lets members end by themselves if they can, then kills them. Raises the error of a shutdown call, unless members have
+        `failed` or a call has failed before: then that error was raised."""
         self.ended = True
         failed_before = failed or self._has_failed
-        farewells = []
+        shutdowns = []
         if self._ready and not self._lost.done():
-            farewells = [
-                asyncio.ensure_future(self.run(member, member.actor.call.remote(self._farewell)))
+            shutdowns = [
+                asyncio.ensure_future(self.run(member, member.actor.call.remote(self._shutdown_method)))
                 for member in self._members
             ]
         grace_s = min(self._grace_s, GRACE_AFTER_FAILURE_S) if failed_before else self._grace_s
         try:
-            if farewells:
-                await asyncio.wait(farewells, timeout=grace_s)
+            if shutdowns:
+                await asyncio.wait(shutdowns, timeout=grace_s)
         finally:
-            # Also where this is broken off: nobody would be left to hear how the calls ended.
+            # Also if this is cancelled: nothing would wait for the calls then.
             for member in self._members:
                 ray.kill(member.actor)
-            for farewell in farewells:
-                farewell.cancel()
+            for call in shutdowns:
+                call.cancel()
             if failed:
-                # Others take their places, again and again; a run that ends may yet hear of them.
+                # Other members take their places. Those of a run that ends stay: errors may still name them.
                 for member in self._members:
                     self._roster.members.pop(member.actor_id, None)
-        results = await asyncio.gather(*farewells, return_exceptions=True)
+        results = await asyncio.gather(*shutdowns, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception) and not failed_before:
                 raise result
@@ -181,10 +181,10 @@ class Crew:
 
 
 def reason_of(error: RayError) -> str:
-    """The sentence of Ray's message that says what happened; the rest lists ids and guesses."""
+    """The sentence of Ray's message that states the cause; the rest lists ids and guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in reversed(lines) if line.startswith(("The actor is dead", "Worker exit"))), "")
-    return (told or " ".join(lines)).partition(" Some common causes")[0]
+    message = next((line for line in reversed(lines) if line.startswith(("The actor is dead", "Worker exit"))), "")
+    return (message or " ".join(lines)).partition(" Some common causes")[0]
 
 
 def last_words(log: Path | None) -> str:

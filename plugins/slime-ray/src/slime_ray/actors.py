@@ -1,6 +1,6 @@
 """The actors: a worker of the kernel in a process that Ray placed.
 
-An actor is made empty and says where it is; only then are ranks given out, and `resolve` makes the worker. Arguments
+An actor is created empty and returns its location; then ranks are assigned, and `resolve` creates the worker. Arguments
 that are references arrive as what they refer to, arrays as read-only views of the node's shared memory.
 """
 
@@ -74,7 +74,7 @@ class TrainActor:
         return port_of(self._held[-1])
 
     def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
-        """`devices`: of all ranks of the role on this node, by local rank; collectives want to see each other's."""
+        """`devices`: of all ranks of the role on this node, by local rank; collectives need to see each other's."""
         # Here, so that an engine's process does not import torch for it.
         from slime_core.workers.train_worker import TrainWorker
 
@@ -117,13 +117,13 @@ class EngineActor:
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """Completions as they end; those that end together travel together."""
         assert self._worker is not None
-        answers = self._worker.generate(requests)
+        responses = self._worker.generate(requests)
         ended: list[Completion] = []
-        following = asyncio.ensure_future(anext(answers, None))
+        following = asyncio.ensure_future(anext(responses, None))
         try:
             while (completion := await following) is not None:
                 ended.append(completion)
-                following = asyncio.ensure_future(anext(answers, None))
+                following = asyncio.ensure_future(anext(responses, None))
                 await asyncio.sleep(0)
                 if not following.done():
                     yield ended
@@ -133,7 +133,7 @@ class EngineActor:
         finally:
             following.cancel()
             await asyncio.wait([following])
-            await answers.aclose()
+            await responses.aclose()
 
     async def call(self, method: str, *args: Any) -> Any:
         assert self._worker is not None
@@ -141,9 +141,9 @@ class EngineActor:
 
 
 def held_port() -> socket.socket:
-    """A socket on a TCP port of this node. Nobody is given this port by the system while it is open, and whoever was told of
-    it can listen there: torch's store says SO_REUSEADDR too, and this socket does not listen. Ranks meet seconds after
-    the port was chosen; one that was let go meanwhile may be that of somebody's connection by then."""
+    """A socket on a TCP port of this node. While it is open, the system assigns the port to no other socket, and torch's store
+    can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds after the port
+    was chosen; a port that was released meanwhile may be in use by another connection."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))

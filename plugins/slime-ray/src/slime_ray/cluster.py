@@ -36,7 +36,7 @@ from slime_core.errors import ConfigError, SlimeError
 
 LOOPBACK: Final = "127.0.0.1"
 LOGICAL_CPUS: Final = 10_000
-"""What a private cluster says it has: on one machine nothing is gained by refusing a worker for want of a core."""
+"""CPUs that a private cluster declares: on one machine no worker should be refused for lack of a core."""
 OBJECT_STORE_BYTES: Final = 4 * 2**30
 """At most, and never more than 0.3 of the memory: some weight buckets and a batch. It is taken as it is filled."""
 PROBE_S: Final = 10.0
@@ -48,7 +48,7 @@ class RayCluster:
 
     connected_here: bool
     folder: Path | None
-    """Of a private cluster: sessions, logs, sockets."""
+    """Sessions, logs and sockets of a private cluster."""
 
     @classmethod
     def enter(cls, address: str | None) -> RayCluster:
@@ -159,7 +159,7 @@ def num_cores() -> int:
 
 
 def probe(address: str, where: str) -> None:
-    """Ray ends the process when nothing answers at an address, so one asks before."""
+    """Ray ends the process when nothing responds at an address, so one asks before."""
     host, _, port = address.rpartition(":")
     if host in ("localhost", LOOPBACK):
         # What Ray makes of it.
@@ -168,7 +168,7 @@ def probe(address: str, where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{where}: no Ray cluster answers there ({error}). `ray status` on its head shows host:port; leave "
+            f"{where}: no Ray cluster responds there ({error}). `ray status` on its head shows host:port; leave "
             "launcher.address out for a private cluster on this machine."
         ) from error
 
@@ -193,7 +193,7 @@ def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 @contextmanager
 def loopback_only() -> Iterator[None]:
     """Ray replaces a loopback address by the machine's, and then listens everywhere, unless this switch is off. It is
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, which Ray reads when it is first imported, by whomever."""
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, which Ray reads at its first import in the process."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

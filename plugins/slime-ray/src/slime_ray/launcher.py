@@ -24,7 +24,7 @@ from slime_core.rollout.engine_slot import EngineHandle
 from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.launcher import Launcher, RankHandle
 from slime_core.workers.train_worker import TrainWorkerSpec
-from slime_ray.actor_group import Crew, Member, Roster, together
+from slime_ray.actor_group import ActorGroup, Member, Roster, together
 from slime_ray.actors import EngineActor, Location, TrainActor
 from slime_ray.cluster import LOOPBACK, RayCluster, fits, written
 from slime_ray.config import RayConfig
@@ -45,8 +45,8 @@ class Slot:
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineSeat:
-    """What an engine was started with, and where it is now."""
+class EnginePlacement:
+    """The arguments of an engine's start, and its current actors."""
 
     spec: EngineWorkerSpec
     places: Sequence[tuple[Any, int]]
@@ -54,11 +54,11 @@ class EngineSeat:
     options: dict[str, Any]
     devices: Sequence[Sequence[str]]
     """Those that it shares with a trainer, by machine."""
-    crew: Crew
+    actor_group: ActorGroup
     members: Sequence[Member] = ()
     """By machine; the first one serves. None once it was ended."""
     serving_pid: int | None = None
-    """Of the process that serves; it may be another than the first member's, and ends after that."""
+    """Pid of the serving process, which may be another than the first member's and end after it."""
 
 
 class RayLauncher(Launcher):
@@ -67,8 +67,8 @@ class RayLauncher(Launcher):
     def __init__(
         self, config: RayConfig, setup: LauncherSetup, *, grace_s: float = 10.0, placement_timeout_s: float = 60.0
     ) -> None:
-        """`grace_s`: what a worker gets to end by itself, and other ranks to finish after one has failed.
-        `placement_timeout_s`: what a cluster gets to find room."""
+        """`grace_s`: seconds that a worker has to end by itself, and other ranks to finish after one has failed.
+        `placement_timeout_s`: seconds that a cluster has to find room."""
         self._config = config
         self._setup = setup
         self._grace_s = grace_s
@@ -76,8 +76,8 @@ class RayLauncher(Launcher):
         self._cluster: RayCluster | None = None
         self._groups: list[Any] = []
         self._roster = Roster()
-        self._crews: list[Crew] = []
-        self._seats: dict[int, EngineSeat] = {}
+        self._actor_groups: list[ActorGroup] = []
+        self._placements: dict[int, EnginePlacement] = {}
         self._lost_engines = False
         self._num_ranks = 0
         self._shared_slots: list[Slot] = []
@@ -91,7 +91,7 @@ class RayLauncher(Launcher):
         num_ranks = len(roles[0])
         async with self._placing if self._setup.colocate else contextlib.nullcontext():
             cluster = self._enter()
-            # Roles that share devices take turns, so they count once.
+            # Roles that share devices use them alternately, so they count once.
             self._num_ranks += num_ranks
             gpus = 1.0 if specs[0].setup.device == "cuda" else 0.0
             roles_on_device = len(roles) + (1 if self._setup.colocate else 0)
@@ -102,17 +102,26 @@ class RayLauncher(Launcher):
                 "num_gpus": gpus / roles_on_device,
                 "runtime_env": self._runtime_env(cluster, self._num_ranks + self._setup.num_engines),
             }
-            crews = [self._new_crew(farewell="close") for _ in roles]
+            actor_groups = [self._new_actor_group(shutdown_method="close") for _ in roles]
             placed = [
                 [
                     self._place(
-                        crew, TrainActor, group, bundle, options, f"trainer {of_role[0].setup.role}", TrainingError
+                        actor_group,
+                        TrainActor,
+                        group,
+                        bundle,
+                        options,
+                        f"trainer {of_role[0].setup.role}",
+                        TrainingError,
                     )
                     for bundle in range(num_ranks)
                 ]
-                for crew, of_role in zip(crews, roles, strict=True)
+                for actor_group, of_role in zip(actor_groups, roles, strict=True)
             ]
-            located = [await self._locate(crew, members) for crew, members in zip(crews, placed, strict=True)]
+            located = [
+                await self._locate(actor_group, members)
+                for actor_group, members in zip(actor_groups, placed, strict=True)
+            ]
             bundles = by_device(located[0])
             if self._setup.colocate and not self._shared_slots:
                 self._shared_slots = [
@@ -121,33 +130,33 @@ class RayLauncher(Launcher):
                 self._shared_gpus = gpus / roles_on_device
         return [
             rank
-            for crew, of_role, members in zip(crews, roles, placed, strict=True)
-            for rank in await self._resolve(crew, of_role, [members[bundle] for bundle in bundles])
+            for actor_group, of_role, members in zip(actor_groups, roles, placed, strict=True)
+            for rank in await self._resolve(actor_group, of_role, [members[bundle] for bundle in bundles])
         ]
 
     async def _resolve(
-        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+        self, actor_group: ActorGroup, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
     ) -> list[RankHandle]:
-        """The workers of one role, made."""
-        told = await self._with_places(crew, specs, by_rank)
-        for member, spec in zip(by_rank, told, strict=True):
+        """Creates the workers of one role."""
+        located = await self._with_places(actor_group, specs, by_rank)
+        for member, spec in zip(by_rank, located, strict=True):
             member.name = f"trainer {spec.setup.role}, rank {spec.setup.rank} of {spec.setup.world_size}"
         devices = devices_of_nodes(by_rank)
         await together(
             [
-                crew.run(member, member.actor.resolve.remote(spec, devices[node_of(member)]))
-                for member, spec in zip(by_rank, told, strict=True)
+                actor_group.run(member, member.actor.resolve.remote(spec, devices[node_of(member)]))
+                for member, spec in zip(by_rank, located, strict=True)
             ]
         )
-        crew.ready()
-        return [RayRank(member, crew) for member in by_rank]
+        actor_group.ready()
+        return [RayRank(member, actor_group) for member in by_rank]
 
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         if not specs:
             return [], []
         async with self._placing if self._setup.colocate else contextlib.nullcontext():
             cluster = self._enter()
-            shared = [] if self._seats else list(self._shared_slots)
+            shared = [] if self._placements else list(self._shared_slots)
         num_nodes, per_node = specs[0].setup.num_nodes, specs[0].setup.devices_here
         num_parts = len(specs) * num_nodes
         gpus = float(per_node) if specs[0].setup.device == "cuda" else 0.0
@@ -167,75 +176,79 @@ class RayLauncher(Launcher):
             group = await self._reserve(num_parts, cpus, gpus, "engines")
             places = [(group, bundle) for bundle in range(num_parts)]
             devices = [() for _ in places]
-        seats = []
+        placements = []
         for number, spec in enumerate(specs):
             own = slice(number * num_nodes, (number + 1) * num_nodes)
-            crew = self._new_crew(farewell="stop")
-            seat = EngineSeat(spec=spec, places=places[own], devices=devices[own], options=options, crew=crew)
-            self._seats[spec.setup.index] = seat
-            self._take(seat)
-            seats.append(seat)
-        infos = await together([self._start_engine(seat) for seat in seats])
-        return [RayEngine(seat.members, seat.crew) for seat in seats], infos
+            actor_group = self._new_actor_group(shutdown_method="stop")
+            placement = EnginePlacement(
+                spec=spec, places=places[own], devices=devices[own], options=options, actor_group=actor_group
+            )
+            self._placements[spec.setup.index] = placement
+            self._create_actors(placement)
+            placements.append(placement)
+        infos = await together([self._start_engine(placement) for placement in placements])
+        return [RayEngine(placement.members, placement.actor_group) for placement in placements], infos
 
-    def _take(self, seat: EngineSeat) -> None:
-        """Its actors, not located yet."""
-        index, beside = seat.spec.setup.index, len(seat.places) > 1
-        seat.members = [
+    def _create_actors(self, placement: EnginePlacement) -> None:
+        """Creates its actors, which are not located yet."""
+        index, beside = placement.spec.setup.index, len(placement.places) > 1
+        placement.members = [
             self._place(
-                seat.crew,
+                placement.actor_group,
                 EngineActor,
                 group,
                 bundle,
-                seat.options,
+                placement.options,
                 f"engine {index}, machine {number}" if beside else f"engine {index}",
                 EngineError,
             )
-            for number, (group, bundle) in enumerate(seat.places)
+            for number, (group, bundle) in enumerate(placement.places)
         ]
 
     async def end_engine(self, index: int) -> None:
-        seat = self._seats[index]
+        placement = self._placements[index]
         self._lost_engines = True
-        died = seat.crew.has_died
-        await seat.crew.end(failed=True)
-        self._crews = [crew for crew in self._crews if crew is not seat.crew]
-        members, seat.members = seat.members, ()
+        died = placement.actor_group.has_died
+        await placement.actor_group.end(failed=True)
+        self._actor_groups = [
+            actor_group for actor_group in self._actor_groups if actor_group is not placement.actor_group
+        ]
+        members, placement.members = placement.members, ()
         if not died:
             await asyncio.gather(*(member.kill_here(self._grace_s) for member in members))
-        pid, seat.serving_pid = seat.serving_pid, None
+        pid, placement.serving_pid = placement.serving_pid, None
         if pid is not None and members[0].is_here:
             await group_gone(pid, self._grace_s)
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
-        seat = self._seats[index]
-        if seat.members:
+        placement = self._placements[index]
+        if placement.members:
             await self.end_engine(index)
-        seat.crew = self._new_crew(farewell="stop")
-        self._take(seat)
+        placement.actor_group = self._new_actor_group(shutdown_method="stop")
+        self._create_actors(placement)
         try:
             async with asyncio.timeout(self._placement_timeout_s):
-                await self._locate(seat.crew, seat.members)
+                await self._locate(placement.actor_group, placement.members)
         except TimeoutError as error:
             raise EngineError(
                 f"engine {index}: Ray has not started a process for it within {self._placement_timeout_s:g} s; its place "
                 "may be taken, or its machine gone."
             ) from error
-        info = await self._start_engine(seat)
-        return RayEngine(seat.members, seat.crew), info
+        info = await self._start_engine(placement)
+        return RayEngine(placement.members, placement.actor_group), info
 
     def share(self, value: Any) -> Any:
         return ray.put(value)
 
     async def stop(self) -> None:
-        crews, self._crews = self._crews, []
+        actor_groups, self._actor_groups = self._actor_groups, []
         groups, self._groups = self._groups, []
         cluster, self._cluster = self._cluster, None
         if cluster is None:
             return
-        died = self._lost_engines or any(crew.has_died for crew in crews)
+        died = self._lost_engines or any(actor_group.has_died for actor_group in actor_groups)
         try:
-            results = await asyncio.gather(*(crew.end() for crew in crews), return_exceptions=True)
+            results = await asyncio.gather(*(actor_group.end() for actor_group in actor_groups), return_exceptions=True)
         finally:
             for group in groups:
                 remove_placement_group(group)
@@ -273,14 +286,14 @@ class RayLauncher(Launcher):
     def _runtime_env(self, cluster: RayCluster, num_workers: int) -> dict[str, Any]:
         return {"env_vars": dict(cluster.worker_environment(num_workers))}
 
-    def _new_crew(self, *, farewell: str) -> Crew:
-        crew = Crew(self._roster, grace_s=self._grace_s, farewell=farewell)
-        self._crews.append(crew)
-        return crew
+    def _new_actor_group(self, *, shutdown_method: str) -> ActorGroup:
+        actor_group = ActorGroup(self._roster, grace_s=self._grace_s, shutdown_method=shutdown_method)
+        self._actor_groups.append(actor_group)
+        return actor_group
 
     def _place(
         self,
-        crew: Crew,
+        actor_group: ActorGroup,
         kind: type[TrainActor] | type[EngineActor],
         group: Any,
         bundle: int,
@@ -291,26 +304,26 @@ class RayLauncher(Launcher):
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         actor = ray.remote(kind).options(**options, scheduling_strategy=strategy).remote()
         member = Member(actor=actor, name=name, failure=failure)
-        crew.add(member)
+        actor_group.add(member)
         return member
 
-    async def _locate(self, crew: Crew, members: Sequence[Member]) -> list[Location]:
-        locations = await together([crew.run(member, member.actor.locate.remote()) for member in members])
+    async def _locate(self, actor_group: ActorGroup, members: Sequence[Member]) -> list[Location]:
+        locations = await together([actor_group.run(member, member.actor.locate.remote()) for member in members])
         for member, location in zip(members, locations, strict=True):
             member.location = location
         return locations
 
     async def _with_places(
-        self, crew: Crew, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
+        self, actor_group: ActorGroup, specs: Sequence[TrainWorkerSpec], by_rank: Sequence[Member]
     ) -> list[TrainWorkerSpec]:
-        """Specs with local ranks and, for several ranks, where they meet."""
+        """Specs with local ranks and, for several ranks, the rendezvous address."""
         nodes = [node_of(member) for member in by_rank]
         rendezvous = ""
         if len(specs) > 1:
             first = by_rank[0]
             assert first.location is not None
             host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
-            port = await crew.run(first, first.actor.hold_port.remote())
+            port = await actor_group.run(first, first.actor.hold_port.remote())
             rendezvous = f"tcp://{host}:{port}"
         return [
             replace(
@@ -320,26 +333,28 @@ class RayLauncher(Launcher):
             for rank, spec in enumerate(specs)
         ]
 
-    async def _start_engine(self, seat: EngineSeat) -> EngineInfo:
-        """What the first machine's part says; all of them start together, and wait for each other."""
-        crew, first = seat.crew, seat.members[0]
-        locations = await self._locate(crew, seat.members)
+    async def _start_engine(self, placement: EnginePlacement) -> EngineInfo:
+        """Starts the actors of one engine together, since they wait for each other. Returns the info of the first machine's."""
+        actor_group, first = placement.actor_group, placement.members[0]
+        locations = await self._locate(actor_group, placement.members)
         hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
         rendezvous = None
-        if len(seat.members) > 1:
-            rendezvous = f"{hosts[0]}:{await crew.run(first, first.actor.hold_port.remote())}"
-        told = [
-            replace(seat.spec, setup=replace(seat.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous))
+        if len(placement.members) > 1:
+            rendezvous = f"{hosts[0]}:{await actor_group.run(first, first.actor.hold_port.remote())}"
+        specs = [
+            replace(
+                placement.spec, setup=replace(placement.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous)
+            )
             for rank, host in enumerate(hosts)
         ]
         infos: list[EngineInfo] = await together(
             [
-                crew.run(member, member.actor.resolve.remote(spec, devices))
-                for member, spec, devices in zip(seat.members, told, seat.devices, strict=True)
+                actor_group.run(member, member.actor.resolve.remote(spec, devices))
+                for member, spec, devices in zip(placement.members, specs, placement.devices, strict=True)
             ]
         )
-        crew.ready()
-        seat.serving_pid = infos[0].pid
+        actor_group.ready()
+        placement.serving_pid = infos[0].pid
         return infos[0]
 
 
@@ -354,7 +369,7 @@ def node_of(member: Member) -> str:
 
 
 def is_one_machine() -> bool:
-    """Nobody has to be reached over a network."""
+    """All nodes of the cluster are on one machine, so loopback addresses work."""
     return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
 
 

@@ -1,4 +1,4 @@
-"""DiscountedReturn: what comes after a token, discounted, is the token's advantage.
+"""DiscountedReturn: the advantage of a token is its discounted return.
 
 Legend: S samples, M response tokens.
 """
@@ -13,13 +13,13 @@ from slime_estimators.token_rewards import rewards_by_token
 
 
 class DiscountedReturn(AdvantageEstimator):
-    """G_t = e_t + gamma G_(t+1) with e_t = -kl_penalty_t, plus the sample's reward at its last trainable token, or, of a
-    process reward, each part at the last trainable token of its span.
+    """G_t = e_t + gamma G_(t+1) with e_t = -kl_penalty_t, plus the sample's reward at its last trainable token; each part
+    of a process reward is at the last trainable token of its span.
 
-    t counts trainable tokens only: a masked token (a tool's output) receives nothing, holds no reward and costs no
-    discount. Fully masked samples, and samples without a reward (NaN), get 0.
+    t counts only trainable tokens: a masked token (a tool's output) gets 0, has no reward and costs no discount. Fully
+    masked samples, and samples without a reward (NaN), get 0.
 
-    Source: arXiv:2501.03262, REINFORCE++; its batch normalisation is the kernel's `normalize_advantages`.
+    Source: arXiv:2501.03262, REINFORCE++; its batch normalization is the kernel's `normalize_advantages`.
     """
 
     def __init__(self, *, gamma: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""What the contract kit tries the advantage estimators on, worked out by hand."""
+"""Anchors for the contract kit: inputs of the advantage estimators, with results worked out by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COMPARED = tuple(
 
 
 def _each(*credit: float) -> tuple[tuple[float, ...], ...]:
-    """One token a sample, and the two of the sample without a reward."""
+    """One advantage per sample, then two of the sample without a reward."""
     return (*((number,) for number in credit), (0.0, 0.0))
 
 

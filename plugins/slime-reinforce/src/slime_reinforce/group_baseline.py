@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs
-from slime_estimators.comparison import Comparison
+from slime_estimators.comparison import RewardGroups
 
 
 class GroupBaseline(AdvantageEstimator):
-    """A_t = c_i - kl_penalty_t, c_i = r_i - mean over the rollouts of the group, each counted once (`Comparison`).
+    """A_t = c_i - kl_penalty_t, c_i = r_i - mean over the rollouts of the group, each counted once (`RewardGroups`).
 
     A group of one rollout gets c = 0. Masked tokens, and samples without a reward (NaN), get A = 0.
 
-    Source: arXiv:2501.03262, REINFORCE++ with baseline; its batch normalisation is the kernel's `normalize_advantages`.
+    Source: arXiv:2501.03262, REINFORCE++ with baseline; its batch normalization is the kernel's `normalize_advantages`.
     """
 
     def __init__(self, *, subtract_mean: bool = True) -> None:
@@ -27,7 +27,7 @@ class GroupBaseline(AdvantageEstimator):
         metrics: dict[str, float] = {}
         scored_S = ~np.isnan(inputs.rewards)
         if self._subtract_mean:
-            compared = Comparison.of(batch, inputs.rewards)
+            compared = RewardGroups.of(batch, inputs.rewards)
             credit_S = compared.credit(compared.deviation)
             metrics["rollout/singleton_groups"] = float(compared.num_singletons)
         else:

@@ -1,4 +1,4 @@
-"""What slime-reinforce registers: three recipes, each told as a difference from its nearest relative, and their
+"""Drivers of slime-reinforce: three recipes, each described by its differences from the nearest relative, and their
 advantage estimators.
 
 In the formulas r_i is the reward of sample i, k_t the estimated KL to the reference at token t, rho_t = exp(l_t - old_t)
@@ -30,7 +30,7 @@ REINFORCE_PLUS_PLUS = Recipe(
     differences=(
         "no critic: A_t is the return G_t = e_t + gamma G_(t+1), with the reward in e at the last trainable token",
         "advantages are whitened over the trainable tokens of the whole batch, not compared within a prompt: one sample "
-        "per prompt will do",
+        "per prompt is enough",
         "as in PPO the KL to the reference is a penalty on each token's reward (kl_coef, off by default)",
     ),
     formula="mean over rollouts of (1/M) sum_t max(-rho_t A_t, -clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t), "
@@ -47,7 +47,7 @@ REINFORCE_PLUS_PLUS_BASELINE = Recipe(
     relative="reinforce_plus_plus",
     differences=(
         "A_t = r_i - mean over the prompt's rollouts, before whitening; no standard deviation of the group",
-        "no discounting: a KL penalty counts at its own token only",
+        "no discounting: a KL penalty only counts at its own token",
     ),
     formula="mean over rollouts of (1/M) sum_t max(-rho_t A_t, -clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t), "
     "A = whitened (r_i - mean - kl_coef k_t)",
@@ -58,15 +58,14 @@ REINFORCE_PLUS_PLUS_BASELINE = Recipe(
 )
 
 RLOO = Recipe(
-    summary="GRPO whose baseline leaves the sample itself out, which makes it unbiased; no standard deviation.",
+    summary="GRPO with a baseline that leaves out the sample itself, so it is unbiased; no standard deviation.",
     paper="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs, "
     "arXiv:2402.14740",
     relative="grpo",
     differences=(
         "A_t = r_i - mean over the other rollouts of the prompt, not divided by a standard deviation",
-        "PPO's clip per token, which does nothing as long as there is one optimiser step per rollout batch; the paper "
-        "has none",
-        "the KL to the reference is a term of the loss, as in GRPO; the paper takes it off the reward",
+        "PPO's clip per token, which has no effect with one optimizer step per rollout batch; the paper has none",
+        "the KL to the reference is a term of the loss, as in GRPO; the paper subtracts it from the reward",
         'seq_mean like GRPO; the paper sums over tokens, which is aggregation = "constant" up to a factor',
     ),
     formula="mean over rollouts of (1/M) sum_t max(-rho_t A_t, -clip(rho_t, 1 - eps_clip, 1 + eps_clip_high) A_t), "
@@ -82,8 +81,8 @@ RLOO = Recipe(
 
 class DiscountedReturnConfig(DriverConfig):
     gamma: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
-    """Discount per trainable token: what comes k tokens later counts gamma^k. 1: every token is credited with all that
-    comes after it."""
+    """Discount per trainable token: a reward k tokens later counts gamma^k. 1: every token gets the sum of all later
+    rewards."""
 
 
 class DiscountedReturn(AdvantageDriver):
@@ -108,11 +107,11 @@ class DiscountedReturn(AdvantageDriver):
 
 class BaselineConfig(DriverConfig):
     disable_rewards_normalization: bool = False
-    """No baseline: the reward as it is. For rewards that are already relative to something."""
+    """Use no baseline: the advantage is the reward itself. For rewards that are already relative to a baseline."""
 
 
 class BaselineDriver(AdvantageDriver):
-    """Base of the two that compare a reward with a baseline of its prompt."""
+    """Base of the two drivers with a baseline per prompt."""
 
     Config = BaselineConfig
 
@@ -122,7 +121,7 @@ class BaselineDriver(AdvantageDriver):
 
 
 class GroupBaseline(BaselineDriver):
-    """A_t = r_i - mean over the rollouts with the same credit key, minus kl_coef k_t; to be whitened."""
+    """A_t = r_i - mean over the rollouts with the same credit key, minus kl_coef k_t; then whitened."""
 
     accepts_kl_penalty = True
 
@@ -140,7 +139,7 @@ class GroupBaseline(BaselineDriver):
 
 
 class LeaveOneOut(BaselineDriver):
-    """A_t = r_i - mean over the other rollouts with the same credit key; 0 for a rollout on its own."""
+    """A_t = r_i - mean over the other rollouts with the same credit key; 0 for a group of one rollout."""
 
     @classmethod
     def build(cls, config: BaselineConfig) -> AdvantageEstimator:

@@ -1,4 +1,4 @@
-"""What the contract kit tries the rewards on. Those that ask over HTTP get a service in this very process."""
+"""Examples for the contract kit. Rewards that send requests get a service in this process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ IFBENCH = (
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Scores a text by its length, modulo 7, in the form of whoever is asked."""
+    """Scores a text by its length, modulo 7, as a classifier or as a remote service, by the path of the request."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -97,7 +97,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @cache

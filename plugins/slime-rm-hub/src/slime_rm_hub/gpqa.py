@@ -16,7 +16,7 @@ from slime_rm_hub.label import label_of, place
 from slime_rm_hub.response import Graded
 
 LETTERS: Final = string.ascii_uppercase[:10]
-# The letter itself must stand alone, or "the answer is Because" would name B.
+# The letter must be a word of its own, or "the answer is Because" would name B.
 _LETTER = r"(?:\W|\\(?:boxed|text|textbf|mathrm)\s*\{)*([A-Z])(?![A-Za-z0-9])"
 _STATED = re.compile(rf"(?i:\b(?:answer|option|choice)\s*(?:is|:)){_LETTER}|\b([A-Z])\s+(?i:is\s+(?:the\s+)?correct)")
 _ALONE = re.compile(r"(?<![A-Za-z0-9])([A-Z])(?![A-Za-z0-9])")
@@ -24,13 +24,13 @@ _ALONE = re.compile(r"(?<![A-Za-z0-9])([A-Z])(?![A-Za-z0-9])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a prompt offers, and which of it is right."""
+    """The choices of a prompt, and the right one."""
 
     letters: Sequence[str]
     right: str | None
-    """None: the label is a text that is none of the choices."""
+    """The right letter; None if the label is a text that is none of the choices."""
     texts: frozenset[str]
-    """Spellings of the right answer, for responses that name no letter."""
+    """Texts of the right answer, for responses that name no letter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class GpqaReward(Reward):
         letter = chosen_letter(text, choice.letters)
         if letter is not None and choice.right is not None:
             return float(letter == choice.right)
-        said = f" {plain(text)} "
-        return float(any(f" {answer} " in said for answer in choice.texts))
+        words = f" {plain(text)} "
+        return float(any(f" {answer} " in words for answer in choice.texts))
 
 
 def choice_of(prompt: Prompt, metadata: Mapping[str, Any]) -> Choice:
-    """From the label (a letter, its number from 0, or the right answer's text) and the metadata `choices` and
-    `valid_letters`. RewardError if they do not say which one is right."""
+    """Reads the label (a letter, its number from 0, or the right answer's text) and the metadata `choices` and
+    `valid_letters`. RewardError if they do not identify the right choice."""
     label = label_of(prompt, reward="gpqa")
     offered = metadata.get("choices")
     texts = [str(text) for text in (offered.values() if isinstance(offered, Mapping) else offered or ())]
@@ -80,8 +80,8 @@ def choice_of(prompt: Prompt, metadata: Mapping[str, Any]) -> Choice:
 
 def unusable(prompt: Prompt, label: object, letters: Sequence[str]) -> RewardError:
     return RewardError(
-        f"reward 'gpqa': {place(prompt)} has the label {label!r}; it is a letter of {', '.join(letters)}, its number from 0, "
-        "or the text of the right answer."
+        f"reward 'gpqa': {place(prompt)} has the label {label!r}; it must be a letter of {', '.join(letters)}, its number "
+        "from 0, or the text of the right answer."
     )
 
 

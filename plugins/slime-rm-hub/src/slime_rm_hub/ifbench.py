@@ -1,5 +1,5 @@
-"""Reward ifbench: does a response follow every instruction of its prompt? Checkers of IFEval (arXiv:2311.07911) and
-IFBench (arXiv:2507.02833), as published, by the names that their data uses."""
+"""Reward ifbench: whether a response follows every instruction of its prompt. Uses the original checkers of IFEval
+(arXiv:2311.07911) and IFBench (arXiv:2507.02833), by the names in their data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NLTK_DATA: Final = {
     "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng",
     "stopwords": "corpora/stopwords",
 }
-"""What the checkers read, by the name under which NLTK's downloader knows it."""
+"""Data that the checkers read: name in NLTK's downloader -> path."""
 # Its choice of a language is a draw otherwise.
 langdetect.DetectorFactory.seed = 0
 
@@ -53,8 +53,8 @@ class IfBenchReward(Reward):
 
 
 def instructions_of(prompt: Prompt, metadata: Mapping[str, Any]) -> list[Instruction]:
-    """From `instruction_id_list` and `kwargs`: one object for each instruction, in which None means not given. RewardError
-    if there are none, or not equally many."""
+    """The instructions in `instruction_id_list`, with their options in `kwargs`, where None means not set. RewardError if there
+    are none, or if the two lists differ in length."""
     names, options = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not isinstance(names, list) or not names:
         raise RewardError(
@@ -73,7 +73,7 @@ def instructions_of(prompt: Prompt, metadata: Mapping[str, Any]) -> list[Instruc
 
 
 def follows(instruction: Instruction, prompt: str, response: str, sample: Sample) -> bool:
-    """Whether the response, strictly as it is, follows the instruction."""
+    """Whether the unchanged response follows the instruction."""
     kind = checker_of(instruction.name, sample)
     checker = kind(instruction.name)
     try:
@@ -84,7 +84,7 @@ def follows(instruction: Instruction, prompt: str, response: str, sample: Sample
     except LookupError as error:
         if "Resource" in str(error):
             raise missing_data(instruction.name) from error
-        # A checker that looks for a paragraph or a word that is not there has found that it is not.
+        # A checker raises it for a paragraph or a word that the response does not have.
         return False
 
 
@@ -99,7 +99,7 @@ def checker_of(name: str, sample: Sample) -> Any:
 
 @cache
 def ifbench_checkers() -> Mapping[str, Any]:
-    """Their module downloads what it misses when it is imported; so it is not imported before all of it is there."""
+    """The checkers of IFBench. Importing their module downloads missing data, so it is imported only if all data is there."""
     for path in NLTK_DATA.values():
         try:
             nltk.data.find(path)
@@ -113,6 +113,6 @@ def ifbench_checkers() -> Mapping[str, Any]:
 
 def missing_data(what: str) -> RewardError:
     return RewardError(
-        f"reward 'ifbench': {what} needs data of NLTK that is not on this machine. Say once: python -m nltk.downloader "
-        f"{' '.join(NLTK_DATA)}, and set NLTK_DATA if it is to lie elsewhere than in your home folder."
+        f"reward 'ifbench': {what} requires data of NLTK that is not on this machine. Run once: python -m nltk.downloader "
+        f"{' '.join(NLTK_DATA)}, and set NLTK_DATA for a folder other than your home folder."
     )

@@ -66,7 +66,7 @@ class IfBench(RewardDriver):
             if error.name is None or error.name.startswith("slime"):
                 raise
             raise PluginError(
-                f"reward 'ifbench' needs {error.name}, which is not installed. Say: pip install 'slime-rm-hub[ifbench]'"
+                f"reward 'ifbench' requires {error.name}, which is not installed. Run: pip install 'slime-rm-hub[ifbench]'"
             ) from error
         from slime_rm_hub.response import Graded
 
@@ -80,7 +80,7 @@ class IfBench(RewardDriver):
 
 
 class Remote(RewardDriver):
-    """POST {prompt, response, label} to rm_url, which answers a JSON number, or an object of which reward_key counts."""
+    """POST {prompt, response, label} to rm_url, which returns a JSON number, or an object with the number reward_key."""
 
     Config = RemoteConfig
     timeout_follows = TIME_OPTIONS
@@ -115,7 +115,7 @@ class Served(RewardDriver):
         return time_for(config if config.rm_url is not None else twice(config), num_samples)
 
     @classmethod
-    def asks_engines(cls, config: ServedConfig) -> bool:
+    def needs_reward_model(cls, config: ServedConfig) -> bool:
         return config.rm_url is None
 
     @classmethod
@@ -123,17 +123,19 @@ class Served(RewardDriver):
         from slime_rm_hub.served import served_reward
         from slime_rm_hub.service import Place, Service, read_token
 
-        assert config.rm_url is not None, "without it the kernel calls build_asking"
+        assert config.rm_url is not None, "without it the kernel calls build_with_servers"
         place = Place(url=config.rm_url.rstrip("/"), token=read_token(config))
         return served_reward(config, Service.from_config(config, (place,)), config.rm_tokenizer)
 
     @classmethod
-    def build_asking(cls, config: ServedConfig, servers: Sequence[ServedModel]) -> Reward:
+    def build_with_servers(cls, config: ServedConfig, servers: Sequence[ServedModel]) -> Reward:
         from slime_rm_hub.served import served_reward
         from slime_rm_hub.service import Place, Service
 
         if config.token_file is not None:
-            raise ConfigError("reward 'served': token_file is for rm_url; engines of the run have tokens of their own.")
+            raise ConfigError(
+                "reward 'served': token_file requires rm_url; the run's own engines have their own tokens."
+            )
         places = tuple(Place(url=server.url, token=server.token) for server in servers)
         return served_reward(
             config, Service.from_config(twice(config), places), config.rm_tokenizer or servers[0].model_path

@@ -19,7 +19,7 @@ class RemoteReward(Reward):
     send_metadata: bool
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        """A number, or the numbers of an object; a sample that got none has failed alone."""
+        """One number per sample, or the numbers of an object. A sample without a number fails alone."""
         bodies = []
         for sample in group.samples:
             body = {"prompt": sample.prompt.text, "response": sample.response, "label": sample.prompt.label}
@@ -32,12 +32,12 @@ class RemoteReward(Reward):
         if is_number(answer):
             return float(answer)
         if isinstance(answer, Mapping):
-            # What else an object says is the service's own.
+            # Other values of the object are ignored.
             numbers = {str(key): float(value) for key, value in answer.items() if is_number(value)}
             if numbers:
                 return numbers
         return RewardFailure(
-            Outcome.WRONG, f"{self.service.name} answered {str(answer)[:200]!r}, which is neither a number nor has any"
+            Outcome.WRONG, f"{self.service.name} returned {str(answer)[:200]!r}, which is neither a number nor has one"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which part of a response is graded."""
+"""Graded: the part of a response that is graded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPENINGS = ("\\boxed{", "\\fbox{")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """What follows the reasoning, and of that perhaps only the last box."""
+    """Selects the text after the reasoning, and with `boxed` only its last box."""
 
     think_end: str
     boxed: bool
@@ -21,13 +21,13 @@ class Graded:
         return cls(think_end=config.think_end, boxed=config.boxed)
 
     def part(self, response: str) -> str:
-        """Empty if the response has no box and one is wanted."""
+        """The text to grade. Empty with `boxed` if the response has no box."""
         text = response.rpartition(self.think_end)[2]
         return last_boxed(text) if self.boxed else text
 
 
 def last_boxed(text: str) -> str:
-    """What stands in the last \\boxed{} that is closed; empty without one.
+    """The content of the last closed \\boxed{}; empty without one.
 
     >>> last_boxed(r"\\boxed{1} or \\boxed{\\frac{1}{2}}")
     '\\\\frac{1}{2}'

@@ -1,4 +1,4 @@
-"""Reward served: a reward model, or a judge, that an engine such as SGLang serves over HTTP."""
+"""Reward served: a reward model or a judge that an engine such as SGLang serves over HTTP."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slime_rm_hub.service import Service
 
 
 def served_reward(config: ServedConfig, service: Service, folder: str | None) -> Reward:
-    """`folder`: of the served model's tokenizer. ConfigError for a judge that cannot be asked."""
+    """`folder`: of the served model's tokenizer. ConfigError if the options of a judge are incomplete or invalid."""
     tokenizer = None
     if folder is not None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
     if config.kind == "classifier":
-        # One without a template was trained on plain texts.
+        # A model without a chat template was trained on plain text.
         joined = tokenizer is None or not tokenizer.chat_template
         return ClassifierReward(
             service=service.under("/classify"),
@@ -32,15 +32,15 @@ def served_reward(config: ServedConfig, service: Service, folder: str | None) ->
         )
     if tokenizer is None or config.question is None:
         raise ConfigError(
-            "reward 'served' with kind = \"judge\" needs rm_tokenizer, the folder of the judge's tokenizer, and "
-            "question, a file with what to ask it."
+            "reward 'served' with kind = \"judge\" requires rm_tokenizer, the folder of the judge's tokenizer, and "
+            "question, a file with the question to ask."
         )
     ids = {word: tokenizer.encode(word, add_special_tokens=False) for word in (config.yes, config.no)}
     for word, tokens in ids.items():
         if len(tokens) != 1:
             raise ConfigError(
-                f"reward 'served': {word!r} is {len(tokens)} tokens for the judge's tokenizer, and must be one: choose "
-                "other words with yes and no."
+                f"reward 'served': {word!r} is {len(tokens)} tokens for the judge's tokenizer, and must be one. Set "
+                "yes and no to other words."
             )
     try:
         template = Path(config.question).read_text(encoding="utf-8")
@@ -55,14 +55,14 @@ def served_reward(config: ServedConfig, service: Service, folder: str | None) ->
 
 
 class Render(Protocol):
-    """A sample as the text that the served model reads."""
+    """Renders a sample as the text for the served model."""
 
     def __call__(self, sample: Sample) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierReward(Reward):
-    """POST {text, model} to /classify; each answer's `embedding` begins with the score."""
+    """POST {text, model} to /classify; the score is the first number of `embedding` in each response."""
 
     service: Service
     render: Render
@@ -117,7 +117,7 @@ def share_of(yes: float, no: float) -> float:
 
 
 def checked(url: str, answer: Any, read: Any) -> RewardValue:
-    """What `read` finds in the answer; a failure if that is no finite number."""
+    """The number that `read` returns for the service's answer, or a failure if it is no finite number."""
     if isinstance(answer, RewardFailure):
         return answer
     try:
@@ -125,13 +125,13 @@ def checked(url: str, answer: Any, read: Any) -> RewardValue:
     except (KeyError, IndexError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        return RewardFailure(Outcome.WRONG, f"{url} answered {str(answer)[:200]!r}, in which there is no score")
+        return RewardFailure(Outcome.WRONG, f"{url} returned {str(answer)[:200]!r}, in which there is no score")
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Prompt and response as they stand."""
+    """Prompt and response, joined."""
 
     def __call__(self, sample: Sample) -> str:
         return sample.prompt.text + sample.response
@@ -139,7 +139,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation through the chat template of the model that scores; a prompt without messages is one of the user's."""
+    """The conversation, rendered with the served model's chat template. A prompt without messages is a user message."""
 
     tokenizer: Any
 
@@ -151,7 +151,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A text with {prompt}, {response} and {label}, through the chat template of the model that judges if it has one."""
+    """A text with {prompt}, {response} and {label}, rendered with the judge's chat template if it has one."""
 
     template: str
     tokenizer: Any
@@ -163,7 +163,7 @@ class Question:
             "{label}": sample.prompt.label,
         }
         text = self.template
-        # Not format(): responses are full of braces. The response last, for what looks like a name in it is none.
+        # Not format(), since responses contain braces. The response is inserted last, so names in it are not replaced.
         for name in ("{prompt}", "{label}", "{response}"):
             text = text.replace(name, str(named[name]))
         if not self.tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""Service: what scores over HTTP, asked again with growing pauses until it answers or the time is over."""
+"""Service: requests to a scoring service over HTTP, repeated with growing pauses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime_core.errors import ConfigError
 from slime_rm_hub.config import LONGEST_PAUSE_S, AskingConfig
 
 SHOWN: Final = 200
-"""Characters of an unexpected answer."""
+"""Characters of an unexpected response that an error shows."""
 BUSY: Final = 429
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One of its addresses."""
+    """One address of a service."""
 
     url: str
     token: str | None = field(default=None, repr=False)
@@ -31,10 +31,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """`timeout_s` and `tries` are of one request; `concurrency` bounds those in flight from one worker process."""
+    """`timeout_s` and `tries` apply to one request; `concurrency` limits those in flight from one worker process."""
 
     places: tuple[Place, ...]
-    """Requests go to them in turn, and the next try of one to the next place."""
+    """Requests are distributed round-robin, and each further try goes to the next place."""
     timeout_s: float
     tries: int
     concurrency: int
@@ -52,28 +52,28 @@ class Service:
 
     @property
     def name(self) -> str:
-        """For messages about an answer, which may come from any of its places."""
+        """Name of the service in errors: its first address."""
         return self.places[0].url
 
     def under(self, path: str) -> Service:
-        """The same, at a path of its places."""
+        """The same service with `path` appended to its addresses."""
         return replace(self, places=tuple(replace(place, url=place.url + path) for place in self.places))
 
     def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The JSON that answers each request, or a RewardFailure."""
+        """The JSON of the response to each request, or a RewardFailure."""
         return asyncio.run(self._ask_all(bodies))
 
     async def _ask_all(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         limit = asyncio.Semaphore(self.concurrency)
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        # What stands in the environment is for the user's browser; a reward service is named in the run file.
+        # The service in the run file is reached directly, without the environment's proxies.
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
 
             async def within(work: Coroutine[Any, Any, Any]) -> Any:
                 async with limit:
                     return await work
 
-            # Workers know nothing of each other: each begins somewhere.
+            # A random first place for each worker distributes their requests.
             first = random.randrange(len(self.places))
             return await asyncio.gather(
                 *(within(self._ask(session, body, number)) for number, body in enumerate(bodies, start=first))
@@ -84,29 +84,33 @@ class Service:
             answer = await self._try(session, body, self.places[(first + number) % len(self.places)])
             if not isinstance(answer, RewardFailure) or answer.outcome is Outcome.WRONG or number + 1 == self.tries:
                 break
-            # The jitter keeps those that failed together from coming back together.
+            # The jitter spreads requests that failed at the same time.
             await asyncio.sleep(min(self.first_pause_s * (2**number + random.random()), LONGEST_PAUSE_S))
         if isinstance(answer, RewardFailure) and answer.outcome is not Outcome.WRONG:
             return RewardFailure(answer.outcome, f"{answer.message}, after {self.tries} tries")
         return answer
 
     async def _try(self, session: aiohttp.ClientSession, body: Mapping[str, Any], place: Place) -> Any:
-        """One request. `infra` and `timeout` may be tried again; what the service refuses it would refuse again."""
+        """Sends one request. Failures `infra` and `timeout` may be retried; a refused request (`wrong`) may not."""
         headers = None if place.token is None else {"Authorization": f"Bearer {place.token}"}
         try:
             async with session.post(place.url, json=body, headers=headers) as response:
                 if response.status >= 500 or response.status == BUSY:
-                    return failure_of(place, Outcome.INFRA, f"answered {response.status} {await told(response)}")
+                    return failure_of(
+                        place, Outcome.INFRA, f"returned status {response.status} {await text_of(response)}"
+                    )
                 if response.status >= 400:
-                    return failure_of(place, Outcome.WRONG, f"refused: {response.status} {await told(response)}")
+                    return failure_of(
+                        place, Outcome.WRONG, f"refused: status {response.status} {await text_of(response)}"
+                    )
                 try:
                     return await response.json(content_type=None)
                 except ValueError:
-                    return failure_of(place, Outcome.INFRA, f"gave no JSON: {await told(response)}")
+                    return failure_of(place, Outcome.INFRA, f"returned no JSON: {await text_of(response)}")
         except TimeoutError:
-            return failure_of(place, Outcome.TIMEOUT, f"gave no answer within {self.timeout_s:g} s")
+            return failure_of(place, Outcome.TIMEOUT, f"sent no response within {self.timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return failure_of(place, Outcome.INFRA, f"cannot be asked: {type(error).__name__}: {error}")
+            return failure_of(place, Outcome.INFRA, f"cannot be reached: {type(error).__name__}: {error}")
 
 
 def read_token(config: AskingConfig) -> str | None:
@@ -123,6 +127,6 @@ def failure_of(place: Place, outcome: Outcome, text: str) -> RewardFailure:
     return RewardFailure(outcome, f"{place.url} {text}")
 
 
-async def told(response: aiohttp.ClientResponse) -> str:
+async def text_of(response: aiohttp.ClientResponse) -> str:
     text = " ".join((await response.text(errors="replace")).split())
     return text[:SHOWN] + ("…" if len(text) > SHOWN else "")

@@ -1,1 +1,1 @@
-"""Rewards for mathematics: whether a response ends in the answer that its prompt's label asks for."""
+"""Rewards for mathematics: whether the final answer of a response equals the label of its prompt."""

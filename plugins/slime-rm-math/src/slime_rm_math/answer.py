@@ -1,4 +1,4 @@
-"""Whether two answers say the same, and the rules that are stricter than mathematics."""
+"""Compares two answers, with rules that are stricter than mathematical equality."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_rm_math.normal_form import is_fraction, normal_form
 from slime_rm_math.numeral import is_whole
 
 MAX_TEXT_CHARS = 1024
-"""Longer texts are no answers: they are compared as they are."""
+"""Longer texts are no answers: they are compared unchanged."""
 
 _ASSIGNMENT = re.compile(r"[A-Za-z]{1,2}=(?!=)(.+)", re.DOTALL)
 _WORDS = re.compile(r"[A-Za-z\s-]{2,}")
@@ -16,10 +16,10 @@ _LONG_WORD = re.compile(r"[A-Za-z]{4,}")
 
 
 def equal(answer: str, label: str, *, max_symbolic_chars: int) -> bool:
-    """Whether `answer` is the answer `label`. Never raises.
+    """Whether `answer` equals `label`. Never raises.
 
-    Equal normal forms are equal. Otherwise, in this order: an integer label needs an integer in digits; a fraction
-    is compared with a fraction as text (2/4 is not a final answer to 1/2); tuples need the same brackets and equal
+    Equal normal forms are equal. Otherwise, in this order: an integer label requires an integer in digits; a fraction
+    is compared with a fraction as text (2/4 is no final answer for 1/2); tuples require the same brackets and equal
     elements; the rest, up to `max_symbolic_chars` characters, goes to math-verify.
     """
     if max(len(answer), len(label)) > MAX_TEXT_CHARS:
@@ -48,7 +48,7 @@ def equal(answer: str, label: str, *, max_symbolic_chars: int) -> bool:
         )
     if max(len(answer), len(label)) > max_symbolic_chars:
         return False
-    # Importing it brings in sympy, which takes longer than grading a thousand integers.
+    # This imports sympy, which takes longer than grading a thousand integers.
     from slime_rm_math.symbolic import equivalent
 
     return equivalent(answer, label)
@@ -81,7 +81,7 @@ def split_tuple(normal: str) -> tuple[str, str, list[str]] | None:
 
 
 def _without_lone_assignment(answer: str, label: str) -> tuple[str, str]:
-    """`x=5` answers 5 and the other way round; `x=5` does not answer `y=5`."""
+    """Removes `x=` if only one of them is an equation: `x=5` equals 5, but not `y=5`."""
     if ("=" in answer) == ("=" in label):
         return answer, label
     return _right_side(answer), _right_side(label)
@@ -93,5 +93,5 @@ def _right_side(text: str) -> str:
 
 
 def _same_words(answer: str, label: str) -> bool:
-    """Case tells words apart only as single letters, which are variables or choices."""
+    """Whether both are equal words, without case. Single letters, which are variables or choices, are case-sensitive."""
     return _WORDS.fullmatch(label) is not None and answer.casefold() == label.casefold()

@@ -8,7 +8,7 @@ import sympy
 from sympy import Float, Integer, Pow, Rational, factorial
 
 MAX_BITS = 2**15
-"""Of any number on the way; some 10 000 decimal digits."""
+"""Limit on the bits of any intermediate number; about 10 000 decimal digits."""
 MAX_NODES = 500
 MAX_SYMBOLIC_POWER_BITS = 7
 """Powers of sums and the like are multiplied out: up to the 127th."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slime_core.types.sample import SampleGroup
 
 RESPONSE_MARK = "###Response"
-"""What some chat templates write instead of closing tags."""
+"""Marks that some chat templates have instead of closing tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class DeepScalerReward(Reward):
 
 
 def after_thinking(response: str, think_end: str) -> str:
-    """What follows the last `think_end`, else the last response mark; nothing if the reasoning never ended."""
+    """The text after the last `think_end`, or else after the last response mark; empty if the reasoning never ends."""
     for mark in (think_end, RESPONSE_MARK):
         _, found, rest = response.rpartition(mark)
         if found:

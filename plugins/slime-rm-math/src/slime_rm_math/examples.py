@@ -1,4 +1,4 @@
-"""What the contract kit tries the rewards on."""
+"""Examples for the contract kit."""
 
 from __future__ import annotations
 

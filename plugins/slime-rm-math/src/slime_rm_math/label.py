@@ -1,4 +1,4 @@
-"""What a prompt's label accepts as right answers."""
+"""The right answers in a prompt's label."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def accepted_answers(prompt: Prompt, *, reward: str) -> tuple[str, ...]:
-    """The label as text; of a list, every element: one right answer is enough.
+    """The label as text, or every element of a list, each of which is right.
 
     RewardError if the label is missing, or neither text nor a finite number nor a list of those.
     """
     label = prompt.label
     if label is None:
         raise RewardError(
-            f"reward {reward!r}: {place(prompt)} has no label. Every prompt needs the right answer; "
-            "name the column that holds it with data.label_key."
+            f"reward {reward!r}: {place(prompt)} has no label. Every prompt requires the right answer. "
+            "Set data.label_key to the column that has it."
         )
     choices = label if isinstance(label, list | tuple) else (label,)
     return tuple(_text(choice, prompt, reward) for choice in choices)
 
 
 def place(prompt: Prompt) -> str:
-    """How to name a prompt in a message."""
+    """The name of a prompt in an error."""
     return prompt.origin or f"prompt draw {prompt.group_index}"
 
 
@@ -38,14 +38,14 @@ def _text(label: object, prompt: Prompt, reward: str) -> str:
         case str():
             return label
         case bool():
-            # An Integral too, but nobody's answer.
+            # A bool is an Integral too, but no answer.
             pass
         case Integral():
             return str(int(label))
         case Real() if math.isfinite(label):
-            # Never with an exponent, which no answer is written with.
+            # Without an exponent, which answers do not have.
             return format(Decimal(repr(float(label))), "f")
     raise RewardError(
         f"reward {reward!r}: {place(prompt)} has the label {label!r} ({type(label).__name__}); "
-        "a label is text, a finite number, or a list of those."
+        "it must be text, a finite number, or a list of these."
     )

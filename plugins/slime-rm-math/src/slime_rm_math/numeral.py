@@ -1,4 +1,4 @@
-"""Numbers written out in ASCII digits."""
+"""Numbers in ASCII digits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 MAX_DIGITS = 100
-"""Nobody means a longer number, and big integers are slow to convert."""
+"""Numbers of more digits are not converted: they are no answers, and big integers are slow."""
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
@@ -21,7 +21,7 @@ def is_whole(text: str) -> bool:
 
 
 def canonical(text: str) -> str | None:
-    """The one spelling of a number: no thousands separators, plus sign, needless zeros; None if `text` is no number.
+    """The canonical form of a number: no thousands separators, plus sign or extra zeros. None if `text` is no number.
 
     >>> [canonical(text) for text in ("1,000", "+2.50", "007", "-0", ".5", "x")]
     ['1000', '2.5', '7', '0', '0.5', None]

@@ -1,4 +1,4 @@
-"""What the entry points name: options of the four rewards."""
+"""Drivers of slime-rm-math: the four rewards, and their options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BoxedConfig(DriverConfig):
     """Options of the rewards that compare a boxed answer."""
 
     max_symbolic_chars: int = Field(256, ge=0)
-    """Longer answers are compared as normalised text only: the time to parse LaTeX grows faster than its length."""
+    """Longer answers are compared as normalized text only: the time to parse LaTeX grows faster than its length."""
 
 
 class DeepScalerConfig(BoxedConfig):
@@ -70,7 +70,7 @@ class Dapo(RewardDriver):
 
 
 class DeepScaler(RewardDriver):
-    """As math, but only the text after the reasoning counts; a response that never ends its reasoning gets 0."""
+    """Grades like math, but only the text after the reasoning; a response that never ends its reasoning gets 0."""
 
     Config = DeepScalerConfig
 

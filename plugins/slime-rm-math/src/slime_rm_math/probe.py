@@ -1,4 +1,4 @@
-"""Telling expressions apart by their values at one point, before anything tries to prove them equal."""
+"""Finds unequal expressions by their values at one point, before math-verify tries to prove them equal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from sympy import Eq, Expr, Rational
 
-# More than math-verify forgives (it rounds decimals to 6 places and compares constants to 15 digits).
+# Larger than math-verify's tolerance: it rounds decimals to 6 places and compares constants to 15 digits.
 _ABSOLUTE = Rational(1, 10**4)
 _RELATIVE = Rational(1, 10**9)
 _DIGITS = 30
 
 
 def are_apart(one: Any, other: Any) -> bool:
-    """True only if both are expressions whose values differ at a point; False if they agree or it cannot be told. Of an
-    equation beside something that is none, the right side counts.
+    """True only if both are expressions whose values differ at a point; False if they agree, or if that is unknown. If only
+    one is an equation, its right side is compared.
 
-    Proving is what takes long: sympy's simplify does not end in minutes for log(7) - 7^100.
+    Proofs can take long: sympy's simplify takes minutes or more for log(7) - 7^100.
     """
     if isinstance(one, Eq) != isinstance(other, Eq):
         one, other = (side.rhs if isinstance(side, Eq) else side for side in (one, other))
@@ -25,7 +25,7 @@ def are_apart(one: Any, other: Any) -> bool:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if any(symbol.is_integer for symbol in symbols):
         return False
-    # Positive and of no special value: roots and logarithms are defined and nothing cancels by chance.
+    # Positive, and no special values: roots and logarithms are defined, and nothing cancels by chance.
     point = {symbol: Rational(1271 + 309 * at, 1000) for at, symbol in enumerate(symbols)}
     try:
         value, other_value = one.evalf(_DIGITS, subs=point), other.evalf(_DIGITS, subs=point)
@@ -36,7 +36,7 @@ def are_apart(one: Any, other: Any) -> bool:
         scale = max(abs(value), abs(other_value))
         return bool(abs(value - other_value) > _ABSOLUTE + _RELATIVE * scale)
     except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
-        # sympy's evalf has no one exception for what it cannot do; then nothing is known.
+        # sympy's evalf raises various exceptions for what it cannot evaluate.
         return False
 
 

@@ -12,8 +12,8 @@ from slime_rm_math.cost import is_affordable
 from slime_rm_math.normal_form import plain_latex
 from slime_rm_math.probe import are_apart
 
-# Both say once per process that their timeouts are off. They are off on purpose: they need SIGALRM in the main
-# thread, while rewards run in processes with a time limit of the kernel's.
+# Both warn once per process that their timeouts are off. This is on purpose: they require SIGALRM in the main thread, and
+# slime limits the time of reward processes itself.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
@@ -22,7 +22,7 @@ _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=-1),)
 _MAX_DEPTH = 8
 _MAX_BARS = 8
 _MAX_POWERS = 24
-# These are computed while they are being parsed.
+# These are evaluated during parsing.
 _EAGER = re.compile(r"gcd|lcm|binom|choose")
 _LARGE = re.compile(r"[0-9]{4}|\^|!")
 

@@ -23,7 +23,7 @@ _NOT_UNITS = frozenset((
     "quarters",
 ))
 # fmt: on
-"""Words after a number that change what it says."""
+"""Words after a number that change its value."""
 
 _NUMBER = r"(?P<number>(?:[-+*/^0-9.,(){}\s]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z]))*[0-9})](?:\s*\\pi)?)"
 _POWER = r"(?:\s*\^\s*\{?\s*-?[1-3]\s*\}?)?"

@@ -12,61 +12,61 @@ from slime_core.contracts.paths import RunPath
 
 class LoadBalanceConfig(DriverConfig):
     measure: Literal["tokens", "requests"] = "tokens"
-    """What an engine's load is: the tokens that its running requests have and may still get, or their number."""
+    """How the load of an engine is measured: tokens of its running requests (present and still possible), or their number."""
 
 
 class SessionAffinityConfig(DriverConfig):
     strict: bool = False
     """Wait for the session's engine while it is full, instead of taking another one."""
     max_sessions: int = Field(100_000, gt=0)
-    """Sessions that are remembered; beyond that the one that asked longest ago is forgotten."""
+    """Maximum number of sessions kept; beyond that the least recently used one is removed."""
 
 
 class PriorityConfig(DriverConfig):
     concurrency: int = Field(512, gt=0)
-    """Requests let through at a time; the rest wait here, in order. The engines' own bound or less: what waits behind
-    this queue is no longer sorted."""
+    """Requests forwarded at a time; the others wait here, in order. Set at most the engines' own limit: requests that wait
+    in the engines are no longer sorted."""
     levels: dict[str, int] = Field(default_factory=dict)
-    """Priority by how a request's id begins, added to the one it brings along; the longest match counts. The ids of a
-    run begin with `train/` or `eval-NAME/`."""
+    """Priority by the beginning of a request's id, added to the request's own priority; the longest match counts. The ids
+    of a run begin with `train/` or `eval-NAME/`."""
     max_waiting: int | None = Field(None, gt=0)
-    """More waiting requests than this are turned away; by default any number waits."""
+    """Maximum number of waiting requests; further ones are refused. None: no limit."""
 
 
 class RateLimitConfig(DriverConfig):
     requests_per_second: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    """Over time."""
+    """Average rate over time."""
     burst: int = Field(100, gt=0)
-    """Requests that may come at once after a quiet time."""
+    """Requests that may come at once after an idle time."""
     max_wait_s: float = Field(60.0, ge=0, allow_inf_nan=False)
-    """Seconds that a request waits for its turn at most; one that would wait longer is turned away at once."""
+    """Maximum seconds that a request waits; one that would wait longer is refused at once."""
 
 
 class RetryConfig(DriverConfig):
     attempts: int = Field(3, gt=1)
-    """Times that a request is sent at most."""
+    """Maximum number of times that a request is sent."""
     backoff_s: float = Field(0.1, ge=0, allow_inf_nan=False)
-    """Seconds before the second attempt, at most; doubled for each further one. The actual wait is drawn from 0 up to
-    that, so that requests that failed together do not come back together."""
+    """Maximum seconds before the second attempt; doubled for each further one. The actual wait is random between 0 and
+    this, so that requests that failed together are not sent again together."""
     max_backoff_s: float = Field(5.0, ge=0, allow_inf_nan=False)
-    """Seconds between two attempts, at most."""
+    """Maximum seconds between two attempts."""
     deadline_s: float = Field(120.0, gt=0, allow_inf_nan=False)
-    """No attempt is begun later than this many seconds after the first one."""
+    """No attempt starts later than this many seconds after the first one."""
 
 
 class RecordConfig(DriverConfig):
     path: RunPath
-    """File of recorded answers, one line of JSON each."""
+    """File of recorded responses, one line of JSON each."""
     mode: Literal["record", "replay"] = "record"
-    """`record` adds every answer to the file; `replay` answers from it, and no engine is asked."""
+    """`record` appends every response to the file; `replay` serves from the file, without an engine."""
     on_missing: Literal["error", "forward"] = "error"
-    """While replaying, of a request that was not recorded: an error, or the engine's work."""
+    """`replay`, for a request that was not recorded: raise an error, or forward it to an engine."""
 
 
 class RadixCacheConfig(DriverConfig):
     tokenizer: RunPath
-    """Folder with the model's tokenizer.json; it is asked for text that no engine has seen or written."""
+    """Folder with the model's tokenizer.json, for text whose tokens are not known yet."""
     max_bytes: int = Field(2**30, gt=0)
-    """Memory for conversations; beyond that the least recently used are forgotten."""
+    """Memory limit for conversations, in bytes; beyond that the least recently used are removed."""
     keep_versions: int = Field(5, gt=0)
-    """A conversation that was not used since the policy was this many versions older is forgotten."""
+    """A conversation is removed if it was not used for this many policy versions."""

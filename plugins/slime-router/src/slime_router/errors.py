@@ -1,4 +1,4 @@
-"""What a router may tell its caller beside the kernel's errors."""
+"""Errors of the router, in addition to the kernel's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slime_core.errors import EngineError, EngineUnavailable
 
 
 class TooManyRequests(EngineUnavailable):
-    """More than was agreed on; it may be sent again later."""
+    """The rate limit is exceeded; the request may be sent again after `retry_after_s` seconds."""
 
     def __init__(self, text: str, *, retry_after_s: float) -> None:
         super().__init__(text)
@@ -14,15 +14,15 @@ class TooManyRequests(EngineUnavailable):
 
 
 class BadRequest(EngineError):
-    """The request cannot be understood, or asks for what cannot be had; sending it again does not help."""
+    """The request cannot be parsed, or asks for something unsupported; sending it again does not help."""
 
 
-class BadAnswer(EngineError):
-    """The engine answered with something that is no answer."""
+class BadResponse(EngineError):
+    """The engine's response cannot be parsed."""
 
 
 class Refused(EngineError):
-    """The engine answered with an error of its own, which the caller gets as it is."""
+    """The engine responded with an error of its own, which the caller gets unchanged."""
 
     def __init__(self, text: str, *, status: int, body: bytes, content_type: str) -> None:
         super().__init__(text)

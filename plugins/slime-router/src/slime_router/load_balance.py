@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class LeastLoad(RouterMiddleware):
-    """Sorts the engines that a request may go to, equal ones in the order given. Counts what it sends itself: work that
-    others give to the same engines is not seen."""
+    """Sorts `request.engines` by load; engines with equal load keep their order. Counts only requests through this
+    middleware, not those that other clients send to the same engines."""
 
     def __init__(self, *, in_tokens: bool) -> None:
         self._in_tokens = in_tokens
@@ -26,7 +26,7 @@ class LeastLoad(RouterMiddleware):
             return await call_next(request)
         engines = tuple(sorted(request.engines, key=self._load.__getitem__))
         work = len(request.token_ids) + request.sampling.max_new_tokens if self._in_tokens else 1
-        # It goes to the first unless that one is full, and then to one that is nearly so.
+        # The request goes to the first engine, unless that is full: then to one that is nearly full.
         engine = engines[0]
         self._load[engine] += work
         try:

@@ -20,7 +20,7 @@ from slime_router.config import (
 
 
 class LoadBalance(MiddlewareDriver):
-    """Sends each request to the engine with the least work in flight, instead of to engines in turn."""
+    """Sends each request to the engine with the least work in flight, instead of round robin."""
 
     Config = LoadBalanceConfig
 
@@ -32,7 +32,7 @@ class LoadBalance(MiddlewareDriver):
 
 
 class SessionAffinity(MiddlewareDriver):
-    """Sends a conversation's requests to the engine that answered the one before, which has them in its cache."""
+    """Sends a conversation's requests to the engine that served the previous one, which has them in its cache."""
 
     Config = SessionAffinityConfig
 
@@ -82,7 +82,7 @@ class RateLimit(MiddlewareDriver):
 
 
 class Retry(MiddlewareDriver):
-    """Sends a request again that no engine took, or whose engine was lost before it answered; nothing else."""
+    """Sends a request again if no engine accepted it, or if its engine was lost before it responded."""
 
     Config = RetryConfig
 
@@ -99,7 +99,7 @@ class Retry(MiddlewareDriver):
 
 
 class Record(MiddlewareDriver):
-    """Writes requests and answers to a file, or answers from such a file without an engine."""
+    """Writes requests and responses to a file, or replays them from such a file without an engine."""
 
     Config = RecordConfig
 
@@ -124,17 +124,17 @@ class Record(MiddlewareDriver):
 
 
 class RadixCache(MiddlewareDriver):
-    """Turns the text of a conversation into the very tokens that the engines saw and wrote, never into other ones."""
+    """Turns the text of a conversation into exactly the tokens that engines received and generated."""
 
     Config = RadixCacheConfig
 
     @classmethod
     def build(cls, config: RadixCacheConfig) -> RouterMiddleware:
-        from slime_router.conversations import Conversations
-        from slime_router.pieces import load_tokenizer
         from slime_router.radix_cache import ExactTokens
+        from slime_router.radix_tree import RadixTree
+        from slime_router.text_tokenizer import load_tokenizer
 
-        conversations = Conversations(max_bytes=config.max_bytes, keep_versions=config.keep_versions)
+        conversations = RadixTree(max_bytes=config.max_bytes, keep_versions=config.keep_versions)
         return ExactTokens(load_tokenizer(Path(config.tokenizer)), conversations)
 
     @classmethod

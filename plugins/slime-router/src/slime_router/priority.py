@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class PriorityQueue(RouterMiddleware):
-    """Lets `concurrency` requests through at a time. A place that falls free goes to the highest priority, and among
-    equal ones to the first that came; a low priority may wait for as long as higher ones come."""
+    """Forwards `concurrency` requests at a time. A free place goes to the waiting request with the highest priority, and
+    among equal ones to the first; a low priority waits as long as higher ones arrive."""
 
     def __init__(self, *, concurrency: int, levels: Mapping[str, int], max_waiting: int | None) -> None:
         self._concurrency = concurrency
@@ -52,7 +52,7 @@ class PriorityQueue(RouterMiddleware):
         try:
             await turn
         except asyncio.CancelledError:
-            # It may have been given a place in the same turn of the loop; then another one takes that.
+            # It may have got a place in the same iteration of the event loop; then the next one gets that place.
             if not turn.cancelled():
                 self._pass_on()
             raise
@@ -63,7 +63,7 @@ class PriorityQueue(RouterMiddleware):
         return next((level for prefix, level in self._levels if request_id.startswith(prefix)), 0)
 
     def _pass_on(self) -> None:
-        """Gives a place to the next one; it stays taken, so that nobody who comes now overtakes."""
+        """Gives the place to the next waiting request. The place is never free in between, so no new request gets it."""
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():

@@ -1,4 +1,4 @@
-"""radix_cache: conversations in text, with the exact tokens under them."""
+"""radix_cache: maps conversations in text to their exact tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.types.sample import VersionSpan
-from slime_router.conversations import Conversations
 from slime_router.errors import BadRequest
-from slime_router.pieces import Pieces
+from slime_router.radix_tree import RadixTree
 from slime_router.segment import Exact, Segment, exact, token_ids_of
+from slime_router.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from slime_core.types.completion import Completion, GenerateRequest
 
 LONG_TEXT: Final = 16_384
-"""Characters beyond which a text is tokenised in a thread, so that others need not wait for some milliseconds."""
+"""Longer texts (in characters) are tokenized in a thread, so that other requests do not wait for some milliseconds."""
 
 
 class ExactTokens(RouterMiddleware):
-    """A request that comes as text continues the longest beginning whose tokens are known, and only the rest of the text
-    is tokenised. What the model wrote is never tokenised again: it stays the tokens that it was, with the log-probs that
-    it had. Requests that bring tokens pass."""
+    """Replaces the text of a request by tokens: the longest known prefix keeps its exact tokens, and only the rest is
+    tokenized. Text that the model generated is never tokenized again: it keeps its tokens and log-probs. Requests with
+    tokens are forwarded unchanged."""
 
-    def __init__(self, pieces: Pieces, conversations: Conversations) -> None:
+    def __init__(self, pieces: TextTokenizer, conversations: RadixTree) -> None:
         self._pieces = pieces
         self._conversations = conversations
         self._requests = 0
@@ -52,7 +52,7 @@ class ExactTokens(RouterMiddleware):
         return replace(completion, prompt_token_ids=prompt_token_ids)
 
     async def retrieve(self, text: str, session_id: str | None = None) -> Exact:
-        """The tokens of a conversation, whoever wrote them; what was never seen is tokenised, as the caller's own."""
+        """The tokens of a conversation, generated or sent. Unknown text is tokenized and counts as the caller's."""
         prompt, _ = await self._prompt(session_id or "", text)
         return exact(prompt)
 
@@ -72,7 +72,7 @@ class ExactTokens(RouterMiddleware):
 
     def _keep(self, session: str, text: str, prompt: Segment | None, completion: Completion) -> None:
         token_ids = completion.token_ids
-        # The end of a turn may or may not be part of the text that the caller goes on from: both places are marked.
+        # The caller's next text may or may not contain the token that ends a turn: both positions are marked.
         cut = len(token_ids) - self._pieces.num_special_at_end(token_ids)
         for start, end in ((0, cut), (cut, len(token_ids))):
             if start == end:
@@ -100,13 +100,13 @@ class ExactTokens(RouterMiddleware):
         }
 
     def routes(self) -> Sequence[Route]:
-        """What the router serves beside its own: POST /retrieve_from_text."""
+        """The path that this middleware adds: POST /retrieve_from_text."""
         from slime_router.retrieval import retrieval
 
         return [retrieval(self)]
 
 
 def spans_within(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """What of the spans lies in tokens [start, end), counted from `start`."""
+    """The spans clipped to tokens [start, end), counted from `start`."""
     clipped = (VersionSpan(s.version, max(s.start, start) - start, min(s.end, end) - start) for s in spans)
     return tuple(span for span in clipped if span.start < span.end)

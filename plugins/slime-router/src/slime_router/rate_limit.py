@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class RateLimiter(RouterMiddleware):
-    """The generic cell rate algorithm: `_due` is when the next request would come if all kept the pace; it may come
-    `burst` - 1 places early. Says at once how long a request has to wait, so that one that would wait too long need not.
-    """
+    """The generic cell rate algorithm: `_due` is the arrival time of the next request at the exact rate; a request may come
+    `burst` - 1 intervals earlier. The waiting time is known at once, so a request that would wait too long is refused."""
 
     def __init__(self, *, requests_per_second: float, burst: int, max_wait_s: float) -> None:
         self._interval_s = 1 / requests_per_second

@@ -1,4 +1,4 @@
-"""record: answers into a file, and out of it again."""
+"""record: writes responses to a file, and replays them from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(RouterMiddleware):
-    """Writes down every answer before it goes on. Requests that failed leave nothing."""
+    """Writes every response to the file before returning it. Failed requests are not recorded."""
 
     def __init__(self, writer: RecordingWriter) -> None:
         self._writer = writer
@@ -31,7 +31,7 @@ class Recorder(RouterMiddleware):
 
 
 class Replayer(RouterMiddleware):
-    """Answers from a recording: what was asked twice is answered twice, in the order of the recording."""
+    """Returns recorded responses. Equal requests get their responses in the order of the recording."""
 
     def __init__(self, reader: RecordingReader, *, forward: bool) -> None:
         self._reader = reader
@@ -48,8 +48,8 @@ class Replayer(RouterMiddleware):
         if self._forward:
             return await call_next(request)
         raise DataError(
-            f"request {request.request_id}: no answer to it was recorded, or they are used up. Other weights, sampling, "
-            'seeds or data ask other questions; on_missing = "forward" asks the engine.'
+            f"request {request.request_id}: no response to it was recorded, or all have been used. Other weights, sampling, "
+            'seeds or data make other requests. Set on_missing = "forward" to send such requests to the engine.'
         )
 
     def metrics(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Recording: requests and answers in a file, one line of JSON each, found again by what was asked."""
+"""Recording: requests and responses in a file, one line of JSON each, found by the content of the request."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NONE: Final = msgspec.Raw(b"null")
 
 
 class Keyed(msgspec.Struct):
-    """What is read of every line at the start."""
+    """The field of every line that is read at the start."""
 
     key: str
 
 
 class Line(msgspec.Struct):
-    """One request and its answer: `body` as SGLang gave it, where it came over HTTP, else `completion`."""
+    """One request and its response: SGLang's `body` if it came over HTTP, else `completion`."""
 
     key: str
     request: dict[str, Any]
@@ -42,8 +42,8 @@ line_decoder: Final = msgspec.json.Decoder(Line)
 
 
 def key_of(request: GenerateRequest) -> str:
-    """Equal for equal questions: prompt and images, sampling, seed, expert ids that are asked for, whatever else came over
-    HTTP; not the request's id, which a retry changes."""
+    """Hash of a request: prompt and images, sampling, seed, requested expert ids, and all other fields that came over HTTP.
+    The request's id is not part of it, because a retry changes it."""
     asked: list[Any] = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
     if request.routed_experts_from is not None:
         asked.append(request.routed_experts_from)
@@ -55,7 +55,7 @@ def key_of(request: GenerateRequest) -> str:
 
 
 class RecordingWriter:
-    """Adds to the file; every line is with the operating system when `add` returns."""
+    """Appends to the file. When `add` returns, the line has been passed to the operating system."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,13 +86,13 @@ class RecordingWriter:
         try:
             written = self._file.write(data)
         except OSError as error:
-            raise StorageError(f"{self._path}: an answer could not be recorded: {error.strerror}") from None
+            raise StorageError(f"{self._path}: a response could not be recorded: {error.strerror}") from None
         if written != len(data):
-            raise StorageError(f"{self._path}: an answer could not be recorded: the disk took only a part of it")
+            raise StorageError(f"{self._path}: a response could not be recorded: the disk took only a part of it")
 
 
 class RecordingReader:
-    """Finds answers again. Only places in the file are kept in memory. DataError if a line is none."""
+    """Finds recorded responses. Only positions in the file are kept in memory. Raises DataError for an invalid line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,16 +103,16 @@ class RecordingReader:
             raise DataError(f"{path}: cannot be replayed: {error.strerror}") from None
         start = 0
         for number, line in enumerate(self._file, 1):
-            # A recording that was killed ends within a line, whose request then has no answer.
+            # A killed recording may end with an incomplete line. It is ignored, so its request has no response.
             if line.endswith(b"\n"):
                 try:
                     self._places[key_decoder.decode(line).key].append((number, start, len(line)))
                 except msgspec.MsgspecError as error:
-                    raise DataError(f"{path}:{number}: not a recorded answer: {error}") from None
+                    raise DataError(f"{path}:{number}: not a recorded response: {error}") from None
             start += len(line)
 
     def take(self, request: GenerateRequest) -> Completion | None:
-        """The answer to an equal question, in the order of the recording; each is given once. None: there is no more."""
+        """The next recorded response to an equal request, in recorded order; each is returned once. None: none left."""
         places = self._places.get(key_of(request))
         if not places:
             return None
@@ -126,11 +126,11 @@ class RecordingReader:
                 )
             return from_json(line.completion or {}, request.request_id, line.engine_index)
         except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-            raise DataError(f"{self._path}:{number}: not a recorded answer: {error}") from None
+            raise DataError(f"{self._path}:{number}: not a recorded response: {error}") from None
 
 
 def one_line(body: bytes) -> msgspec.Raw:
-    """JSON has line breaks only between its parts, where they say nothing."""
+    """The body as one line. JSON has line breaks only between tokens, where they have no meaning."""
     return msgspec.Raw(body.replace(b"\n", b" ").replace(b"\r", b" "))
 
 

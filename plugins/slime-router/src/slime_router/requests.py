@@ -1,4 +1,4 @@
-"""From the body of POST /generate to requests, one for each sequence."""
+"""Parses the body of POST /generate into requests, one for each sequence."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PER_SEQUENCE: Final = frozenset(
         "video_data",
     }
 )
-"""Fields of a batch that may be lists with an entry for each sequence."""
+"""Fields of a batch that may be lists with one entry per sequence."""
 
 token_decoder: Final = msgspec.json.Decoder(list[int])
 
 
 class Head(msgspec.Struct):
-    """What the router reads of one sequence's request; `input_ids` stays unread until a middleware is there."""
+    """Fields of one sequence's request that the router reads; `input_ids` is parsed only if there are middlewares."""
 
     rid: str | None = None
     session_id: str | None = None
@@ -59,12 +59,12 @@ class Parsed:
 
     requests: tuple[WireRequest, ...]
     batch: bool
-    """Answer with a list, or with events that have an `index`."""
+    """The response is a list, or has events with an `index`."""
     stream: bool
 
 
 def parse(body: bytes, *, session_id: str | None, read_tokens: bool) -> Parsed:
-    """`read_tokens`: middlewares may want to see the prompt's tokens. BadRequest says what is wrong."""
+    """Parses `body`. `read_tokens`: parse the prompt's tokens, for middlewares. Raises BadRequest with the problem."""
     try:
         fields = fields_decoder.decode(body)
         if not is_batch(fields):
@@ -80,7 +80,7 @@ def is_batch(fields: Fields) -> bool:
     text, input_ids = fields.get("text"), fields.get("input_ids")
     if text is not None and bytes(text).startswith(b"["):
         return True
-    # A list of lists, seen by its first characters.
+    # A list of lists, recognized by its first characters.
     return input_ids is not None and bytes(input_ids)[1:].lstrip().startswith(b"[")
 
 
@@ -102,7 +102,7 @@ def split(fields: Fields) -> list[bytes]:
     for number in range(len(prompts)):
         item: dict[str, Any] = {**shared, **{name: values[number] for name, values in lists.items()}}
         if rid is not None:
-            # As SGLang names the sequences of a batch.
+            # SGLang's ids for the sequences of a batch.
             item["rid"] = f"{rid}_{number}"
         bodies.append(msgspec.json.encode(item))
     return bodies
@@ -112,7 +112,7 @@ def one(body: bytes, session_id: str | None, read_tokens: bool) -> tuple[WireReq
     head = head_decoder.decode(body)
     request_id = head.rid
     if request_id is None:
-        # A name is needed to abort it by.
+        # An abort needs the id.
         request_id = uuid.uuid4().hex
         body = patched(body, {"rid": request_id})
     params = head.sampling_params or {}
@@ -136,7 +136,7 @@ def one(body: bytes, session_id: str | None, read_tokens: bool) -> tuple[WireReq
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
-    """What a middleware can read; the engine gets `params` themselves."""
+    """The sampling parameters for middlewares; the engine gets `params` unchanged."""
     names = SamplingParams.__dataclass_fields__.keys() & params.keys()
     known = {name: params[name] for name in names if params[name] is not None}
     if isinstance(stop := known.get("stop"), str):

@@ -1,4 +1,4 @@
-"""POST /retrieve_from_text: the exact tokens of a conversation, for who trains on it."""
+"""POST /retrieve_from_text: the exact tokens of a conversation, to train on them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slime_router.segment import Exact
-from slime_router.server.json_answer import json_answer, json_error
+from slime_router.server.json_response import json_error, json_response
 from slime_router.server.session_key import SESSION_KEY
 
 
 class Retriever(Protocol):
-    """Knows the exact tokens of conversations."""
+    """Returns the exact tokens of conversations."""
 
     async def retrieve(self, text: str, session_id: str | None = None) -> Exact: ...
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """What is posted; the session is named by the header of /generate."""
+    """Body of the request; the session is in the same header as for /generate."""
 
     text: str
 
@@ -31,9 +31,9 @@ def retrieval(cache: Retriever) -> Route:
         try:
             asked = msgspec.json.decode(await request.body(), type=Asked)
         except msgspec.MsgspecError as error:
-            return json_error(400, f'{error}; {{"text": "..."}} is wanted')
+            return json_error(400, f'{error}. Send {{"text": "..."}}')
         found = await cache.retrieve(asked.text, request.headers.get(SESSION_KEY))
-        return json_answer(
+        return json_response(
             {
                 "tokens": found.token_ids.tolist(),
                 "log_probs": found.log_probs.tolist(),

@@ -1,4 +1,4 @@
-"""retry: what is safe to repeat is sent again."""
+"""retry: sends a request again if that is safe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Retries(RouterMiddleware):
-    """EngineUnavailable says that nothing of an answer reached anybody, so another attempt changes nothing but time. All
-    other errors pass: a request that an engine refuses, a bad answer, an answer that came too late."""
+    """Sends a request again after EngineUnavailable: no part of a response has reached the caller, so another attempt only
+    costs time. All other errors are raised: a request that an engine refuses, a bad response, a timeout."""
 
     def __init__(self, *, attempts: int, backoff_s: float, max_backoff_s: float, deadline_s: float) -> None:
         self._policy = AsyncRetrying(

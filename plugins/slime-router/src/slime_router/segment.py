@@ -13,7 +13,7 @@ from slime_core.types.sample import VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Segment:
-    """N tokens that follow those of `parent`. Never changed, so conversations that begin alike share their beginning."""
+    """N tokens that follow those of `parent`. Immutable, so conversations with the same beginning share its segments."""
 
     parent: Segment | None
     token_ids: npt.NDArray[np.int32]
@@ -21,18 +21,18 @@ class Segment:
     log_probs: npt.NDArray[np.float32]
     """(N,) nats, under the policy that sampled; 0 where the mask is 0."""
     sampled: bool
-    """By an engine; else the caller wrote them."""
+    """True: an engine sampled the tokens. False: the caller sent them."""
     spans: tuple[VersionSpan, ...] = ()
-    """Of sampled tokens, counted from the segment's first."""
+    """Policy versions of sampled tokens, counted from the segment's first token."""
 
     @classmethod
     def written(cls, parent: Segment | None, token_ids: npt.NDArray[np.int32]) -> Segment:
-        """What the caller wrote."""
+        """A segment of tokens that the caller sent."""
         return cls(parent=parent, token_ids=token_ids, log_probs=np.zeros(len(token_ids), np.float32), sampled=False)
 
 
 class Exact(NamedTuple):
-    """T tokens of a conversation, as the engines saw and wrote them."""
+    """T tokens of a conversation, exactly as engines received and generated them."""
 
     token_ids: npt.NDArray[np.int32]
     """(T,)"""
@@ -41,11 +41,11 @@ class Exact(NamedTuple):
     loss_mask: npt.NDArray[np.uint8]
     """(T,) 1 = an engine sampled it."""
     spans: tuple[VersionSpan, ...]
-    """Which policy version wrote which tokens, counted from the first token of all."""
+    """Policy versions of generated tokens, counted from the first token of the conversation."""
 
 
 def chain(last: Segment | None) -> list[Segment]:
-    """From the first to the last."""
+    """The segments from the first to `last`."""
     found: list[Segment] = []
     while last is not None:
         found.append(last)
@@ -54,12 +54,12 @@ def chain(last: Segment | None) -> list[Segment]:
 
 
 def token_ids_of(last: Segment | None) -> npt.NDArray[np.int32]:
-    """(T,) of everything up to and including `last`."""
+    """(T,) token ids of all segments up to and including `last`."""
     return np.concatenate([np.empty(0, np.int32), *(segment.token_ids for segment in chain(last))])
 
 
 def exact(last: Segment | None) -> Exact:
-    """Everything up to and including `last`."""
+    """Tokens, log-probs, mask and spans of all segments up to and including `last`."""
     segments = chain(last)
     spans: list[VersionSpan] = []
     start = 0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class StickySessions(RouterMiddleware):
-    """Puts the engine that answered a session's latest request first. A session's first request, and one whose engine is
-    gone, go where they would go without this."""
+    """Puts the engine that served a session's latest request first. The first request of a session, and one whose engine
+    has been removed, keep their order of engines."""
 
     def __init__(self, *, strict: bool, max_sessions: int) -> None:
         self._strict = strict

@@ -1,7 +1,7 @@
-"""What is read of SGLang's /generate, and as little of it as the middlewares need.
+"""Parsing of SGLang's /generate, limited to what middlewares need.
 
-A request is parsed, since it is short, but sent on as the bytes that came unless a middleware changed it. An answer is
-long (a thousand tokens with log-probs): it is passed on as bytes, and parsed when a middleware looks into it.
+A request is short and is parsed, but its bytes are forwarded unchanged unless a middleware changed it. A response is long
+(a thousand tokens with log-probs): its bytes are forwarded, and parsed only when a middleware reads a field.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy.typing as npt
 
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.sample import VersionSpan
-from slime_router.errors import BadAnswer, BadRequest
+from slime_router.errors import BadRequest, BadResponse
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
-"""SGLang's."""
+"""SGLang's default."""
 READ: Final = frozenset({"rid", "text", "input_ids", "sampling_params", "session_id", "priority", "stream"})
-"""Fields of a request's body that are read, or say nothing of the answer."""
+"""Fields of a request's body that are parsed, or do not change the response."""
 READ_PARAMS: Final = frozenset({"sampling_seed", "n"})
 NO_VERSION: Final = -1
-"""Of an engine whose weights nobody numbered."""
+"""Version of an engine whose weights have no number."""
 
 Fields = dict[str, msgspec.Raw]
-"""Of a JSON object, their values unread."""
+"""Fields of a JSON object, their values not parsed."""
 
 
 class Meta(msgspec.Struct):
-    """`meta_info` of an answer."""
+    """`meta_info` of a response."""
 
     finish_reason: dict[str, Any] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
@@ -41,19 +41,19 @@ class Meta(msgspec.Struct):
     completion_tokens: int | None = None
 
 
-class Answer(msgspec.Struct):
-    """One answer, or one event of a stream."""
+class EngineResponse(msgspec.Struct):
+    """One response of an engine, or one event of a stream."""
 
     meta_info: Meta
     output_ids: list[int] | None = None
 
 
 fields_decoder: Final = msgspec.json.Decoder(Fields)
-answer_decoder: Final = msgspec.json.Decoder(Answer)
+response_decoder: Final = msgspec.json.Decoder(EngineResponse)
 
 
 def patched(body: bytes, changes: Mapping[str, Any], *, without: Sequence[str] = ()) -> bytes:
-    """The object with some fields set; the others are copied unread."""
+    """The JSON object with `changes` set and the fields `without` removed; other fields are copied without parsing."""
     fields: dict[str, Any] = dict(fields_decoder.decode(body))
     for name in without:
         fields.pop(name, None)
@@ -61,7 +61,7 @@ def patched(body: bytes, changes: Mapping[str, Any], *, without: Sequence[str] =
 
 
 class Origin(NamedTuple):
-    """A request as it came: what differs when it goes on was changed by a middleware."""
+    """A request as it arrived. Values that differ when it is forwarded were changed by a middleware."""
 
     body: bytes
     request_id: str
@@ -74,13 +74,13 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WireRequest(GenerateRequest):
-    """A request that came over HTTP."""
+    """A request that arrived over HTTP."""
 
     origin: Origin
 
     @property
     def unread(self) -> dict[str, Any]:
-        """What the body asks beside what this class has fields for, such as images, adapters and grammars."""
+        """Fields of the body that this class does not have, such as images, adapters and grammars."""
         fields = fields_decoder.decode(self.origin.body)
         left = {name: fields[name] for name in sorted(fields.keys() - READ) if bytes(fields[name]) != b"null"}
         names = sorted(self.origin.params.keys() - SamplingParams.__dataclass_fields__.keys() - READ_PARAMS)
@@ -88,7 +88,7 @@ class WireRequest(GenerateRequest):
         return {**left, "sampling_params": params} if params else left
 
     def outgoing(self) -> bytes:
-        """The bytes that came, with what middlewares changed."""
+        """The bytes of the request, with the changes of middlewares."""
         origin = self.origin
         changes: dict[str, Any] = {}
         if self.token_ids is not origin.token_ids:
@@ -112,8 +112,7 @@ class WireRequest(GenerateRequest):
 
 
 class WireCompletion(Completion):
-    """An answer that is parsed when somebody looks into it. What `dataclasses.replace` makes of it is a plain
-    Completion."""
+    """A response that is parsed when a field is read. `dataclasses.replace` returns a plain Completion."""
 
     __slots__ = ("_parts", "_read")
     _parts: Sequence[bytes]
@@ -124,14 +123,14 @@ class WireCompletion(Completion):
 
     @classmethod
     def of(cls, parts: Sequence[bytes], *, request_id: str, engine_index: int) -> WireCompletion:
-        """`parts` is one whole answer, or the events of a stream that each say only what is new."""
+        """`parts`: one whole response, or the events of a stream that each contain only the new tokens."""
         self: WireCompletion = object.__new__(cls)
         for name, value in (
             ("request_id", request_id),
             ("engine_index", engine_index),
             ("queue_s", 0.0),
             ("prompt_token_ids", None),
-            # An engine's expert ids pass with its bytes, unread.
+            # Expert ids stay in the bytes and are not parsed.
             ("routed_experts", None),
             ("_parts", parts),
             ("_read", None),
@@ -141,15 +140,15 @@ class WireCompletion(Completion):
 
     @property
     def body(self) -> bytes:
-        """One JSON object."""
+        """The response as one JSON object."""
         return self._parts[0] if len(self._parts) == 1 else joined(self._parts)
 
     @property
     def read(self) -> Completion:
-        """BadAnswer if it cannot be."""
+        """The parsed response. Raises BadResponse if it cannot be parsed."""
         if self._read is not None:
             return self._read
-        whole = read_answer(self.body, request_id=self.request_id, engine_index=self.engine_index)
+        whole = read_response(self.body, request_id=self.request_id, engine_index=self.engine_index)
         object.__setattr__(self, "_read", whole)
         return whole
 
@@ -178,22 +177,22 @@ class WireCompletion(Completion):
         return self.read.extra
 
 
-def read_answer(body: bytes, *, request_id: str, engine_index: int) -> Completion:
-    """BadAnswer if it is none. Log-probs that were not asked for are NaN; a version that nobody numbered is -1."""
+def read_response(body: bytes, *, request_id: str, engine_index: int) -> Completion:
+    """Parses a response. Log-probs that were not requested are NaN, an unknown version is -1. Raises BadResponse."""
     try:
-        answer = answer_decoder.decode(body)
-        meta = answer.meta_info
+        response = response_decoder.decode(body)
+        meta = response.meta_info
         if meta.output_token_logprobs is not None:
             entries = meta.output_token_logprobs
             token_ids = np.array([entry[1] for entry in entries], np.int32)
             log_probs = np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
-        elif answer.output_ids is not None:
-            token_ids = np.array(answer.output_ids, np.int32)
+        elif response.output_ids is not None:
+            token_ids = np.array(response.output_ids, np.int32)
             log_probs = np.full(len(token_ids), np.nan, np.float32)
         else:
             raise ValueError("it has neither output_ids nor meta_info.output_token_logprobs")
-        if answer.output_ids is not None and not np.array_equal(token_ids, answer.output_ids):
-            raise ValueError("output_ids and output_token_logprobs tell of different tokens")
+        if response.output_ids is not None and not np.array_equal(token_ids, response.output_ids):
+            raise ValueError("output_ids and output_token_logprobs have different tokens")
         if meta.finish_reason is None:
             raise ValueError("it has no finish_reason")
         return Completion(
@@ -206,9 +205,9 @@ def read_answer(body: bytes, *, request_id: str, engine_index: int) -> Completio
             engine_index=engine_index,
         )
     except (ValueError, KeyError, OverflowError) as error:
-        raise BadAnswer(
-            f"engine {engine_index} answered {request_id} with what is no answer to /generate: {error}; it begins with "
-            f"{body[:80].decode(errors='replace')!r}"
+        raise BadResponse(
+            f"engine {engine_index}, request {request_id}: what came back is no response to /generate: {error}. It begins "
+            f"with {body[:80].decode(errors='replace')!r}"
         ) from None
 
 
@@ -220,30 +219,30 @@ def read_spans(meta: Meta, num_tokens: int) -> tuple[VersionSpan, ...]:
 
 
 def version_of(text: str | int | None) -> int:
-    """SGLang's is a text, "default" until somebody numbers the weights."""
+    """SGLang's version is a string, "default" until an update of the weights sets a number."""
     return int(text) if text is not None and str(text).isdecimal() else NO_VERSION
 
 
 def joined(events: Sequence[bytes]) -> bytes:
-    """The whole answer from events that each say only what is new."""
+    """The whole response, from events that each contain only the new tokens."""
     try:
-        answers = [answer_decoder.decode(event) for event in events]
+        responses = [response_decoder.decode(event) for event in events]
         fields: dict[str, Any] = dict(fields_decoder.decode(events[-1]))
         texts = [fields_decoder.decode(event).get("text") for event in events]
         meta: dict[str, Any] = dict(fields_decoder.decode(fields["meta_info"]))
     except (msgspec.MsgspecError, KeyError) as error:
-        raise BadAnswer(f"an event of a stream is no answer to /generate: {error}") from None
-    fields["output_ids"] = [token for answer in answers for token in answer.output_ids or ()]
+        raise BadResponse(f"an event of a stream is no response to /generate: {error}") from None
+    fields["output_ids"] = [token for response in responses for token in response.output_ids or ()]
     if all(text is not None for text in texts):
         fields["text"] = "".join(msgspec.json.decode(text, type=str) for text in texts if text is not None)
-    entries = [entry for answer in answers for entry in answer.meta_info.output_token_logprobs or ()]
+    entries = [entry for response in responses for entry in response.meta_info.output_token_logprobs or ()]
     if len(entries) == len(fields["output_ids"]):
         meta["output_token_logprobs"] = entries
     return msgspec.json.encode({**fields, "meta_info": meta})
 
 
-def answer_body(completion: Completion, received: WireCompletion | None) -> bytes:
-    """What the caller gets. `received` is what the engine answered, if one was asked."""
+def response_body(completion: Completion, received: WireCompletion | None) -> bytes:
+    """The body that the caller gets. `received`: the engine's response, None if no engine was called."""
     if isinstance(completion, WireCompletion):
         return completion.body
     fields: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Options to a generator with its way to the retrieval server."""
+"""Builds the generator and its client of the retrieval server from the options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slime_search_r1.searches import Searches
 
 
 def build_generator(config: SearchR1Config) -> SearchR1Generator:
-    """ConfigError if a file that the options name is not there."""
+    """ConfigError if a file that the options name is missing."""
     if config.corpus is not None and not Path(config.corpus).is_file():
         raise ConfigError(
-            f"generate.corpus = {config.corpus}: no such file; JSON lines with title and text are wanted."
+            f"generate.corpus = {config.corpus}: no such file. It must be a file of JSON lines with title and text."
         )
     searches = Searches(
         OwnServer(Path(config.corpus)) if config.corpus is not None else given_server(config),

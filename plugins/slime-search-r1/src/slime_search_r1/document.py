@@ -1,4 +1,4 @@
-"""Document: what a search finds."""
+"""Document: a result of a search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Document(BaseModel):
 
 
 def listing(documents: Sequence[Document]) -> str:
-    """As the model reads them."""
+    """The documents as text for the model."""
     return "\n".join(
         f"Doc {number}(Title: {document.title}) {document.text}" for number, document in enumerate(documents, 1)
     )

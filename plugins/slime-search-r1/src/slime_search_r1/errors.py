@@ -1,12 +1,12 @@
-"""What a search may fail with. None of it says anything about the sample, which is tried again or fails; it is never
-trained as if nothing had been found."""
+"""Errors of a search. They are not the fault of the sample, which is retried or fails. It is never trained as if the search
+had found nothing."""
 
 from __future__ import annotations
 
 
 class RetrievalUnavailable(ConnectionError):
-    """The server is not there, is in trouble, or answers with something that is no answer."""
+    """The server cannot be reached, fails, or sends an invalid response."""
 
 
 class RetrievalTimeout(TimeoutError):
-    """The server gave no answer in time."""
+    """The server sent no response in time."""

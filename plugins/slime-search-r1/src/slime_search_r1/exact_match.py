@@ -1,4 +1,4 @@
-"""exact_match: is the answer the label?"""
+"""exact_match: compares the answer with the label."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WITHOUT_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 
 
 class ExactMatchReward(Reward):
-    """`exact_match` 1 or 0, `well_formed` 1 or 0, and `score`, which is Search-R1's reward: 1 for a right answer, less
-    `format_score` if tags are not in order; `format_score` for a wrong answer, or none, with tags in order."""
+    """Scores `exact_match` (1 or 0), `well_formed` (1 or 0), and `score`, which is Search-R1's reward: 1 for a right answer,
+    minus `format_score` if the tags are not well-formed; `format_score` for a wrong answer, or none, with well-formed tags."""
 
     def __init__(self, format_score: float) -> None:
         self._format_score = format_score
@@ -39,18 +39,18 @@ class ExactMatchReward(Reward):
 
 
 def labels_of(prompt: Prompt) -> list[str]:
-    """RewardError if there is none."""
+    """The labels of a prompt. RewardError if it has none."""
     labels = prompt.label if isinstance(prompt.label, list) else [prompt.label]
     if not labels or not all(isinstance(label, str) for label in labels):
         raise RewardError(
-            f"{prompt.origin or 'a prompt'}: exact_match wants a text as label, or a list of texts, any of which is right; "
-            f"found {prompt.label!r}. Say which column has it: --label-key."
+            f"{prompt.origin or 'a prompt'}: exact_match requires a text as label, or a list of texts, each of which is right; "
+            f"found {prompt.label!r}. Pass its column: --label-key."
         )
     return labels
 
 
 def normalized(answer: str) -> str:
-    """As SQuAD compares answers (Rajpurkar et al., 1606.05250): without case, punctuation, articles and spare spaces.
+    """Normalizes an answer as SQuAD does (Rajpurkar et al., 1606.05250): without case, punctuation, articles and extra spaces.
 
     >>> normalized("The  Eiffel-Tower.")
     'eiffeltower'

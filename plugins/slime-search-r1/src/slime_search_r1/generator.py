@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 BEFORE: Final = "\n\n<information>"
 AFTER: Final = "</information>\n\n"
 CHARS_PER_TOKEN: Final = 16
-"""Longer texts are cut before they are tokenized: few tokens are longer."""
+"""Texts are cut to this many characters per allowed token before they are tokenized: few tokens are longer."""
 
 
 class SearchR1Generator(Generator):
-    """The response budget is that of the whole response, what was read included; it is truncated where that, the context
-    or the turns end. A partial rollout goes on in the turn in which it was broken off."""
+    """The token budget includes the documents that the model reads. A response is truncated when the budget, the context or
+    the turns are used up. A partial rollout continues in the turn in which it was aborted."""
 
     def __init__(self, searches: Searches, *, max_turns: int, max_information_tokens: int) -> None:
         self._searches = searches
@@ -35,7 +35,7 @@ class SearchR1Generator(Generator):
         trajectory = episode.trajectory()
         budget = response_budget(episode)
         sampling = replace(episode.sampling, stop=tuple(dict.fromkeys((*episode.sampling.stop, *TURN_ENDS))))
-        # What was kept may hold a turn that had ended when it was broken off.
+        # A partial rollout may hold a turn that had ended before it was aborted.
         action = last_action(trajectory, episode.tokenizer)
         while True:
             if action.kind is Kind.INVALID:
@@ -65,20 +65,20 @@ class SearchR1Generator(Generator):
         await self._searches.close()
 
     async def _reply(self, action: Action, trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokens of what the environment says to an action that does not end the answer."""
+        """Tokens that the environment appends after an action other than an answer."""
         if action.kind is Kind.INVALID:
             trajectory.counts["invalid_actions"] += 1
             return encoded(tokenizer, INVALID)
         trajectory.counts["searches"] += 1
         found = without_tags(listing(await self._searches.search(action.content)))
         found = found[: CHARS_PER_TOKEN * self._max_information_tokens]
-        # Not even a document may say what is a special token.
+        # Special tokens in a document are split.
         read = encoded(tokenizer, found, split_special_tokens=True)[: self._max_information_tokens]
         return [*encoded(tokenizer, BEFORE), *read, *encoded(tokenizer, AFTER)]
 
 
 def response_budget(episode: Episode) -> int:
-    """Tokens that the response may have."""
+    """Number of tokens that the response may have."""
     budget = episode.sampling.max_new_tokens
     if episode.max_context_len is not None:
         budget = min(budget, episode.max_context_len - len(episode.prompt.token_ids))
@@ -86,7 +86,7 @@ def response_budget(episode: Episode) -> int:
 
 
 def last_action(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Action:
-    """Of the turn that the model wrote last, or is writing."""
+    """The action of the model's last turn, finished or not."""
     return action_of(decode(tokenizer, trajectory.last_turn))
 
 

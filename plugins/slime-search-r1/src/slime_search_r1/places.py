@@ -1,4 +1,4 @@
-"""Where the retrieval server is: given, or a process of the run's own."""
+"""The retrieval server: one at a given address, or a process that the run starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slime_core.errors import PluginError
 from slime_search_r1.searches import Address
 
 START_LIMIT_S: Final = 1800.0
-"""For reading and indexing the corpus."""
+"""Limit for reading and indexing the corpus."""
 END_LIMIT_S: Final = 5.0
 
 
 class GivenServer:
-    """Somebody else started it."""
+    """A server that the user started."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self._address = Address(url, token)
@@ -31,8 +31,8 @@ class GivenServer:
 
 
 class OwnServer:
-    """Started when it is first asked, on a free port of the loopback, with a token that only this process knows; started
-    again if it has died; ended with the run. It ends by itself when this process does."""
+    """A server that is started at the first search, on a free port of the loopback, with a token that only this process
+    knows. It is started again if it has died, and ends with the run, or when this process ends."""
 
     def __init__(self, corpus: Path) -> None:
         self._corpus = corpus
@@ -59,20 +59,20 @@ class OwnServer:
             await self._process.wait()
 
     async def _start(self) -> Address:
-        """PluginError if it does not come up."""
+        """PluginError if it does not start."""
         token = secrets.token_urlsafe(32)
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "slime_search_r1.server.child", str(self._corpus)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Ctrl-C is for the run, which ends it when nobody asks any more.
+            # Ctrl-C must reach only the run, which ends the server after its last search.
             start_new_session=True,
         )
         assert process.stdin is not None
         assert process.stdout is not None
         line = b""
-        # It may be gone before it reads; then it has said why.
+        # The process may end before it reads; then it has printed why.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(token.encode() + b"\n")
             await process.stdin.drain()
@@ -83,10 +83,10 @@ class OwnServer:
             process.kill()
             raise PluginError(
                 f"generate.corpus = {self._corpus}: no index after {START_LIMIT_S:g} s. Start `slime-retrieval serve` "
-                "beforehand, and give its address: generate.search_url."
+                "before the run, and set its address: generate.search_url."
             ) from None
-        told = json.loads(line) if line else {"error": "its retrieval server ended without a word; see above"}
-        if "error" in told:
+        started = json.loads(line) if line else {"error": "the retrieval server ended without a message; see above"}
+        if "error" in started:
             await process.wait()
-            raise PluginError(f"generate.corpus: {told['error']}")
-        return Address(f"http://127.0.0.1:{told['port']}", token)
+            raise PluginError(f"generate.corpus: {started['error']}")
+        return Address(f"http://127.0.0.1:{started['port']}", token)

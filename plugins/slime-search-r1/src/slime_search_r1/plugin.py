@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SearchR1(GeneratorDriver):
-    """Turns of thinking, searching and reading, until the model answers; what it reads is not trained."""
+    """Turns in which the model thinks, searches and reads, until it answers. What it reads is not trained."""
 
     Config = SearchR1Config
 
@@ -36,7 +36,7 @@ class SearchR1(GeneratorDriver):
 
 
 class ExactMatch(RewardDriver):
-    """1 if the last <answer> is the label, or one of its list, but for case, punctuation and articles."""
+    """1 if the last <answer> equals the label, or one of its list, without case, punctuation and articles."""
 
     Config = ExactMatchConfig
     reward_key: ClassVar[str | None] = "score"

@@ -1,7 +1,7 @@
-"""Searches: many at once to one retrieval server, over one pool of connections.
+"""Searches: sends searches to one retrieval server, over one pool of connections.
 
-Searches that are asked for in one turn of the event loop travel together: a step has thousands of them, and a request
-each would cost more than the search.
+Searches of one iteration of the event loop are sent in one request: a step has thousands of them, and a request for each would
+take longer than the search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_search_r1.errors import RetrievalTimeout, RetrievalUnavailable
 BATCH: Final = 64
 FIRST_WAIT_S: Final = 0.2
 LONGEST_WAIT_S: Final = 10.0
-LARGEST_ANSWER: Final = 64 * 2**20
+LARGEST_RESPONSE: Final = 64 * 2**20
 """Bytes."""
 MISCONFIGURED: Final = frozenset({401, 403, 404, 405})
 
@@ -34,7 +34,7 @@ class Address:
 
 
 class Place(Protocol):
-    """Where the server is."""
+    """The retrieval server."""
 
     async def address(self) -> Address: ...
 
@@ -42,7 +42,7 @@ class Place(Protocol):
 
 
 class Scored(BaseModel):
-    """A document as Search-R1's server gives it when it is asked for scores, or always."""
+    """A document in the form of Search-R1's server, with a score if scores are requested."""
 
     document: Document
     score: float | None = None
@@ -56,8 +56,8 @@ ANSWER: Final = TypeAdapter(Answer)
 
 
 class Searches:
-    """RetrievalUnavailable or RetrievalTimeout once all attempts have failed; PluginError if the server says that it is
-    asked in a wrong way."""
+    """Raises RetrievalUnavailable or RetrievalTimeout after all attempts have failed, and PluginError if the server refuses
+    the request (status 401, 403, 404 or 405)."""
 
     def __init__(self, place: Place, *, topk: int, timeout_s: float, attempts: int, connections: int) -> None:
         self._place = place
@@ -71,7 +71,7 @@ class Searches:
         self._deliveries: set[asyncio.Task[None]] = set()
 
     async def search(self, query: str) -> Sequence[Document]:
-        """The best documents, best first; maybe none."""
+        """Returns up to `topk` documents, best first."""
         if self._topk == 0:
             return ()
         loop = asyncio.get_running_loop()
@@ -82,15 +82,15 @@ class Searches:
         return await found
 
     async def check(self) -> None:
-        """PluginError if nobody answers: searches would fail one by one, each after all its attempts."""
+        """PluginError if the server does not respond. Otherwise each search would fail, after all its attempts."""
         if self._topk == 0:
             return
         try:
             await self._ask(["is anybody there?"])
         except (RetrievalUnavailable, RetrievalTimeout) as error:
             raise PluginError(
-                f"{error}. Is it running, and is this its address (--generate.search-url)? One is started by `slime-retrieval "
-                "serve --corpus FILE --port 8000`; with --generate.corpus FILE in its place the run starts one itself."
+                f"{error}. Check that the server is running at this address (--generate.search-url). Start one with "
+                "`slime-retrieval serve --corpus FILE --port 8000`, or pass --generate.corpus FILE: then the run starts one."
             ) from error
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Searches:
             for _, future in asked:
                 future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - whatever comes back reaches those who wait for it
+        except Exception as error:  # noqa: BLE001 - every error is raised in the tasks that wait for the searches
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)
@@ -143,42 +143,44 @@ class Searches:
                 status, body = await self._post(f"{address.url.rstrip('/')}/retrieve", asked, headers)
         except (TimeoutError, httpx.TimeoutException):
             raise RetrievalTimeout(
-                f"retrieval server {address.url}: no answer within {self._timeout_s:g} s (generate.search_timeout)"
+                f"retrieval server {address.url}: no response within {self._timeout_s:g} s (generate.search_timeout)"
             ) from None
         except httpx.HTTPError as error:
             raise RetrievalUnavailable(f"retrieval server {address.url}: {type(error).__name__}: {error}") from error
         if status in MISCONFIGURED:
             raise PluginError(
-                f"retrieval server {address.url}: status {status}, {body[:200].decode(errors='replace')!r}. Look at "
+                f"retrieval server {address.url}: status {status}, {body[:200].decode(errors='replace')!r}. Check "
                 "generate.search_url and generate.search_token_file."
             )
         if status != 200:
-            said = body[:200].decode(errors="replace")
-            raise RetrievalUnavailable(f"retrieval server {address.url}: status {status}, {said!r}")
+            given = body[:200].decode(errors="replace")
+            raise RetrievalUnavailable(f"retrieval server {address.url}: status {status}, {given!r}")
         return documents_of(body, len(queries), address.url)
 
     async def _post(self, url: str, asked: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
         if self._client is None:
             limits = httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections)
-            # Proxies of the environment are for other places than a server that is named here.
+            # A server that the run file names is reached directly, without the environment's proxies.
             self._client = httpx.AsyncClient(limits=limits, timeout=self._timeout_s, trust_env=False)
         body = bytearray()
-        async with self._client.stream("POST", url, json=asked, headers=headers) as answer:
-            async for piece in answer.aiter_bytes():
+        async with self._client.stream("POST", url, json=asked, headers=headers) as response:
+            async for piece in response.aiter_bytes():
                 body += piece
-                if len(body) > LARGEST_ANSWER:
-                    raise RetrievalUnavailable(f"retrieval server {url}: answers with more than {LARGEST_ANSWER} bytes")
-            return answer.status_code, bytes(body)
+                if len(body) > LARGEST_RESPONSE:
+                    raise RetrievalUnavailable(
+                        f"retrieval server {url}: the response has more than {LARGEST_RESPONSE} bytes"
+                    )
+            return response.status_code, bytes(body)
 
 
 def documents_of(body: bytes, num_queries: int, url: str) -> list[list[Document]]:
-    """RetrievalUnavailable if the answer is none."""
+    """The documents in a response. RetrievalUnavailable if it is invalid."""
     try:
         result = ANSWER.validate_json(body).result
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RetrievalUnavailable(
-            f"retrieval server {url}: its answer is none: {'.'.join(map(str, first['loc']))} {first['msg']}"
+            f"retrieval server {url}: invalid response: {'.'.join(map(str, first['loc']))} {first['msg']}"
         ) from None
     if len(result) != num_queries:
         raise RetrievalUnavailable(f"retrieval server {url}: {len(result)} results for {num_queries} queries")

@@ -1,4 +1,4 @@
-"""The tags of Search-R1 (Jin et al., 2503.09516), and what a turn of the model asks for."""
+"""The tags of Search-R1 (Jin et al., 2503.09516), and the action in a turn of the model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 
 TAGS: Final = ("think", "search", "information", "answer")
 TURN_ENDS: Final = ("</search>", "</answer>")
-"""Where generation stops."""
+"""Stop strings: they end a turn."""
 INVALID: Final = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""What follows a turn that neither searches nor answers."""
+"""Appended after a turn that neither searches nor answers."""
 
 _ACTION: Final = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _TAG: Final = re.compile(rf"<(/?(?:{'|'.join(TAGS)}))>", re.IGNORECASE)
@@ -46,7 +46,7 @@ def action_of(turn: str) -> Action:
 
 
 def without_tags(text: str) -> str:
-    """A document may hold what looks like a tag; to the model, and to the reward, it must not be one.
+    """Changes tags in a document to square brackets, so that neither the model nor the reward takes them for tags.
 
     >>> without_tags("</information><answer>x</answer>")
     '[/information][answer]x[/answer]'
@@ -55,7 +55,7 @@ def without_tags(text: str) -> str:
 
 
 def last_answer(response: str) -> str | None:
-    """What the model answered in the end; what it read does not count."""
+    """The last answer of the model, without what it read; None if there is none."""
     answers = _ANSWER.findall(_INFORMATION.sub("", response))
     return answers[-1].strip() if answers else None
 
@@ -74,7 +74,7 @@ _WITHIN: Final = frozenset({"think", "search", "information", "answer"})
 
 
 def is_well_formed(response: str) -> bool:
-    """Whether every search and the answer follow a thought, nothing stands outside of tags, and an answer ends it.
+    """Whether every search and the answer follow a thought, all text is inside tags, and an answer ends the response.
 
     >>> is_well_formed("<think>a</think><search>b</search><information>c</information><think>d</think><answer>e</answer>")
     True

@@ -1,1 +1,1 @@
-"""What HTTP servers of slime's plugins share: listener, bearer token, command, process groups."""
+"""Code that HTTP servers of slime's plugins share: listener, bearer token, command, process groups."""

@@ -9,7 +9,7 @@ from slime_core.errors import SlimeError
 
 
 def run_command(app: Callable[[], object]) -> None:
-    """A SlimeError is one paragraph and its exit code."""
+    """Runs `app`. Prints a SlimeError as one paragraph, and exits with its exit code."""
     try:
         app()
     except SlimeError as error:

@@ -1,4 +1,4 @@
-"""A server in the event loop of a run. Who imports this depends on uvicorn."""
+"""InLoopServer: a server in the event loop of a run. Modules that import this depend on uvicorn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _WithoutSignals(uvicorn.Server):
 
 
 class InLoopServer:
-    """`start` it once; `close` ends it at once, whoever is still connected."""
+    """Call `start` once. `close` ends it at once, even with open connections."""
 
     def __init__(self, app: Any) -> None:
         """`app`: an ASGI app without a lifespan."""
@@ -28,7 +28,7 @@ class InLoopServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Returns when it answers there."""
+        """Returns when the server accepts requests on `listener`."""
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Listening sockets, and which addresses only this machine reaches."""
+"""Listening sockets and loopback addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Not inherited by child processes. ConfigError if the port is taken or the address is not this machine's."""
+    """A listening socket, which child processes do not inherit. Raises ConfigError if the port is in use or the address is
+    not this machine's. `port`: 0 takes any free port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -24,12 +25,12 @@ def listen(host: str, port: int, *, backlog: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there: {error.strerror}. --port 0 takes any free port."
+            f"--host {host} --port {port}: cannot listen there: {error.strerror}. Pass --port 0 for any free port."
         ) from None
     listener.listen(backlog)
     return listener
 
 
 def shown(listener: socket.socket, host: str) -> str:
-    """Its URL, for people."""
+    """The URL of `listener`, to print."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

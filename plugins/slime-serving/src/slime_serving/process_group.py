@@ -1,8 +1,7 @@
-"""Groups of processes, and their end.
+"""Kills process groups and waits for their end.
 
-A server's main process starts others: a scheduler for each device, what compiles kernels. They share its process group, but
-each ends when its own memory is given back: a scheduler holds that of its device, and its ports, for a while after the main
-process has gone.
+A server's main process starts others: a scheduler per device, kernel compilers. They share its process group, but end
+later than it: a scheduler holds the memory of its device and its ports for a while after the main process has exited.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import psutil
 POLL_S: Final = 0.02
 
 
-def end_group(leader: int, limit_s: float) -> list[psutil.Process]:
-    """SIGKILL to the process group `leader` and to all that was started by it and has left it. Returns when none of them runs
-    any more; after `limit_s` seconds with those that do."""
+def kill_process_group(leader: int, limit_s: float) -> list[psutil.Process]:
+    """Sends SIGKILL to the process group `leader` (a pid) and to descendants that have left the group. Returns [] when all
+    have ended, or after `limit_s` seconds those that still run."""
     deadline = time.monotonic() + limit_s
     known: set[psutil.Process] = set()
     while True:
-        # Before the signal: whoever has left the group is found by its parents, while these live.
+        # Before the signal: processes that left the group are found through their parents, as long as these live.
         known |= processes_of(leader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -40,8 +39,8 @@ def end_group(leader: int, limit_s: float) -> list[psutil.Process]:
 
 
 async def group_gone(leader: int, limit_s: float) -> bool:
-    """Waits until nothing of the process group `leader` (a pid) runs on this machine, at most `limit_s` seconds; whether
-    nothing does."""
+    """Waits until no process of the group `leader` (a pid) runs on this machine, at most `limit_s` seconds. Returns whether
+    all have ended."""
     deadline = asyncio.get_running_loop().time() + limit_s
     while not all(has_ended(process) for process in processes_of(leader)):
         if asyncio.get_running_loop().time() >= deadline:
@@ -51,7 +50,7 @@ async def group_gone(leader: int, limit_s: float) -> bool:
 
 
 def processes_of(leader: int) -> set[psutil.Process]:
-    """The members of the group, and all that descends from them."""
+    """The members of the group and all their descendants."""
     everyone = {process.pid: process for process in psutil.process_iter(["ppid"])}
     children: dict[int, list[int]] = {}
     for pid, process in everyone.items():
@@ -65,15 +64,15 @@ def processes_of(leader: int) -> set[psutil.Process]:
 
 
 def group_of(pid: int) -> int | None:
-    """None: it is gone."""
+    """The process group of `pid`; None if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(pid)
     return None
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """A zombie has given everything back, and may wait for ever for a parent that does not ask; but the first thread of a
-    process is one already while others of its threads still end."""
+    """Whether the process has ended. A zombie has freed its resources, and stays for ever if its parent does not wait for
+    it. But a process already shows as a zombie when its first thread has ended and others still run."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.NoSuchProcess:

@@ -9,7 +9,7 @@ from slime_core.errors import ConfigError, StorageError
 
 
 def token_from(file: Path, *, create: bool) -> str:
-    """The file's token. One that is made can be read by its owner alone."""
+    """The token in `file`. `create`: write a new token if the file does not exist, readable by its owner only."""
     try:
         if create and not file.exists():
             file.touch(mode=0o600)
@@ -18,5 +18,5 @@ def token_from(file: Path, *, create: bool) -> str:
     except OSError as error:
         raise StorageError(f"{file}: the token cannot be read or written: {error.strerror}") from None
     if not token:
-        raise ConfigError(f"{file}: there is no token in it. Remove it to have one made.")
+        raise ConfigError(f"{file}: there is no token in it. Remove the file, and a new one is created.")
     return token

@@ -17,25 +17,25 @@ from slime_sglang.server_args import OWNED, ServerOption, installed_options
 
 class SglangOptions(DriverConfig):
     servers: int = Field(default=1, ge=1)
-    """Servers of one engine, each with an equal share of its devices. Several stand behind one router, or take turns."""
+    """Servers of one engine, each with an equal share of its devices. Several are used through one router, or round robin."""
     router_policy: Literal["none", "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"] = (
         "none"
     )
     """Starts sglang-router in front of the servers of an engine, with this policy. `consistent_hashing` keeps the
     requests of one session on one server. `none`: requests go to the servers directly."""
     prefill_servers: int = Field(default=0, ge=0)
-    """That many of the servers only read prompts, and the others only write answers (prefill/decode disaggregation, with
-    sglang-router between them). Keys and values go over `disaggregation_transfer_backend`, which must be installed."""
+    """Number of servers that only prefill; the others only decode (prefill/decode disaggregation, through sglang-router). The
+    KV cache is sent over `disaggregation_transfer_backend`, which must be installed."""
     router_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
     external_engine_addrs: tuple[str, ...] = ()
-    """Servers that somebody else started, as `host:port` or URL, instead of own ones: `servers` of them for each
-    engine, in order."""
+    """Servers that the run did not start, as `host:port` or URL, instead of its own: `servers` of them for each engine, in
+    order."""
     external_engine_token_file: RunPath | None = None
     """File with the bearer token (`--api-key`) of the external servers. A run's config is written to its folder, so the
-    token itself does not stand in it."""
+    token itself is not in it."""
     pause_mode: Literal["abort", "retract", "in_place"] = "abort"
-    """How requests wait for new weights. `abort`: they end, and go on as new requests with the tokens so far, whose
+    """How requests wait for new weights. `abort`: they end, and continue as new requests with the tokens so far, whose
     keys and values the new weights compute; every token's version is exact. `retract`: SGLang does the same inside.
     `in_place`: they keep keys and values of the old weights. Both need a server that reports versions by token span,
     and switch the radix cache off, since it could not be flushed."""
@@ -43,13 +43,13 @@ class SglangOptions(DriverConfig):
     """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
     GPU. By default on for own servers on a CPU, off elsewhere."""
     start_timeout: float = Field(default=900.0, gt=0)
-    """Seconds until a server must answer. On a GPU the first start compiles kernels for minutes."""
+    """Seconds until a server must respond. On a GPU the first start compiles kernels for minutes."""
     request_timeout: float = Field(default=14400.0, gt=0)
-    """Seconds for one answer."""
+    """Seconds for one response."""
     control_timeout: float = Field(default=300.0, gt=0)
     """Seconds for a call that is no generation: loading one bucket, flushing, pausing."""
     health_timeout: float = Field(default=30.0, gt=0)
-    """Seconds within which a healthy server answers."""
+    """Seconds within which a healthy server responds."""
 
     @field_validator("router_options", mode="after")
     @classmethod
@@ -76,8 +76,8 @@ def is_installed() -> bool:
     return bool(options_of_server())
 
 
-def may_tell_experts() -> bool:
-    """External servers may be of another version than the installed one, or it may not be installed at all."""
+def may_return_experts() -> bool:
+    """Whether servers may support expert ids. True if SGLang is not installed; external servers may have another version."""
     names = {option.name for option in options_of_server()}
     return not names or "enable_return_routed_experts" in names
 
@@ -94,7 +94,7 @@ def make_config() -> type[SglangOptions]:
             fields[option.name] = (option.type | None, Field(default=None, description=option.doc))
         refused |= dict.fromkeys(
             option.aliases,
-            refused.get(option.name) or f"called {option.name} here: say --sglang-{option.name.replace('_', '-')}",
+            refused.get(option.name) or f"called {option.name} here: pass --sglang-{option.name.replace('_', '-')}",
         )
         if option.choices:
             choices[option.name] = option.choices

@@ -1,4 +1,4 @@
-"""Connection: JSON over HTTP to one server, with its token, over the engine's pool of connections."""
+"""Connection: JSON over HTTP to one server, with its token, over the engine's connection pool."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 IDLE_S: Final = 3.0
 """A connection that was idle for longer is not used again: an external server closes it after five seconds."""
 OTHER_FILES: Final = 1024
-"""Open files that are no connections."""
+"""Open files that are not connections."""
 SHOWN: Final = 400
-"""Characters of an unexpected answer."""
+"""Characters of an unexpected response."""
 GENERATE: Final = "/generate"
 NO_TOKEN: Final = frozenset({401, 403})
 UNAVAILABLE: Final = frozenset({408, 425, 429, 503})
-"""Too slow, too early, too many, busy: of the server's state, not of what it was asked."""
+"""Timeout, too early, too many requests, busy: caused by the server's state, not by the request."""
 NO_ROUTE: Final = frozenset({404, 405})
-"""Whoever answers is no SGLang server."""
+"""The server is no SGLang server."""
 WORDS: Final = frozenset({("GET", "/health"), ("POST", "/flush_cache"), ("POST", "/freeze_gc")})
-"""What is answered in words; all else in JSON."""
+"""Requests whose responses are plain text; all others are JSON."""
 NOT_PASSED_ON: Final = "call_upstream_request_error"
-"""sglang-router's word, in `x-smg-error-code`, for a request that did not reach a server."""
+"""sglang-router's value of `x-smg-error-code` for a request that did not reach a server."""
 
 
-class NoAnswer(EngineError):
-    """What the server makes of the request is not known."""
+class NoResponse(EngineError):
+    """No response: it is not known whether the server has processed the request."""
 
 
-class ConnectionLost(NoAnswer):
-    """The server closed a connection that stood open, and has answered nothing on it: it had been idle for too long when
-    the request arrived, or the server is gone. Asked once more, on a new connection, it is clear which."""
+class ConnectionLost(NoResponse):
+    """The server closed an open connection without a response: it had been idle for too long when the request arrived, or
+    the server has died. A second attempt on a new connection shows which."""
 
 
 def allow_connections(count: int, engine: str) -> None:
-    """Raises this process's bound on open files where `count` connections need it. EngineError if it may not."""
+    """Raises this process's limit of open files if `count` connections need it. Raises EngineError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise EngineError(
-                f"{engine}: {count} requests in flight need {needed} open files, and this machine allows {hard} (ulimit -Hn). "
-                "Raise that, or lower rollout.concurrency."
+                f"{engine}: {count} requests in flight need {needed} open files, but this machine allows {hard} (ulimit -Hn). "
+                "Raise that limit, or lower rollout.concurrency."
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def new_pool() -> aiohttp.ClientSession:
-    """As many connections as there are requests in flight; the run bounds those. Call it in a running event loop."""
+    """A pool without a limit of connections: the run limits the requests in flight. Call it in a running event loop."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     content: bytes
     status: int
     code: str | None
-    """Of sglang-router, where it has an error of its own."""
+    """sglang-router's code, for an error of its own."""
 
 
 class Connection:
@@ -79,8 +79,8 @@ class Connection:
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The answer. EngineUnavailable if the request has reached nobody; EngineRefused for a request to generate that the
-        server, which is well, does not take; EngineError if there is no answer in time, it is no JSON, or its status is
+        """Returns the parsed response. Raises EngineUnavailable if the request reached no server, EngineRefused if a healthy
+        server refuses a request to generate, EngineError if there is no response in time, it is not JSON, or its status is
         not 2xx."""
         return await self.ask("POST", path, body, timeout_s=timeout_s, headers=headers)
 
@@ -96,51 +96,52 @@ class Connection:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Once more after a ConnectionLost, but for /generate: that has an id, which the server may know already."""
+        """Sends the request, and once more after a ConnectionLost. /generate is not sent again: the server may already know
+        its id."""
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         sent = self._headers if headers is None else {**self._headers, **headers}
         try:
-            answer = await self._send(method, path, data, sent, timeout_s)
+            response = await self._send(method, path, data, sent, timeout_s)
         except ConnectionLost:
             if path == GENERATE:
                 raise
-            answer = await self._send(method, path, data, sent, timeout_s)
-        return self._read(method, path, answer)
+            response = await self._send(method, path, data, sent, timeout_s)
+        return self._read(method, path, response)
 
     async def _send(
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
-    ) -> Answer:
+    ) -> HttpResponse:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._pool.request(
                 method, self.address + path, data=data, headers=headers, timeout=timeout
-            ) as answer:
-                return Answer(await answer.read(), answer.status, answer.headers.get("x-smg-error-code"))
+            ) as response:
+                return HttpResponse(await response.read(), response.status, response.headers.get("x-smg-error-code"))
         except TimeoutError as error:
-            raise NoAnswer(f"{self.name}: {method} {path} has not been answered in {timeout_s:g} s.") from error
+            raise NoResponse(f"{self.name}: {method} {path} got no response in {timeout_s:g} s.") from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineUnavailable(f"{self.name}: {method} {path}: nobody answers there: {error}.") from error
+            raise EngineUnavailable(f"{self.name}: {method} {path}: no server responds there: {error}.") from error
         except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
             raise ConnectionLost(f"{self.name}: {method} {path}: the server closed the connection.") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             # A pool that was closed under a request raises RuntimeError.
-            said = str(error) or type(error).__name__
-            raise NoAnswer(f"{self.name}: {method} {path} failed: {said}.") from error
+            given = str(error) or type(error).__name__
+            raise NoResponse(f"{self.name}: {method} {path} failed: {given}.") from error
 
-    def _read(self, method: str, path: str, answer: Answer) -> Any:
-        content, status = answer.content, answer.status
+    def _read(self, method: str, path: str, response: HttpResponse) -> Any:
+        content, status = response.content, response.status
         if status in NO_TOKEN:
             raise EngineError(
                 f"{self.name}: {method} {path}: the server refuses the token (status {status}). For external servers, "
                 "engine.external_engine_token_file must hold their --api-key."
             )
-        if status in UNAVAILABLE or answer.code == NOT_PASSED_ON:
+        if status in UNAVAILABLE or response.code == NOT_PASSED_ON:
             raise EngineUnavailable(f"{self.name}: {method} {path}: status {status}: {shown(content)}")
         if path == GENERATE and 400 <= status < 500 and status not in NO_ROUTE:
             raise EngineRefused(f"{self.name}: it refuses a request (status {status}): {reason_in(content)}")
         if not 200 <= status < 300:
-            stranger = " (so it is no SGLang server of a version that slime knows)" if status in NO_ROUTE else ""
-            raise EngineError(f"{self.name}: {method} {path}: status {status}{stranger}: {shown(content)}")
+            unknown = " (so it is no SGLang server of a version that slime knows)" if status in NO_ROUTE else ""
+            raise EngineError(f"{self.name}: {method} {path}: status {status}{unknown}: {shown(content)}")
         if not content.strip():
             return None
         try:
@@ -148,11 +149,11 @@ class Connection:
         except orjson.JSONDecodeError as error:
             if (method, path) in WORDS:
                 return content.decode(errors="replace")
-            raise EngineError(f"{self.name}: {method} {path} answers with what is no JSON: {shown(content)}") from error
+            raise EngineError(f"{self.name}: {method} {path}: the response is not JSON: {shown(content)}") from error
 
 
 def reason_in(content: bytes) -> str:
-    """SGLang's sentence, where the answer is its record of an error."""
+    """The error message in a response of SGLang; the whole content if it has none."""
     try:
         return shown(str(orjson.loads(content)["error"]["message"]).encode())
     except (orjson.JSONDecodeError, KeyError, TypeError):

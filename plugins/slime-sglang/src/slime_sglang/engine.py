@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slime_core.contracts.engine import Capability, EngineInfo, Memory, RolloutEngine
+from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
@@ -18,42 +18,40 @@ from slime_core.types.weights import Bucket
 from slime_sglang.config import SglangOptions
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
-from slime_sglang.fleet import Fleet
 from slime_sglang.held_weights import HeldWeights
 from slime_sglang.in_flight import RequestsInFlight
 from slime_sglang.option_checks import problem_of_experts
 from slime_sglang.request_check import RequestCheck
 from slime_sglang.scoring import Scorer
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
+from slime_sglang.server_group import ServerGroup
 
 
 class SglangEngine(RolloutEngine):
-    """Every request is one POST on a shared pool of connections. While the engine is paused requests wait here, and
-    those that were running are sent again with their tokens so far; `engine.pause_mode` has the other ways.
+    """Sends every request as one POST over a shared connection pool. While the engine is paused requests wait here, and
+    those that were running are sent again with their tokens so far; `engine.pause_mode` sets other ways.
 
-    Log-probs are those of the full vocabulary at the sampling temperature, except where 0 < min_new_tokens <
-    max_new_tokens: there SGLang leaves the end tokens out of the first tokens' distribution.
+    Log-probs are those of the full vocabulary at the sampling temperature, except if 0 < min_new_tokens <
+    max_new_tokens: then SGLang removes the end tokens from the first tokens' distribution.
     """
 
     def __init__(self, config: SglangOptions) -> None:
         self._config = config
         self._setup: EngineSetup | None = None
-        self._fleet = Fleet(config)
+        self._fleet = ServerGroup(config)
         self._features = Features()
         self._requests: RequestsInFlight | None = None
-        """None: it answers others, or is a machine beside the first one."""
+        """None: a reward model, or a machine other than the engine's first."""
         self._scorer = Scorer(self._fleet, timeout_s=config.request_timeout, require_alive=self._ready)
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
         self._pauses = 0
-        self._absent: set[Memory] = set()
-        """What was given back."""
-
-    # ---------------------------------------------------------------- life
+        self._absent: set[MemoryTag] = set()
+        """Memory that is released."""
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
-        """Starts the servers, or finds the external ones. EngineError if one dies, hangs, or has another model."""
+        """Starts the servers, or connects to external ones. Raises EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
         experts = expert_sizes(self._config, setup) if setup.routed_experts else None
@@ -70,20 +68,20 @@ class SglangEngine(RolloutEngine):
         self._fleet.watch(self._fail)
         if setup.node_rank:
             return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
-        # What a reward model answers to whom is between it and the rewards.
+        # Rewards call a reward model's server themselves.
         offered = {Capability.HTTP} if setup.reward_model else self._features.capabilities(self._config, setup)
         entrance, pid = self._fleet.entrance, self._fleet.pid
         return EngineInfo(capabilities=frozenset(offered), address=entrance.address, token=entrance.token, pid=pid)
 
     async def _prepare(self, setup: EngineSetup, experts: ExpertSizes | None) -> None:
-        """Asks the servers what they can do; makes what answers requests and takes weights."""
+        """Reads the features of the servers; builds the objects that serve requests and load weights."""
         self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._weights = HeldWeights(self._fleet, self._config, setup, self._features)
         self._requests = RequestsInFlight(
             self._fleet,
             self._config,
             setup,
-            check=RequestCheck.of(setup, self._features, tells_experts=experts is not None),
+            check=RequestCheck.of(setup, self._features, returns_experts=experts is not None),
             experts=experts,
             version=lambda: weights.given,
         )
@@ -100,8 +98,8 @@ class SglangEngine(RolloutEngine):
         await self._fleet.stop()
 
     async def health(self) -> None:
-        """Asks each server; one that is paused or asleep is not asked to generate, which is what both of SGLang's health
-        routes do: its scheduler is asked for its state. On a machine beside the first one its process is all there is."""
+        """Checks each server. Both of SGLang's health routes generate a token, so a paused or sleeping server is asked for
+        its scheduler's state instead. On a machine other than the first, only the process is checked."""
         if self._ready().node_rank:
             return
         before = self._pauses
@@ -111,7 +109,7 @@ class SglangEngine(RolloutEngine):
                 return
             except EngineError:
                 self._ready()
-                # A pause ends the token that it asked for.
+                # A pause aborts the health check's token.
                 if not self._paused and self._pauses == before:
                     raise
         try:
@@ -131,8 +129,6 @@ class SglangEngine(RolloutEngine):
             raise self._failure
         return self._setup
 
-    # ---------------------------------------------------------------- requests
-
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Raises EngineRefused for a request that cannot be served, before any of the call runs."""
         in_flight = self._takes()
@@ -143,7 +139,7 @@ class SglangEngine(RolloutEngine):
             await in_flight.leave(tasks)
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
-        """As `generate`, each answer when it ends."""
+        """Yields each response when it is complete. Raises like `generate`."""
         in_flight = self._takes()
         tasks = in_flight.enter(requests)
         ended: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
@@ -156,32 +152,32 @@ class SglangEngine(RolloutEngine):
             await in_flight.leave(tasks)
 
     def _takes(self) -> RequestsInFlight:
-        """For one that generates, and is awake."""
+        """The requests in flight. Raises EngineRefused if the engine does not generate, or is asleep."""
         in_flight = self._asked()
         if self._absent:
-            raise EngineRefused(f"{self._name}: generate while asleep; call wake first.")
+            raise EngineRefused(f"{self._name}: generate while asleep. Call wake_up first.")
         return in_flight
 
     def _asked(self) -> RequestsInFlight:
         self._ready()
         if self._requests is None:
-            raise EngineRefused(f"{self._name} is asked by rewards alone, or is a machine beside the first one.")
+            raise EngineRefused(
+                f"{self._name} is a reward model that only rewards call, or not an engine's first machine."
+            )
         return self._requests
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
+        """Aborts requests; None: all. Unknown ids are ignored: they may just have ended. Returns when all have ended."""
         await self._asked().abort(request_ids)
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
-        """A request each, all at once; over the servers in turn."""
+        """Returns the log-probs of the last tokens of each sequence, by one request per sequence, all at once."""
         self._ready()
         if self._absent:
-            raise EngineRefused(f"{self._name}: score while asleep; call wake first.")
+            raise EngineRefused(f"{self._name}: score while asleep. Call wake_up first.")
         return await self._scorer.score(sequences, num_tokens)
-
-    # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
         """See `engine.pause_mode`. Pausing twice does nothing."""
@@ -192,25 +188,25 @@ class SglangEngine(RolloutEngine):
         self._pauses += 1
         in_flight.hold()
         if self._config.pause_mode == "abort":
-            await in_flight.break_off()
+            await in_flight.interrupt()
         await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
 
     async def resume(self) -> None:
         """Raises EngineError if a version is partly loaded."""
         in_flight = self._asked()
         if self._weights.incomplete:
-            raise EngineError(f"{self._name}: resume while a version is partly loaded; send all its buckets first.")
+            raise EngineError(f"{self._name}: resume while a version is partly loaded. Send all its buckets first.")
         if not self._paused:
             return
         await self._fleet.post("/continue_generation", {})
         self._paused = False
-        in_flight.go_on()
+        in_flight.resume()
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """See `BucketOrder.check`; also EngineError while not paused, since SGLang would wait for running requests."""
         self._ready()
-        if Memory.WEIGHTS in self._absent or not self._paused:
-            raise EngineError(f"{self._name}: load_bucket needs a paused engine that is awake; call pause first.")
+        if MemoryTag.WEIGHTS in self._absent or not self._paused:
+            raise EngineError(f"{self._name}: load_bucket requires a paused engine that is awake. Call pause first.")
         await self._weights.load(bucket)
 
     async def version(self) -> int:
@@ -223,28 +219,26 @@ class SglangEngine(RolloutEngine):
         self._ready()
         return await self._weights.checksum()
 
-    # ---------------------------------------------------------------- memory
-
-    async def sleep(self, tags: Sequence[Memory] | None = None) -> None:
-        """Frees what SGLang's memory saver holds of these; the weights are kept on the host. Requests that a pause holds
-        wait here, so the servers are idle."""
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Releases SGLang's memory of `tags`; weights are kept on the host. Paused requests wait here, so the servers are
+        idle."""
         self._ready()
         running = 0 if self._requests is None else len(self._requests)
-        gone = [tag for tag in (Memory if tags is None else tags) if tag not in self._absent]
+        gone = [tag for tag in (MemoryTag if tags is None else tags) if tag not in self._absent]
         if not gone:
             return
         if running and not (self._paused and self._config.pause_mode == "abort"):
-            raise EngineRefused(f"{self._name}: sleep while {running} requests run; abort them first.")
-        if Memory.KV_CACHE in gone:
+            raise EngineRefused(f"{self._name}: sleep while {running} requests run. Abort them first.")
+        if MemoryTag.KV_CACHE in gone:
             await self._fleet.flush()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)
 
-    async def wake(self, tags: Sequence[Memory] | None = None) -> None:
-        """All memory again, or that of `tags`."""
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Allocates the memory of `tags` again; None: all."""
         self._ready()
-        # SGLang dies of a tag that it has not released.
-        missing = [tag for tag in (Memory if tags is None else tags) if tag in self._absent]
+        # SGLang crashes on a tag that it has not released.
+        missing = [tag for tag in (MemoryTag if tags is None else tags) if tag in self._absent]
         if missing:
             await self._fleet.post("/resume_memory_occupation", {"tags": missing})
             self._absent.difference_update(missing)
@@ -252,10 +246,11 @@ class SglangEngine(RolloutEngine):
     # ---------------------------------------------------------------- what transports use
 
     async def endpoints(self) -> list[EngineEndpoint]:
-        """EngineError unless the engine is paused: SGLang would wait for running requests."""
+        """The servers, for a transport. Raises EngineError unless the engine is paused: SGLang would wait for running
+        requests."""
         setup = self._ready()
-        if Memory.WEIGHTS in self._absent or not self._paused:
-            raise EngineError(f"{self._name}: new weights need a paused engine that is awake; call pause first.")
+        if MemoryTag.WEIGHTS in self._absent or not self._paused:
+            raise EngineError(f"{self._name}: new weights require a paused engine that is awake. Call pause first.")
         self._weights.expect()
         return [
             EngineEndpoint(
@@ -268,25 +263,26 @@ class SglangEngine(RolloutEngine):
             for server in self._fleet.servers
         ]
 
-    async def weights_sent(self, version: int) -> None:
-        """A transport has brought all of a version, and told the servers its number."""
+    async def commit_weights(self, version: int) -> None:
+        """Called when a transport has sent all of a version and set its number on the servers."""
         self._ready()
         await self._weights.complete(version)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        """The same call to every server of the engine, with its token and the control timeout; answers by server."""
+        """Sends the same call to every server of the engine, with its token and the control timeout. Returns the responses
+        by server."""
         self._ready()
         return await self._fleet.post(path, body)
 
 
 def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
-    """EngineError where servers cannot be asked which experts they chose."""
+    """The expert sizes of the model. Raises EngineError if the servers cannot return expert ids."""
     if problem := problem_of_experts(config):
         raise EngineError(f"engine {setup.index}: {problem}")
     sizes = ExpertSizes.of(setup.model_path)
     if setup.device == "cpu" and not config.external_engine_addrs and not in_source(UNPINNED_EXPERTS):
         raise EngineError(
-            f"engine {setup.index}: the SGLang that is installed pins the memory for expert ids "
-            "(train.use_rollout_routing_replay), which takes a GPU; 0.5.20 does not."
+            f"engine {setup.index}: train.use_rollout_routing_replay: the installed SGLang pins the memory for expert ids, "
+            "which requires a GPU. Install 0.5.20, which does not."
         )
     return sizes

@@ -1,4 +1,4 @@
-"""Servers that somebody else started."""
+"""External servers: those that the run did not start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_sglang.connection import Connection
 
 
 def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[Connection]:
-    """Those of this engine, in order. EngineError if there are too few."""
+    """Connections to the servers of this engine, in order. Raises EngineError if there are too few."""
     first = setup.place * config.servers
     addresses = config.external_engine_addrs[first : first + config.servers]
     if len(addresses) < config.servers:
@@ -35,5 +35,7 @@ def read_token(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise EngineError(f"engine.external_engine_token_file = {path}: cannot be read: {error}.") from error
     if not token or len(token.split()) != 1:
-        raise EngineError(f"engine.external_engine_token_file = {path}: must hold one token and nothing else.")
+        raise EngineError(
+            f"engine.external_engine_token_file = {path}: the file must contain one token and nothing else."
+        )
     return token

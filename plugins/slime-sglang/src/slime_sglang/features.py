@@ -1,4 +1,4 @@
-"""Features: what a server said that it is and can do."""
+"""Features: the properties and capabilities that a server reports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import Connection
-from slime_sglang.server.draws import DRAWS_BY_TOKEN
+from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN
 
 TIMEOUT_S = 60.0
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Keys of config.json that tell one model from another of its architecture."""
+"""Keys of config.json by which models of one architecture differ."""
 STANDALONE = "STANDALONE"
-"""Speculative decoding by a whole model of its own."""
+"""Speculative decoding with a separate draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +38,26 @@ class Features:
 
     @classmethod
     async def of_all(cls, servers: Iterable[Connection], config: SglangOptions, setup: EngineSetup) -> Features:
-        """What all servers of an engine can do. EngineError also where they cannot pause as the run wants it."""
-        # A server that is one half of a pair answers no request alone.
+        """Features that all servers of an engine have. Raises EngineError also if they do not support the run's pause_mode."""
+        # A server of a prefill/decode pair serves no request alone.
         first, *others = [await cls.of(server, setup, alone=not config.prefill_servers) for server in servers]
         found = first.common(others)
         if config.pause_mode != "abort" and not found.version_spans:
             raise EngineError(
-                f'engine {setup.index}: engine.pause_mode = "{config.pause_mode}" needs a server that reports versions by '
-                f"token span; SGLang {found.sglang_version} does not. Use abort."
+                f'engine {setup.index}: engine.pause_mode = "{config.pause_mode}" requires a server that reports versions '
+                f"by token span; SGLang {found.sglang_version} does not. Set abort."
             )
         return found
 
     @classmethod
     async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
-        """Asks the server; one that is not `alone` for no tokens. EngineError if it has another model than the run, or no
-        answer of SGLang's."""
+        """Reads the features of a server. `alone`: False for a server of a pair, which is not asked to generate. Raises
+        EngineError if it has another model than the run, or does not respond like SGLang."""
         args = await server.get("/server_info", timeout_s=TIMEOUT_S)
         model = await server.get("/model_info", timeout_s=TIMEOUT_S)
         if not isinstance(args, Mapping) or not isinstance(model, Mapping) or "weight_version" not in model:
             raise EngineError(
-                f"{server.name} does not answer like SGLang: /server_info {str(args)[:150]}, /model_info {str(model)[:150]}."
+                f"{server.name} does not respond like SGLang: /server_info {str(args)[:150]}, /model_info {str(model)[:150]}."
             )
         require_same_model(server, model, setup)
         return cls(
@@ -68,15 +68,15 @@ class Features:
             deterministic=bool(args.get("enable_deterministic_inference")) and await draws_by_token(server),
             memory_saver=bool(args.get("enable_memory_saver")),
             version_spans=alone and await reports_spans(server),
-            # Its processor decodes the prompt, so it needs the tokenizer.
+            # SGLang's image processor decodes the prompt, so it needs the tokenizer.
             images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
-            # The second of a pair has not read the prompt.
+            # The decode server of a pair has not read the prompt.
             routed_experts=alone and bool(args.get("enable_return_routed_experts")),
             other_draft=has_other_draft(args),
         )
 
     def common(self, others: Iterable[Features]) -> Features:
-        """What all servers of an engine can do."""
+        """Features that this server and all `others` have."""
         result = self
         for other in others:
             if (other.tp_size, other.pp_size) != (self.tp_size, self.pp_size):
@@ -109,9 +109,9 @@ class Features:
 
 
 def has_other_draft(args: Mapping[str, Any]) -> bool:
-    """Whether a server speculates with a model that new weights are none of. What the model itself brings for it (layers of
-    multi-token prediction) is no such: there SGLang names the model's folder. A STANDALONE draft always is: SGLang dies of a
-    push that is meant for it too. `args`: the answer of /server_info."""
+    """Whether a server speculates with a draft model that gets no new weights. The model's own layers of multi-token
+    prediction are no such draft: then SGLang reports the model's folder. A STANDALONE draft always is: SGLang crashes if a
+    weight update includes it. `args`: the response of /server_info."""
     if str(args.get("speculative_algorithm")).upper() == STANDALONE:
         return True
     draft = args.get("speculative_draft_model_path")
@@ -119,17 +119,17 @@ def has_other_draft(args: Mapping[str, Any]) -> bool:
 
 
 async def reports_spans(server: Connection) -> bool:
-    """Generates a token to see."""
+    """Whether responses have version spans; generates one token to find out."""
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    answer = await server.post("/generate", body, timeout_s=10 * TIMEOUT_S)
+    response = await server.post("/generate", body, timeout_s=10 * TIMEOUT_S)
     try:
-        return "weight_versions" in answer["meta_info"]
+        return "weight_versions" in response["meta_info"]
     except (KeyError, TypeError) as error:
-        raise EngineError(f"{server.name} does not answer like SGLang: /generate {str(answer)[:300]}.") from error
+        raise EngineError(f"{server.name} does not respond like SGLang: /generate {str(response)[:300]}.") from error
 
 
 async def draws_by_token(server: Connection) -> bool:
-    """Whether a request's draws are the same in every batch: in the servers that slime starts."""
+    """Whether sampling is independent of the batch, which holds for servers that slime starts."""
     try:
         await server.post("/weights_checker", {"action": DRAWS_BY_TOKEN}, timeout_s=TIMEOUT_S)
     except EngineError:
@@ -139,10 +139,10 @@ async def draws_by_token(server: Connection) -> bool:
 
 def require_same_model(server: Connection, model: Mapping[str, Any], setup: EngineSetup) -> None:
     own = read_config(setup.model_path)
-    told = {key: model.get(key) for key in ("model_type", "architectures")}
-    # Where its folder is on another machine, wrong shapes show when weights are loaded.
+    reported = {key: model.get(key) for key in ("model_type", "architectures")}
+    # If its folder is on another machine, wrong shapes are detected when weights are loaded.
     theirs = read_config(Path(str(model.get("model_path"))))
-    found = told | {key: theirs[key] for key in SIZES if key in theirs}
+    found = reported | {key: theirs[key] for key in SIZES if key in theirs}
     problems = [
         f"{key} {value} instead of {own[key]}"
         for key, value in found.items()
@@ -156,7 +156,7 @@ def require_same_model(server: Connection, model: Mapping[str, Any], setup: Engi
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json; empty if there is none."""
+    """The content of config.json; {} if it does not exist."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One request on its way: what is sent, what comes back, and what there is when it goes on under new weights."""
+"""Running: one request with its response so far, also when it continues with new weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from slime_sglang.experts import ExpertSizes
 from slime_sglang.image_data import ImageTokens, encoded
 
 INITIAL: Final = "default"
-"""SGLang's word for the weights that it started with."""
+"""SGLang's version label of the weights that it started with."""
 BAD_REQUEST: Final = 400
 SEED_BITS: Final = (1 << 63) - 1
 SLACK: Final = 1e-3
-"""What rounding may put a log-prob above 0."""
+"""How far rounding may put a log-prob above 0."""
 
 
 def version_of(label: object) -> int:
-    """-1 for the weights that a server started with. ValueError for a label that slime has not given."""
+    """The policy version of a label; -1 for the weights that a server started with. Raises ValueError for a label that slime
+    did not set."""
     return -1 if label == INITIAL else int(str(label))
 
 
 class RequestIds:
-    """Ids for SGLang: they begin with ours, and none is used twice or begins another.
+    """Ids for SGLang: they begin with the run's ids; none is used twice or is a prefix of another.
 
-    SGLang aborts all that begins with an aborted id, and sometimes what has the id of an answer just given.
+    SGLang aborts all requests whose id begins with an aborted id, and sometimes one that reuses the id of a finished request.
     """
 
     def __init__(self) -> None:
@@ -47,19 +48,19 @@ class RequestIds:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """What speculative decoding did for an answer; parts of it add up."""
+class SpecDecodeStats:
+    """Counts of speculative decoding for a response, or for a part of it: parts can be added."""
 
     verified: int = 0
     """Forward passes of the model itself."""
     proposed: int = 0
     accepted: int = 0
     written: int = 0
-    """Tokens that those passes gave, one of each being the model's own."""
+    """Tokens that those passes produced, including one per pass that the model itself sampled."""
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any], written: int) -> Drafts:
-        """Nothing where the server does not speculate. Servers before 0.5.20 know the counts by other names."""
+    def of(cls, meta: Mapping[str, Any], written: int) -> SpecDecodeStats:
+        """All counts are 0 if the server does not speculate. Servers before 0.5.20 use other names for the counts."""
         verified = int(meta.get("spec_verify_ct") or 0)
         if not verified:
             return cls()
@@ -67,8 +68,8 @@ class Drafts:
         accepted = first_of(meta, "spec_num_correct_drafts", "spec_accepted_drafts")
         return cls(verified=verified, proposed=proposed, accepted=accepted, written=written)
 
-    def __add__(self, other: Drafts) -> Drafts:
-        return Drafts(
+    def __add__(self, other: SpecDecodeStats) -> SpecDecodeStats:
+        return SpecDecodeStats(
             self.verified + other.verified,
             self.proposed + other.proposed,
             self.accepted + other.accepted,
@@ -91,30 +92,30 @@ def first_of(meta: Mapping[str, Any], *names: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request, and its answer so far."""
+    """A request and its response so far."""
 
     request: GenerateRequest
     image_tokens: ImageTokens | None = None
-    """Of the model, for a request with images."""
+    """The model's image tokens, for a request with images."""
     rid: str = ""
-    """Of the part that is on a server."""
+    """Id of the part that is on a server."""
     part: int = 0
-    """How often it was broken off."""
+    """How often it was interrupted."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     routed_experts: list[RoutedExperts] = field(default_factory=list)
-    """Of the tokens from the request's `routed_experts_from` on, a piece for each part."""
+    """Expert ids of the tokens from the request's `routed_experts_from`, one array per part."""
     sweep: int = 0
-    """How often the engine was done with aborting everything when this part was sent."""
+    """Number of completed abort-all calls of the engine when this part was sent."""
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by an abort, for a request that waits here, and when there is an answer."""
+    """Set by an abort, if the request waits here, and when there is a response."""
 
     def body(self, room: int) -> dict[str, Any]:
-        """For /generate; at most `room` more tokens."""
+        """The body for /generate, for at most `room` further tokens."""
         request, written = self.request, len(self.token_ids)
         sampling = request.sampling
         budget = min(sampling.max_new_tokens - written, room)
@@ -132,7 +133,7 @@ class Running:
             "n": 1,
         }
         if least >= budget:
-            # Nothing may end it early. SGLang's own way would leave the end tokens out of the distribution, and the
+            # No token may end it early. SGLang's min_new_tokens would remove the end tokens from the distribution, and the
             # log-probs would be those of another policy.
             params["ignore_eos"] = True
         else:
@@ -179,8 +180,9 @@ class Running:
         server: str,
         experts: ExpertSizes | None = None,
     ) -> FinishReason:
-        """Adds a part of the answer. EngineError for anything that cannot be an answer. `expected_version`: of all of
-        its tokens, where no weights can have changed meanwhile. `experts`: where their ids may be asked for."""
+        """Adds a part of the response, and returns why it ended. Raises EngineError for an invalid response.
+        `expected_version`: version of all its tokens, if no weights can have changed meanwhile. `experts`: set if expert ids
+        can be requested."""
         try:
             meta = reply["meta_info"]
             reason = finish_reason(meta["finish_reason"], server)
@@ -197,16 +199,16 @@ class Running:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
-                f"{server}: the answer to {self.request.request_id} is none: {type(error).__name__}: {error}; it says "
+                f"{server}: the response to {self.request.request_id} is invalid: {type(error).__name__}: {error}. It is "
                 f"{str(reply)[:300]}"
             ) from error
         self._check(pairs, spans, expected_version, vocab_size, server)
         sent = len(self.request.token_ids) + len(self.token_ids)
         if prompt_tokens is not None and prompt_tokens != sent and reason is not FinishReason.ABORT:
             raise EngineRefused(
-                f"{server}: it read {prompt_tokens} tokens where request {self.request.request_id} has {sent}: it makes other "
-                "features of the images than the run does, or reads the prompt's text anew. Use the run's model folder for it, "
-                "and do not switch SGLANG_MM_AVOID_RETOKENIZE off."
+                f"{server}: it read {prompt_tokens} tokens, but request {self.request.request_id} has {sent}: it computes "
+                "other image features than the run, or tokenizes the prompt again. Use the run's model folder for it, and do "
+                "not disable SGLANG_MM_AVOID_RETOKENIZE."
             )
         offset = len(self.token_ids)
         self.token_ids += [token for _, token in pairs]
@@ -215,7 +217,7 @@ class Running:
             self._add_span(version, start + offset, end + offset)
         if not self.part:
             self.cached_tokens = cached
-        self.drafts = self.drafts + Drafts.of(meta, len(pairs))
+        self.drafts = self.drafts + SpecDecodeStats.of(meta, len(pairs))
         self.routed_experts += routed
         return reason
 
@@ -233,18 +235,18 @@ class Running:
         odd = [log_prob for log_prob, _ in pairs if not (math.isfinite(log_prob) and log_prob <= SLACK)]
         versions = {version for version, _, _ in spans}
         if len(pairs) > room:
-            problem = f"it has {len(pairs)} tokens, and may have {room}"
+            problem = f"it has {len(pairs)} tokens, more than the {room} requested"
         elif wrong:
-            problem = f"token {wrong[0]} is not among the model's {vocab_size}"
+            problem = f"token {wrong[0]} is not in the model's vocabulary of {vocab_size}"
         elif odd:
-            problem = f"{odd[0]} is no log-prob"
+            problem = f"{odd[0]} is not a log-prob"
         elif expected_version is not None and versions - {expected_version}:
             problem = (
-                f"its tokens are said to be of version {', '.join(map(str, sorted(versions)))}, but the server was given "
-                f"version {expected_version}"
+                f"its tokens have version {', '.join(map(str, sorted(versions)))}, but the server was sent version "
+                f"{expected_version}"
             )
         if problem:
-            raise EngineError(f"{server}: the answer to {self.request.request_id} cannot be right: {problem}.")
+            raise EngineError(f"{server}: the response to {self.request.request_id} is wrong: {problem}.")
 
     def _add_span(self, version: int, start: int, end: int) -> None:
         if start == end:
@@ -253,9 +255,9 @@ class Running:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version=version, start=start, end=end))
 
-    def break_off(self) -> None:
-        """Makes ready for the next part. A stop string may begin in this part and end in the next, where SGLang looks
-        at its own tokens only: as many as may belong to one are written again."""
+    def interrupt(self) -> None:
+        """Prepares the next part. A stop string may begin in this part and end in the next, where SGLang checks only the
+        new tokens: so the last tokens, as many as a stop string may have, are generated again."""
         longest = max((len(text) for text in self.request.sampling.stop), default=0)
         keep = max(0, len(self.token_ids) - longest)
         if self.image_tokens is not None:
@@ -268,7 +270,7 @@ class Running:
         ]
         if self.routed_experts:
             start = self.request.routed_experts_from or 0
-            # Where nothing is kept, the next part's weights choose for the prompt too.
+            # If no token is kept, the prompt's experts are also chosen by the next part's weights.
             rows = max(0, len(self.request.token_ids) + keep - 1 - start) if keep else 0
             self.routed_experts = [np.concatenate(self.routed_experts)[:rows]]
         self.part += 1
@@ -287,26 +289,26 @@ class Running:
         )
 
 
-def finish_reason(said: Mapping[str, Any] | None, server: str) -> FinishReason:
-    kind = None if said is None else said["type"]
-    if kind == "abort" and said is not None and said.get("status_code") not in (None, 200):
-        # SGLang's word for a request that it could not serve, be it the request's fault or its own.
-        kind_of = EngineRefused if said["status_code"] == BAD_REQUEST else EngineError
-        raise kind_of(f"{server}: refused a request: {said.get('message')}")
+def finish_reason(reason: Mapping[str, Any] | None, server: str) -> FinishReason:
+    kind = None if reason is None else reason["type"]
+    if kind == "abort" and reason is not None and reason.get("status_code") not in (None, 200):
+        # SGLang ends a request that it could not serve with "abort", for errors of the request and of its own.
+        kind_of = EngineRefused if reason["status_code"] == BAD_REQUEST else EngineError
+        raise kind_of(f"{server}: refused a request: {reason.get('message')}")
     try:
         return FinishReason(str(kind))
     except ValueError:
-        raise EngineError(f'{server}: an answer ends with reason "{kind}", which slime does not know.') from None
+        raise EngineError(f'{server}: a response ends with reason "{kind}", which slime does not know.') from None
 
 
 def spans_of(meta: Mapping[str, Any], count: int) -> list[tuple[int, int, int]]:
-    """(version, start, end) over the tokens of an answer; one span where the server tells only the last version."""
-    said = meta.get("weight_versions")
+    """(version, start, end) of the tokens of a response; one span if the server returns only the last version."""
+    given = meta.get("weight_versions")
     if not count:
         return []
-    if said is None:
+    if given is None:
         return [(version_of(meta["weight_version"]), 0, count)]
-    spans = [(version_of(span["version"]), int(span["start"]), int(span["end"])) for span in said]
+    spans = [(version_of(span["version"]), int(span["start"]), int(span["end"])) for span in given]
     covered = [position for _, start, end in spans for position in range(start, end)]
     if covered != list(range(count)):
         raise ValueError(f"its version spans {spans} do not cover its {count} tokens")

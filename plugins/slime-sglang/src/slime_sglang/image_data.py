@@ -1,7 +1,7 @@
-"""Requests with images, as SGLang takes them: each image's token once, which it repeats for the features itself.
+"""ImageTokens: converts requests with images to SGLang's form: each image's token once, which SGLang repeats per feature.
 
-It keeps the other token ids as they are (`SGLANG_MM_AVOID_RETOKENIZE`, on by default), and finds an image's place by its
-token. So a token of that kind that the model wrote itself cannot be sent back beside images.
+SGLang keeps the other token ids (`SGLANG_MM_AVOID_RETOKENIZE`, on by default), and finds the position of an image by its
+token. So an image token that the model generated cannot be sent back together with images.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from slime_core.types.completion import GenerateRequest
 from slime_core.types.image import Image
 
 KEYS: Final = ("image_token_id", "video_token_id")
-"""Of config.json."""
+"""Keys of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
     image: int
     all: frozenset[int]
-    """Every token that SGLang takes for the place of something that is not text."""
+    """All tokens that SGLang treats as the position of an image or a video."""
 
     @classmethod
     def of(cls, model_path: Path) -> ImageTokens | None:
-        """None for a model of text alone, and for a folder without config.json, of which the server tells."""
+        """None for a text model, and for a folder without config.json: then the server reports the model."""
         path = model_path / "config.json"
         config = json.loads(path.read_text()) if path.is_file() else {}
         if "vision_config" not in config or config.get(KEYS[0]) is None:
@@ -39,26 +39,26 @@ class ImageTokens:
         return cls(int(config[KEYS[0]]), frozenset(int(config[key]) for key in KEYS if config.get(key) is not None))
 
     def collapsed(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Each run of image tokens as one."""
+        """`token_ids` with each run of image tokens replaced by one."""
         is_image = token_ids == self.image
         again = np.concatenate([[False], is_image[1:] & is_image[:-1]])
         return token_ids[~again]
 
     def problem(self, request: GenerateRequest) -> str | None:
-        """Why a request cannot be sent as it is."""
+        """Why a request cannot be sent; None if it can."""
         places = np.isin(self.collapsed(request.token_ids), list(self.all)).sum()
         if not request.images or places == len(request.images):
             return None
         return (
-            f"request {request.request_id} has {len(request.images)} images, and {places} places for them in its tokens. "
-            "SGLang cannot tell an image's token from one that the model has written"
+            f"request {request.request_id} has {len(request.images)} images, but {places} places for them in its tokens. "
+            "SGLang cannot distinguish an image's token from one that the model generated"
         )
 
     def first_in(self, token_ids: Sequence[int]) -> int:
-        """How many tokens can be sent back beside images."""
+        """Number of leading tokens that can be sent back together with images."""
         return next((place for place, token in enumerate(token_ids) if token in self.all), len(token_ids))
 
 
 def encoded(images: Sequence[Image]) -> list[str]:
-    """For `image_data`."""
+    """The values of `image_data`: data URLs in base64."""
     return [f"data:image;base64,{base64.b64encode(image.data).decode()}" for image in images]

@@ -1,4 +1,4 @@
-"""RequestsInFlight: what an engine was asked and has not answered yet."""
+"""RequestsInFlight: the requests that an engine has not responded to yet."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from slime_core.types.completion import Completion, FinishReason, GenerateReques
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import ConnectionLost
 from slime_sglang.experts import ExpertSizes
-from slime_sglang.fleet import Fleet
 from slime_sglang.generation import RequestIds, Running
 from slime_sglang.request_check import RequestCheck
+from slime_sglang.server_group import ServerGroup
 
 ABORT_AGAIN_S: Final = 0.02
-"""An abort that overtakes its request is not heard; it is said again until there is an answer, after twice the time each
+"""An abort that overtakes its request has no effect; it is sent again until there is a response, each time after twice the
 time."""
 LONGEST_S: Final = 1.0
 ROUNDS: Final = 2
-"""Of aborts by id. SGLang passes on one abort for each id, and if that one came before its request, it is lost; after so
-many, all is aborted, and what was not meant is sent again."""
+"""Rounds of aborts by id. SGLang forwards one abort per id, and loses it if it arrives before its request. After these
+rounds all requests are aborted, and those that should continue are sent again."""
 PAUSE_POLL_S: Final = 0.005
 
 
 class RequestsInFlight:
-    """They are sent while it is open; what is broken off meanwhile waits here, and is sent again with its tokens so far."""
+    """Sends requests while it is open. Interrupted requests wait here, and are sent again with their tokens so far."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServerGroup,
         config: SglangOptions,
         setup: EngineSetup,
         *,
@@ -43,7 +43,7 @@ class RequestsInFlight:
         experts: ExpertSizes | None,
         version: Callable[[], int],
     ) -> None:
-        """`version`: what the run has brought last; in pause mode abort no answer may name another one."""
+        """`version`: returns the version that the run sent last; in pause mode abort, responses must have this version."""
         self._fleet = fleet
         self._config = config
         self._setup = setup
@@ -65,9 +65,9 @@ class RequestsInFlight:
         return len(self._running)
 
     def fail(self, failure: EngineError) -> None:
-        """All end with it, and none is answered from here on."""
+        """Ends all requests with `failure`, and refuses later ones."""
         self._failure = failure
-        # A task that is cancelled before it has begun ends without a word: its first step is before this one in the loop.
+        # A task that is cancelled before its first step never raises `failure`; call_soon runs after that first step.
         loop = asyncio.get_running_loop()
         for task in self._tasks:
             loop.call_soon(task.cancel)
@@ -76,10 +76,11 @@ class RequestsInFlight:
         if self._failure is not None:
             raise self._failure
 
-    # ---------------------------------------------------------------- on their way
+    # ---------------------------------------------------------------- requests
 
     def enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
-        """A task for each, for `leave`. EngineRefused for one that cannot be served, before any runs."""
+        """Starts a task per request; pass them to `leave`. Raises EngineRefused for a request that cannot be served, before
+        any runs."""
         if problem := self._check.problem(requests, self._running):
             raise EngineRefused(f"{self._name}: {problem}")
         runs = [Running(request, self._check.image_tokens if request.images else None) for request in requests]
@@ -98,14 +99,14 @@ class RequestsInFlight:
         self._running.pop(run.request.request_id, None)
 
     async def leave(self, tasks: Sequence[asyncio.Task[Completion]]) -> None:
-        """Whose caller goes away is ended; closing its connection makes the server abort it."""
+        """Cancels tasks that still run, because their caller has gone; the closed connection makes the server abort them."""
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.difference_update(tasks)
 
     async def _serve(self, run: Running) -> Completion:
-        """The whole answer, over as many parts as publishes break it into."""
+        """Returns the whole response, in as many parts as weight updates interrupt it."""
         index = self._setup.index
         try:
             while True:
@@ -118,13 +119,13 @@ class RequestsInFlight:
                     return run.completion(FinishReason.ABORT, index)
                 reason = await self._ask(run, room)
                 if reason is not FinishReason.ABORT and not self._open.is_set() and not run.aborted:
-                    # It ended just before a pause; between pause and resume nothing is answered.
+                    # It ended just before a pause; between pause and resume nothing is served.
                     await self._open_or_aborted(run)
-                # Broken off by a pause or a sweep, it goes on; ended by someone else's abort, it does not.
+                # Interrupted by a pause or an abort-all, it continues; aborted from outside, it does not.
                 swept = run.sweep != self._sweeps
                 if reason is not FinishReason.ABORT or run.aborted or (self._open.is_set() and not swept):
                     return run.completion(reason, index)
-                run.break_off()
+                run.interrupt()
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None
@@ -139,7 +140,7 @@ class RequestsInFlight:
                 wait.cancel()
 
     async def _ask(self, run: Running, room: int) -> FinishReason:
-        """One part of the answer. A connection that was closed on the way is replaced once, where it is asked again."""
+        """Requests one part of the response. If the connection was lost, the part is requested once more on a new one."""
         try:
             return await self._ask_once(run, room)
         except ConnectionLost:
@@ -171,7 +172,7 @@ class RequestsInFlight:
         )
 
     def _place(self, session: str | None) -> int:
-        """The server with the least requests; a session stays where it was. A router chooses by itself."""
+        """The server with the fewest requests; a session always has the same server. A router chooses by itself."""
         if self._fleet.router is not None:
             return 0
         if session is not None:
@@ -181,14 +182,15 @@ class RequestsInFlight:
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ids that are not running are ignored: they may just have ended. Returns when all have ended."""
+        """Aborts requests; None: all. Unknown ids are ignored, because they may just have ended. Returns when all have
+        ended."""
         names = list(self._running) if request_ids is None else [name for name in request_ids if name in self._running]
         for name in names:
             self._running[name].aborted = True
         await self._end({name: self._running[name] for name in names})
 
     async def _end(self, runs: dict[str, Running]) -> None:
-        """Says it to the servers until each of these requests has its answer."""
+        """Sends aborts to the servers until each of these requests has its response."""
         for run in runs.values():
             if run.aborted and not self._open.is_set():
                 run.ended.set()
@@ -213,7 +215,7 @@ class RequestsInFlight:
             await asyncio.sleep(0)
 
     async def _sweep(self) -> None:
-        """Aborts all. What was not meant goes on as after a pause, also if it was sent while this was on its way."""
+        """Aborts all requests. Those that should not end continue as after a pause, even if they were sent during the call."""
         self._sweeps += 1
         try:
             await self._fleet.post("/abort_request", {"abort_all": True})
@@ -223,17 +225,17 @@ class RequestsInFlight:
     # ---------------------------------------------------------------- pauses
 
     def hold(self) -> None:
-        """None is sent from here on."""
+        """Stops sending requests."""
         self._open.clear()
 
-    async def break_off(self) -> None:
-        """Ends all parts that are on servers; their requests stay."""
+    async def interrupt(self) -> None:
+        """Ends all parts that are on servers; their requests wait here."""
         deadline = asyncio.get_running_loop().time() + self._config.control_timeout
         while any(self._load.values()):
             self._check_alive()
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(
-                    f"{self._name}: {sum(self._load.values())} requests have not ended for a pause in time."
+                    f"{self._name}: {sum(self._load.values())} requests have not ended in time for a pause."
                 )
             await self._fleet.post("/abort_request", {"abort_all": True})
             for _ in range(20):
@@ -241,6 +243,6 @@ class RequestsInFlight:
                     break
                 await asyncio.sleep(PAUSE_POLL_S)
 
-    def go_on(self) -> None:
-        """What waits is sent."""
+    def resume(self) -> None:
+        """Sends the waiting requests."""
         self._open.set()

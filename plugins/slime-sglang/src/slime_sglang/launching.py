@@ -1,4 +1,4 @@
-"""The options and the environment of a server of the run, and its start."""
+"""Options, environment and start of a server of the run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS
 
 MODULE: Final = "slime_sglang.server.launch"
 POLL_S: Final = 0.25
-ANSWER_S: Final = 3.0
-"""For a server that is up; one that is not may leave a question unanswered."""
+RESPONSE_S: Final = 3.0
+"""Time limit of a request while a server starts: it may accept a connection and not respond."""
 ATTEMPTS: Final = 3
-"""Ports that are tried: between finding a free one and using it, somebody else may take it."""
+"""Number of ports that are tried: another process may take a free port before the server uses it."""
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 CHECKED_TRANSPORTS: Final = ("disk", "delta")
-"""Weights that come by them are checked inside the server."""
+"""Transports whose weights are checked inside the server."""
 
 MARGIN: Final = 8
-"""Tokens beyond the run's longest sequence: SGLang cuts answers a little before its context is full, and says nothing."""
+"""Tokens beyond the run's longest sequence: SGLang cuts responses a little before its context is full, without an error."""
 
 ON_CPU: Final[Mapping[str, Any]] = {
     "attention_backend": "torch_native",
@@ -45,7 +45,7 @@ ON_CPU: Final[Mapping[str, Any]] = {
     "sleep_on_idle": True,
     "mem_fraction_static": 0.3,
 }
-"""What SGLang needs on a CPU without kernels of its own. An idle scheduler would burn most of a core."""
+"""Options that SGLang needs on a CPU without its own kernels. An idle scheduler would use most of a core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Started:
     connection: Connection
     process: ServerProcess
     bootstrap_port: int | None = None
-    """Where decoding servers meet a prefilling one."""
+    """Port of a prefill server to which decode servers connect."""
 
 
 def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
-    """The GPUs of one of the engine's servers, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs of one of the engine's servers, by their names in CUDA_VISIBLE_DEVICES."""
     each = setup.devices_here // servers
     visible = os.environ.get(DEVICES)
     if visible is None:
@@ -67,7 +67,7 @@ def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
     names = [name for name in visible.split(",") if name]
     if len(names) < setup.devices_here:
         raise EngineError(
-            f"engine {setup.index}: it should have {setup.devices_here} GPUs, but {DEVICES} = {visible} has {len(names)}."
+            f"engine {setup.index}: it requires {setup.devices_here} GPUs, but {DEVICES} = {visible} has {len(names)}."
         )
     # A launcher that places engines shows each its own devices only.
     first = 0 if len(names) == setup.devices_here else setup.first_device % len(names)
@@ -91,7 +91,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         "host": setup.host,
         "skip_server_warmup": True,
         "tp_size": setup.num_devices // config.servers // pp_size,
-        # Trainers compute in these there, whatever the folder is stored in.
+        # The trainers' compute dtypes on these devices, independent of the dtype of the folder.
         "dtype": "float32" if on_cpu else "bfloat16",
         "log_level": "info",
         "log_level_http": "warning",
@@ -103,7 +103,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if on_cpu:
         options |= {**ON_CPU, "max_total_tokens": tokens_in_flight(setup)}
         if ImageTokens.of(setup.model_path) is not None:
-            # The other one is made with torchvision, for which there is a stand-in.
+            # The fast one requires torchvision, which is a stub on a CPU.
             options["disable_fast_image_processor"] = True
     if deterministic:
         options["enable_deterministic_inference"] = True
@@ -132,36 +132,36 @@ def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
         CPU_SEEDS: deterministic and on_cpu,
         CPU_EXPERTS: setup.routed_experts and on_cpu,
     }
-    return [hook.name for hook, wanted in needed.items() if wanted]
+    return [hook.name for hook, requested in needed.items() if requested]
 
 
 def tokens_in_flight(setup: EngineSetup) -> int:
-    """Keys and values to keep on a CPU: of all sequences, but no more than 200,000 tokens; the others wait."""
+    """Size of the KV cache on a CPU, in tokens: all sequences, but at most 200,000; further requests wait."""
     return min(max(setup.max_batch * setup.max_context_len, 20_000), 200_000)
 
 
 def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) -> dict[str, str]:
     environment = dict(os.environ)
-    # For the margin.
+    # Allows MARGIN.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    # By default it closes connections that were idle for five seconds, even where a request has just arrived on one.
+    # By default it closes connections that were idle for five seconds, even if a request has just arrived.
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"
-    # It keeps what the vision tower made of an image by the image alone, over new weights, and no flush forgets it.
+    # It caches the vision tower's features by image only, also after new weights, and no flush clears this cache.
     environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
     if setup.device == "cpu":
-        # One thread a process: several on the same cores cost four times the throughput. Without a compiled graph, the
+        # One thread per process: with several on the same cores, throughput is a quarter. Without a compiled graph, the
         # first request does not wait for a compiler.
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         if tp_size > 1:
-            # It would give every rank cores of a socket of its own.
+            # By default it binds every rank to the cores of a socket of its own.
             cores = sorted(os.sched_getaffinity(0))
             bound = (str(cores[rank % len(cores)]) for rank in range(tp_size))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     else:
         environment[DEVICES] = ",".join(devices)
         if setup.transport is not None and read_model_config(setup.model_path).get("quantization_config"):
-            # On Blackwell it changes scales after loading to what its kernels want, and would take new ones for such.
+            # On Blackwell it converts scales for its kernels after loading, and would treat new ones as converted.
             environment.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
     return environment
 
@@ -174,8 +174,9 @@ async def start_server(
     *,
     common_token: str | None = None,
 ) -> Started:
-    """A server that answers, to a token of its own or to a common one; on a machine that is not an engine's first, its part
-    of one. EngineError with its last lines if it dies, or does not answer in time."""
+    """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. On a machine that is not
+    the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
+    dies, or does not respond in time."""
     options = options_for(config, setup, place)
     hooks = hooks_for(setup, options)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
@@ -194,12 +195,12 @@ async def start_server(
         try:
             if await is_up(connection, process, deadline, serves=serves):
                 if serves:
-                    # What it has imported and loaded stays. Looking through it for garbage stops a server for a third of a
-                    # second; on a CPU, twice for each push.
+                    # Imported modules and loaded weights stay. Garbage collection over them stops a server for a third of
+                    # a second; on a CPU, twice for each weight update.
                     await connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
                 return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
         except BaseException:
-            # What kept it from starting is the news.
+            # The error that stopped the start is raised, not one of `stop`.
             with contextlib.suppress(EngineError):
                 await process.stop()
             raise
@@ -207,7 +208,7 @@ async def start_server(
         await process.stop()
         if hangs:
             raise EngineError(
-                f"{name}: SGLang has not answered in {config.start_timeout:g} s (engine.start_timeout). Last lines of "
+                f"{name}: SGLang has not responded in {config.start_timeout:g} s (engine.start_timeout). Last lines of "
                 f"{log}:\n{process.last_lines()}"
             )
         if not process.found_its_port_taken or attempt == ATTEMPTS:
@@ -216,14 +217,14 @@ async def start_server(
 
 
 async def is_up(connection: Connection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:
-    """Waits until the server knows its token and is healthy; False if it has died or the time is over. One that only takes
-    part has no more than a health route."""
+    """Waits until the server accepts its token and is healthy. Returns False if it has died or the deadline has passed.
+    `serves`: False for a part of a server on a further machine, which has only a health route."""
     while process.exit_code is None and time.monotonic() < deadline:
         try:
-            # Asked with the token: somebody else's server on this port is not taken for ours.
+            # With the token, because another server may have taken this port.
             if serves:
-                await connection.get("/model_info", timeout_s=ANSWER_S)
-            await connection.get("/health", timeout_s=ANSWER_S)
+                await connection.get("/model_info", timeout_s=RESPONSE_S)
+            await connection.get("/health", timeout_s=RESPONSE_S)
             return True
         except EngineError:
             await asyncio.sleep(POLL_S)

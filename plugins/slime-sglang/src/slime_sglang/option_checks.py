@@ -1,4 +1,4 @@
-"""Checks of options that are each allowed: together, with the run's devices, and with its weights. Imports nothing heavy."""
+"""Checks of combinations of options, and of options with the run's devices and weights. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOW_TO_INSTALL: Final = (
 
 
 def problems_of_options(config: Any) -> list[str]:
-    """Combinations that no run can have; each problem is a sentence for the user."""
+    """Problems of options that exclude each other, each a sentence for the user."""
     problems = []
     if not config.external_engine_addrs and not is_installed():
         problems.append(f'engine.name = "sglang": {HOW_TO_INSTALL}')
@@ -30,10 +30,10 @@ def problems_of_options(config: Any) -> list[str]:
     if count and given:
         problems.append(
             f"engine.{next(iter(given))} = {next(iter(given.values()))!r}: an option of a server that the run starts, but "
-            "engine.external_engine_addrs names servers that run already. Leave it out."
+            "engine.external_engine_addrs names servers that run already. Omit it."
         )
     if count and config.deterministic is not None:
-        problems.append("engine.deterministic: whoever started the external servers has decided it. Leave it out.")
+        problems.append("engine.deterministic: it was decided when the external servers were started. Omit it.")
     if config.prefill_servers:
         problems += problems_of_prefill(config)
     if config.router_policy != "none" and not router_args.router_options():
@@ -57,7 +57,7 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
     if layout.offload and config.pause_mode != "abort":
         problems.append(
             f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
-            "which cannot give their memory back then. Use abort, or say --no-offload-rollout."
+            "which cannot release their memory then. Set abort, or pass --no-offload-rollout."
         )
     if config.external_engine_addrs:
         problems.append(problem_of_external(config, layout.num_engines))
@@ -67,18 +67,18 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
 
 
 def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-    """SGLang keeps float8 by block as it was loaded; it rearranges weights of every other scheme, and loads no new ones into
-    them."""
+    """Problems of weight updates. SGLang stores float8 by block unchanged; it rearranges weights of every other scheme, and
+    cannot load new ones into these."""
     asked = getattr(config, "quantization", None)
     if asked is not None and quantization is None:
         return [
-            f'engine.quantization = "{asked}": SGLang quantises weights when it starts, and takes no new ones afterwards. '
-            "Leave it out, and say --rollout-load FOLDER with what `slime convert MODEL FOLDER --to fp8` makes."
+            f'engine.quantization = "{asked}": SGLang quantizes weights when it starts, and takes no new ones afterwards. '
+            "Omit it, and pass --rollout-load FOLDER with a folder that `slime convert MODEL FOLDER --to fp8` writes."
         ]
     if quantization is not None and not is_by_block(quantization):
         return [
-            f"model.rollout_load: its weights are quantised ({quantization.get('quant_method')}) otherwise than in float8 "
-            "by block, and SGLang takes no new ones then. `slime convert MODEL FOLDER --to fp8` makes a folder for it."
+            f"model.rollout_load: its weights are quantized ({quantization.get('quant_method')}), not in float8 by block, "
+            "and SGLang takes no new ones then. Use a folder that `slime convert MODEL FOLDER --to fp8` writes."
         ]
     return []
 
@@ -87,7 +87,7 @@ TRANSFER_PACKAGES: Final = {
     "mooncake": "`pip install mooncake-transfer-engine`, without a GPU `pip install mooncake-transfer-engine-non-cuda`",
     "nixl": "`pip install nixl`",
 }
-"""How to get what prefilling and decoding servers hand keys and values over with. Packages are imported by these names."""
+"""How to install the backends that send the KV cache from prefill to decode servers, by their import names."""
 
 
 def problems_of_prefill(config: SglangOptions) -> list[str]:
@@ -95,37 +95,37 @@ def problems_of_prefill(config: SglangOptions) -> list[str]:
     problems = []
     if config.prefill_servers >= config.servers:
         problems.append(
-            f"{given}, engine.servers = {config.servers}: some servers must be left to write answers. Say engine.servers = "
+            f"{given}, engine.servers = {config.servers}: no server is left to decode. Set engine.servers = "
             f"{config.prefill_servers + 1} or more."
         )
     if config.router_policy == "none":
-        problems.append(f"{given}: a router has to pair the servers. Choose an engine.router_policy.")
+        problems.append(f"{given}: this requires a router that pairs the servers. Set engine.router_policy.")
     if config.external_engine_addrs:
-        problems.append(f"{given}: external servers cannot be paired by the run. Leave it out.")
+        problems.append(f"{given}: external servers cannot be paired by the run. Omit it.")
     if config.pause_mode != "abort":
-        problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Use abort.')
+        problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Set abort.')
     # SGLang's own default.
     backend = getattr(config, "disaggregation_transfer_backend", None) or "mooncake"
     if backend in TRANSFER_PACKAGES and importlib.util.find_spec(backend) is None:
         problems.append(
-            f'{given}: keys and values go over "{backend}", which is not installed here: {TRANSFER_PACKAGES[backend]}. Another '
-            "one: engine.disaggregation_transfer_backend."
+            f'{given}: the KV cache is sent over "{backend}", which is not installed here: {TRANSFER_PACKAGES[backend]}. Or '
+            "set another engine.disaggregation_transfer_backend."
         )
     return problems
 
 
 def problem_of_devices(config: Any, num_devices: int, num_nodes: int, flag: str) -> str | None:
-    """`flag`: where the number of an engine's devices is said."""
+    """Why the devices of an engine do not fit its servers. `flag`: the flag that sets the number of an engine's devices."""
     servers, stages = config.servers, getattr(config, "pp_size", None) or 1
     if num_nodes > 1 and servers > 1:
         return (
             f"engine.servers = {servers}: the {num_devices} devices of an engine are on {num_nodes} machines, which one server "
-            f"can span, but not several. Leave engine.servers out, or give each of more engines fewer devices ({flag})."
+            f"can span, but not several. Omit engine.servers, or use more engines with fewer devices each ({flag})."
         )
     if num_devices % (servers * stages):
         shares = f"engine.servers = {servers}" + (f" of engine.pp_size = {stages}" if stages > 1 else "")
         return (
-            f"{shares}: the {num_devices} device(s) of an engine cannot be shared equally. Say {flag} {servers * stages} or a "
+            f"{shares}: the {num_devices} device(s) of an engine cannot be shared equally. Pass {flag} {servers * stages} or a "
             "multiple; on a CPU devices are processes."
         )
     return None
@@ -142,13 +142,13 @@ def problem_of_external(config: Any, num_engines: int) -> str | None:
 
 
 def problem_of_experts(config: Any) -> str | None:
-    """Where servers cannot be asked which experts they chose."""
+    """Why servers cannot return expert ids; None if they can."""
     if config.router_policy == "none":
         return None
-    # Its requests are a record of known fields, and the others do not reach the servers.
+    # sglang-router's requests have a fixed set of fields, and drop all others.
     return (
-        f'engine.router_policy = "{config.router_policy}": sglang-router does not pass on that expert ids are asked for '
-        "(train.use_rollout_routing_replay). Say none: requests then go to the servers directly, and router.middlewares has "
+        f'engine.router_policy = "{config.router_policy}": sglang-router does not forward the request for expert ids '
+        "(train.use_rollout_routing_replay). Set none: requests then go to the servers directly, and router.middlewares has "
         "policies for them."
     )
 

@@ -1,4 +1,4 @@
-"""Which values options of the server have, as far as SGLang's source says it."""
+"""Choices of the server's options, read from SGLang's source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, TypeAlias
 
 Choices: TypeAlias = tuple[str | int, ...]
-"""Empty: any value, or not known."""
+"""The allowed values; empty: any value, or unknown."""
 EXTENDING: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
 """Groups of entry points whose packages may add to SGLang's named lists when a server starts."""
 ADDING: Final = ("extend", "append", "update", "add")
@@ -17,7 +17,7 @@ ADDING: Final = ("extend", "append", "update", "add")
 
 @dataclass(frozen=True, slots=True)
 class NamedLists:
-    """Lists of choices that have a name in SGLang, without those that somebody here may add to."""
+    """Lists of choices that have a name in SGLang, except those to which plugins here may add."""
 
     by_name: Mapping[str, Choices]
 
@@ -38,7 +38,7 @@ class NamedLists:
         return cls({name: values for name, values in found.items() if values and not (extended and name in growing)})
 
     def read(self, node: ast.expr | None) -> Choices:
-        """Of `choices=NODE`: constants, a list's name, or the sum of such."""
+        """The choices in `choices=NODE`: constants, the name of a list, or a sum of these."""
         if isinstance(node, ast.Name):
             return self.by_name.get(node.id, ())
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -52,7 +52,7 @@ def may_be_extended() -> bool:
 
 
 def constants(node: ast.expr) -> Choices:
-    """Of a list, tuple or set that is written out."""
+    """The values of a literal list, tuple or set."""
     try:
         values: Any = ast.literal_eval(node)
     except ValueError:
@@ -64,7 +64,7 @@ def constants(node: ast.expr) -> Choices:
 
 
 def literals(node: ast.expr) -> Choices:
-    """Of `Literal[...]`, however optional."""
+    """The values of `Literal[...]`, also inside Optional."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Subscript) and isinstance(inner.value, ast.Name) and inner.value.id == "Literal":
             values = inner.slice

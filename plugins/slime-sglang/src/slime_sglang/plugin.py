@@ -1,4 +1,4 @@
-"""Driver: what `engine.name = "sglang"` stands for."""
+"""Driver of `engine.name = "sglang"`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_core.contracts.driver import Patch, TableOptions
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
 from slime_sglang import router_args
-from slime_sglang.config import make_config, may_tell_experts
+from slime_sglang.config import make_config, may_return_experts
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_training.memory_plan import EnginePlanner
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Sglang(EnginePlanner, EngineDriver):
-    """SGLang servers as subprocesses, or ones that run already; sglang-router in front of them where asked."""
+    """SGLang servers as subprocesses, or external ones; optionally behind sglang-router."""
 
     Config = make_config()
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
-    may_offer: ClassVar[frozenset[Capability]] = frozenset(
+    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.DETERMINISTIC,
             Capability.BATCH_INVARIANT,
@@ -34,9 +34,9 @@ class Sglang(EnginePlanner, EngineDriver):
             Capability.HTTP,
             Capability.IMAGES,
         }
-    ) | ({Capability.ROUTED_EXPERTS} if may_tell_experts() else frozenset())
+    ) | ({Capability.ROUTED_EXPERTS} if may_return_experts() else frozenset())
 
-    takes_quantized = True
+    supports_quantized_weights = True
     spans_nodes = True
     flag_aliases: ClassVar[Mapping[str, str]] = {
         "rollout-external-engine-addrs": "external_engine_addrs",

@@ -1,4 +1,4 @@
-"""ServerProcess: one program in a process group of its own, which dies with this process at the latest."""
+"""ServerProcess: one program in its own process group, which ends with this process at the latest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.errors import EngineError
-from slime_serving.process_group import end_group
+from slime_serving.process_group import kill_process_group
 
 STAMP: Final = re.compile(r"^\[[^\]]*\] ")
-"""What SGLang's loggers begin a line with."""
+"""Beginning of lines of SGLang's loggers."""
 FATAL: Final = "hit an exception: "
-"""The process that says so has the others killed."""
+"""A process of SGLang that logs this kills the others."""
 TRACEBACK: Final = "Traceback (most recent call last):"
 SHOWN: Final = 300
 """Characters of a line."""
 LAST_LINES: Final = 25
-"""Of the log, shown when a server dies."""
+"""Lines of the log that are shown when a server dies."""
 END_S: Final = 30.0
-"""For processes that were killed: a driver may take seconds to give the memory of a device back."""
+"""Time limit for killed processes: a driver may take seconds to free the memory of a device."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
-"""What a log says where somebody else had the port first."""
+"""Texts in a log when another process uses the port."""
 
 
 def address_of(host: str, port: int) -> str:
@@ -39,7 +39,7 @@ def address_of(host: str, port: int) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address `host` that nobody listens on now."""
+    """A TCP port of this machine's address `host` that is free now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -47,7 +47,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def errors_in(lines: Sequence[str]) -> Iterator[tuple[bool, str]]:
-    """The line that ends each traceback, and whether it is one that ends the server."""
+    """Yields, for each traceback, whether it ends the server, and its last line."""
     fatal: bool | None = None
     for line in lines:
         text = STAMP.sub("", line)
@@ -59,8 +59,8 @@ def errors_in(lines: Sequence[str]) -> Iterator[tuple[bool, str]]:
 
 
 class ServerProcess:
-    """`arguments` stand on its command line. Its options go to stdin, as one line of JSON; its output to `log`, which only the
-    user may read: SGLang writes its options there, the token among them."""
+    """Starts `module` with `arguments` on the command line. `options` are sent to stdin, as one line of JSON. Its output goes
+    to `log`, which only the user can read: SGLang writes its options there, including the token."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ServerProcess:
         self.log = log
         self._ending = threading.Lock()
         self._ended = False
-        """From then on its number may be another process's."""
+        """Set when it has ended: from then on its pid may belong to another process."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -90,7 +90,7 @@ class ServerProcess:
         finally:
             os.close(descriptor)
         assert self._process.stdin is not None
-        # A program that has died already is noticed by whoever waits for its answer.
+        # If the program has died already, the caller notices when it waits for a response.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(dict(options)).encode() + b"\n")
             self._process.stdin.flush()
@@ -106,7 +106,7 @@ class ServerProcess:
 
     @property
     def ending(self) -> str:
-        """How it ended, for a sentence."""
+        """How it ended, as the end of a sentence."""
         code = self.exit_code
         if code is None:
             return "runs"
@@ -114,8 +114,8 @@ class ServerProcess:
 
     @property
     def own_error(self) -> str | None:
-        """What SGLang says that it ends of. One of its processes reports a traceback and has all of them killed, so that the
-        signal says nothing; else it is the last traceback of a program that has ended by itself."""
+        """The error that SGLang logged before its end. If one of its processes logs a traceback and kills all of them, the
+        signal has no meaning, and this is that error; else the last traceback of a program that ended by itself."""
         errors = list(errors_in(self._lines()))
         fatal = [error for hit, error in errors if hit]
         if fatal:
@@ -124,8 +124,8 @@ class ServerProcess:
         return errors[-1][1] if errors and ended_itself else None
 
     def _lines(self) -> list[str]:
-        """Of this process: a log goes on where that of an attempt before ended. None of a log that cannot be read: that a
-        process has ended is told all the same."""
+        """Lines of this process: the log also has those of attempts before it. [] if the log cannot be read: the end of the
+        process is reported anyway."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self._start)
@@ -135,7 +135,7 @@ class ServerProcess:
 
     @property
     def why(self) -> str:
-        """Its ending, behind what it says of it itself."""
+        """How it ended, with the error that it logged."""
         error = self.own_error
         return self.ending if error is None else f"failed: {error} (it {self.ending})"
 
@@ -145,26 +145,26 @@ class ServerProcess:
 
     @property
     def found_its_port_taken(self) -> bool:
-        said = self.last_lines().lower()
-        return any(text in said for text in TAKEN)
+        given = self.last_lines().lower()
+        return any(text in given for text in TAKEN)
 
     async def stop(self) -> None:
-        """The end of the whole group, at once: on SIGTERM SGLang drains, and then waits to collect diagnostics. Returns when
-        all that it started has ended, and holds no memory and no port any more; EngineError if that takes longer than
-        `END_S`. Stopping twice does nothing."""
-        # Where whoever waits is cancelled, the thread goes on to the end.
+        """Kills the whole process group (on SIGTERM, SGLang drains, and then waits to collect diagnostics). Returns when all
+        its processes have ended and their memory and ports are free. Raises EngineError if that takes longer than `END_S`.
+        A second call does nothing."""
+        # If the caller is cancelled, the thread continues to the end.
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
         with self._ending:
             if self._ended:
                 return
-            left = end_group(self._process.pid, END_S)
+            left = kill_process_group(self._process.pid, END_S)
             if left:
-                told = ", ".join(f"{process.pid}" for process in left)
+                pids = ", ".join(f"{process.pid}" for process in left)
                 raise EngineError(
-                    f"process group {self._process.pid} was killed, and has not ended within {END_S:g} s: {told}. What "
-                    "they hold, memory of their devices among it, is not free."
+                    f"process group {self._process.pid} was killed, but has not ended within {END_S:g} s: {pids}. Its "
+                    "resources, including device memory, are not free."
                 )
             self._process.wait()
             self._ended = True

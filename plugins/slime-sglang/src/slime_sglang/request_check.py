@@ -1,4 +1,4 @@
-"""What an engine's servers cannot be asked for, told before any request of a call runs."""
+"""RequestCheck: reports requests that an engine's servers cannot serve, before any request of a call runs."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ class RequestCheck:
     vocab_size: int
     features: Features
     image_tokens: ImageTokens | None
-    """None: the model sees no images."""
-    tells_experts: bool
-    """The servers were started so that they can tell expert ids."""
+    """None: the model takes no images."""
+    returns_experts: bool
+    """The servers were started with expert ids."""
 
     @classmethod
-    def of(cls, setup: EngineSetup, features: Features, *, tells_experts: bool) -> RequestCheck:
+    def of(cls, setup: EngineSetup, features: Features, *, returns_experts: bool) -> RequestCheck:
         return cls(
             vocab_size=vocab_size_of(setup),
             features=features,
             image_tokens=ImageTokens.of(setup.model_path),
-            tells_experts=tells_experts,
+            returns_experts=returns_experts,
         )
 
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
-        """The first one, as a sentence. `running`: ids in use."""
+        """The first problem, as a sentence. `running`: ids in use."""
         for params in {request.sampling for request in requests}:
             if problem := params.problem(self.vocab_size):
                 return f"{problem}."
             if params.repetition_penalty != 1:
                 return (
-                    f"repetition_penalty = {params.repetition_penalty:g}: SGLang penalises only what it has written since it "
-                    "was last asked, not the prompt's tokens. Leave it at 1, or use another engine."
+                    f"repetition_penalty = {params.repetition_penalty:g}: SGLang penalizes only the tokens that it generated "
+                    "for its latest request, not the prompt's tokens. Set it to 1, or use another engine."
                 )
             if params.stop and not self.features.tokenizer:
-                return "stop strings need a tokenizer in the model folder; use stop_token_ids."
+                return "stop strings require a tokenizer in the model folder. Use stop_token_ids."
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1 or name in running]:
-            return f"request ids given twice or in use already: {', '.join(sorted(twice)[:8])}."
+            return f"request ids that are duplicates or already in use: {', '.join(sorted(twice)[:8])}."
         return next((problem for request in requests if (problem := self._problem_of(request))), None)
 
     def _problem_of(self, request: GenerateRequest) -> str | None:
         if request.images:
             if self.image_tokens is None or not self.features.images:
-                return f"request {request.request_id} has images, and its servers take none with this model."
+                return f"request {request.request_id} has images, but its servers take none with this model."
             if problem := self.image_tokens.problem(request):
                 return f"{problem}."
-        if request.routed_experts_from is not None and not self.tells_experts:
-            return f"request {request.request_id} asks for expert ids; the engine was started without them."
+        if request.routed_experts_from is not None and not self.returns_experts:
+            return f"request {request.request_id} requests expert ids, but the engine was started without them."
         tokens = request.token_ids
         if not len(tokens):
-            return f"request {request.request_id} has no tokens; a prompt needs at least one."
+            return f"request {request.request_id} has no tokens. A prompt needs at least one."
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             return (
                 f"token ids {tokens.min()} to {tokens.max()} in a prompt; the vocabulary has {self.vocab_size}. Prompt and "
@@ -68,7 +68,7 @@ class RequestCheck:
 
 
 def vocab_size_of(setup: EngineSetup) -> int:
-    """Of the model's embedding."""
+    """The number of rows of the model's embedding."""
     config = json.loads((setup.model_path / "config.json").read_text())
     text = config.get("text_config") or config
     return int(text["vocab_size"])

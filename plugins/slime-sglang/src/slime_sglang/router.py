@@ -1,4 +1,4 @@
-"""sglang-router in front of an engine's servers."""
+"""Router: sglang-router in front of an engine's servers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """What a server does behind a router."""
+    """The role of a server behind a router."""
 
     kind: Literal["regular", "prefill", "decode"] = "regular"
     bootstrap_port: int | None = None
 
     @property
     def body(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"worker_type": self.kind}
-        return told if self.bootstrap_port is None else told | {"bootstrap_port": self.bootstrap_port}
+        body: dict[str, Any] = {"worker_type": self.kind}
+        return body if self.bootstrap_port is None else body | {"bootstrap_port": self.bootstrap_port}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,20 @@ class Router:
 
     async def workers(self) -> dict[str, str]:
         """Ids of the servers behind it, by address."""
-        answer = await self.connection.get("/workers", timeout_s=30.0)
+        response = await self.connection.get("/workers", timeout_s=30.0)
         try:
-            return {str(worker["url"]): str(worker["id"]) for worker in answer["workers"]}
+            return {str(worker["url"]): str(worker["id"]) for worker in response["workers"]}
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self.connection.name}: /workers answers {str(answer)[:300]}") from error
+            raise EngineError(f"{self.connection.name}: GET /workers returned {str(response)[:300]}") from error
 
     async def add(self, server: Connection, role: WorkerRole | None = None) -> None:
-        """Puts a server behind it; returns when it gets requests."""
+        """Adds a server; returns when it gets requests."""
         body = {"url": server.address, "api_key": server.token, **(role or WorkerRole()).body}
         await self.connection.post("/workers", body, timeout_s=30.0)
         await self._until_listed(server.address, listed=True)
 
     async def remove(self, server: Connection) -> None:
-        """Takes a server away; returns when it gets no more requests."""
+        """Removes a server; returns when it gets no more requests."""
         workers = await self.workers()
         if server.address not in workers:
             raise EngineError(
@@ -71,19 +71,19 @@ class Router:
         while (address in await self.workers()) is not listed:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self.connection.name}: {address} has not {'arrived' if listed else 'gone'} in {READY_S:g} s. Last "
+                    f"{self.connection.name}: {address} has not been {'added' if listed else 'removed'} in {READY_S:g} s. Last "
                     f"lines of {self.process.log}:\n{self.process.last_lines()}"
                 )
             await asyncio.sleep(POLL_S)
 
 
 def chosen_options(config: SglangOptions) -> dict[str, Any]:
-    """Those that are chosen for rollouts, and the run's own, which come before them."""
+    """Defaults for rollouts, and the run's `router_options`, which override them."""
     return {
         "request_timeout_secs": int(config.request_timeout),
-        # They would repeat a request that cannot be repeated blindly; the kernel knows which can.
+        # Retries would also repeat requests that must not be repeated; the kernel repeats the others.
         "disable_retries": True,
-        # With sglang-router's own 64 and 1.5 cache_aware lets one server have 64 requests more than another.
+        # With sglang-router's defaults, 64 and 1.5, cache_aware gives a server up to 64 requests more than another.
         "balance_abs_threshold": 10,
         "balance_rel_threshold": 1.2,
         **config.router_options,
@@ -99,7 +99,8 @@ async def start_router(
     *,
     common_token: str | None = None,
 ) -> Router:
-    """A router that has all `servers`. EngineError with its last lines if it dies or does not get ready."""
+    """Starts a router and adds all `servers`. Raises EngineError with the log's last lines if it dies or does not get
+    ready."""
     port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
     options: dict[str, Any] = {
         **chosen_options(config),
@@ -123,7 +124,7 @@ async def start_router(
         for server, role in zip(servers, roles, strict=True):
             await router.add(server, role)
     except BaseException:
-        # What kept it from starting is the news.
+        # The error that stopped the start is raised, not one of `stop`.
         with contextlib.suppress(EngineError):
             await process.stop()
         raise
@@ -131,7 +132,7 @@ async def start_router(
 
 
 async def until_up(router: Router) -> None:
-    """It is healthy before it has workers, so the list of them is what is asked for."""
+    """Waits until the router responds. Requests /workers, because it reports healthy too early."""
     deadline = time.monotonic() + READY_S
     while True:
         try:
@@ -140,7 +141,7 @@ async def until_up(router: Router) -> None:
         except EngineError:
             if router.process.exit_code is not None or time.monotonic() > deadline:
                 raise EngineError(
-                    f"{router.connection.name}: it {router.process.ending}, and has not answered. Last lines of "
+                    f"{router.connection.name}: it {router.process.ending}, but has not responded. Last lines of "
                     f"{router.process.log}:\n{router.process.last_lines()}"
                 ) from None
         await asyncio.sleep(POLL_S)

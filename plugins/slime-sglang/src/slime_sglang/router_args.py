@@ -31,24 +31,24 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "api_key": "the engine: a new one for each start",
     }
 )
-"""What a run decides, and where it is said instead."""
+"""Options that the run decides, and the key that sets each instead."""
 
 
 @cache
 def router_options() -> Mapping[str, ServerOption]:
-    """By name; empty if sglang-router is not installed."""
+    """Options by name; empty if sglang-router is not installed."""
     spec = importlib.util.find_spec("sglang_router")
     places = spec.submodule_search_locations if spec is not None else None
     file = Path(next(iter(places))) / "router_args.py" if places else None
     if file is None or not file.is_file():
         return MappingProxyType({})
-    # Choices that its command line has are not looked at: it takes more policies than these.
+    # The choices of its command line are not used: it accepts more policies.
     found = options_in(ast.parse(file.read_bytes()), NamedLists({}), record="RouterArgs")
     return MappingProxyType({option.name: option for option in found})
 
 
 def fields() -> dict[str, FieldInfo]:
-    """Those that a run may give, by name."""
+    """Options that a run may set, by name."""
     return {
         name: FieldInfo(annotation=option.type | None, default=None, description=option.doc)
         for name, option in router_options().items()
@@ -57,8 +57,8 @@ def fields() -> dict[str, FieldInfo]:
 
 
 def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with values of sglang-router's types. ValueError names all that it does not have, that the run decides, and
-    whose value it does not take."""
+    """`given` with values of sglang-router's types. Raises one ValueError with all options that are unknown, are decided by
+    the run, or have an invalid value."""
     known = router_options()
     problems: list[str] = []
     result: dict[str, Any] = {}
@@ -83,6 +83,6 @@ def converted(option: ServerOption, value: Any, problems: list[str]) -> Any:
     try:
         return TypeAdapter[Any](option.type).validate_python(value)
     except ValidationError as error:
-        said = error.errors()[0]["msg"]
-        problems.append(f"{option.name} = {value!r}: {said[:1].lower()}{said[1:]}")
+        stated = error.errors()[0]["msg"]
+        problems.append(f"{option.name} = {value!r}: {stated[:1].lower()}{stated[1:]}")
         return value

@@ -1,4 +1,4 @@
-"""Scorer: log-probs of tokens that are given, by requests that write nothing."""
+"""Scorer: log-probs of given tokens, by requests that generate nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from slime_core.errors import EngineError
 from slime_sglang.connection import Connection, ConnectionLost
-from slime_sglang.fleet import Fleet
 from slime_sglang.generation import RequestIds
+from slime_sglang.server_group import ServerGroup
 
 
 class Scorer:
-    """Asks the servers of a fleet in turn. `require_alive` raises once the engine has failed."""
+    """Sends requests to the servers of a group round robin. `require_alive`: raises once the engine has failed."""
 
-    def __init__(self, fleet: Fleet, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
+    def __init__(self, fleet: ServerGroup, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._require_alive = require_alive
@@ -27,7 +27,8 @@ class Scorer:
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
-        """Log-probs (count,) of the last `count` tokens of each sequence; a request for each, all at once."""
+        """Returns log-probs (count,) of the last `count` tokens of each sequence. Sends one request per sequence, all at
+        once."""
         asked = [
             self._score(place % len(self._fleet.servers), tokens, count)
             for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
@@ -52,7 +53,7 @@ class Scorer:
 
 
 def score_body(rid: str, tokens: npt.NDArray[np.int32], count: int) -> dict[str, Any]:
-    """For /generate: of the last `count` tokens."""
+    """The body for /generate that requests log-probs of the last `count` tokens."""
     return {
         "rid": rid,
         "input_ids": np.ascontiguousarray(tokens),
@@ -64,26 +65,26 @@ def score_body(rid: str, tokens: npt.NDArray[np.int32], count: int) -> dict[str,
 
 
 def scored(reply: Any, tokens: npt.NDArray[np.int32], count: int, server: str) -> npt.NDArray[np.float32]:
-    """(count,) of the last tokens. EngineError for what cannot be the answer."""
+    """Returns the log-probs (count,) of the last tokens. Raises EngineError if `reply` is no valid response."""
     try:
         entries = reply["meta_info"]["input_token_logprobs"][-count:]
         found = np.array([entry[0] for entry in entries], np.float32)
-        said = [int(entry[1]) for entry in entries]
+        returned = [int(entry[1]) for entry in entries]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
-            f"{server}: the answer to a request for log-probs is none: {type(error).__name__}: {error}; it says "
+            f"{server}: the response to a request for log-probs is invalid: {type(error).__name__}: {error}. It is "
             f"{str(reply)[:300]}"
         ) from error
-    if not are_these(said, tokens[-count:].tolist(), last=int(tokens.max())) or not np.isfinite(found).all():
+    if not are_these(returned, tokens[-count:].tolist(), last=int(tokens.max())) or not np.isfinite(found).all():
         raise EngineError(
-            f"{server}: was asked for the log-probs of {count} tokens, and answers with those of {said[:8]} ..."
+            f"{server}: log-probs of {count} tokens were requested, but the response has other tokens: {returned[:8]} ..."
         )
     return np.minimum(found, 0.0)
 
 
-def are_these(said: Sequence[int], asked: Sequence[int], *, last: int) -> bool:
-    """Whether an answer is of the tokens asked for. SGLang says 0 for the last token of its vocabulary, where it clips what
-    stands for images, and gives that token's own log-prob; `last`: the only one that it can be."""
-    return len(said) == len(asked) and all(
-        told == token or (told == 0 and token == last) for told, token in zip(said, asked, strict=True)
+def are_these(returned: Sequence[int], asked: Sequence[int], *, last: int) -> bool:
+    """Whether the tokens of a response are the requested ones. SGLang returns 0 for the last token of its vocabulary, to
+    which it clips image tokens, with that token's own log-prob. `last`: the only token for which 0 is accepted."""
+    return len(returned) == len(asked) and all(
+        found == token or (found == 0 and token == last) for found, token in zip(returned, asked, strict=True)
     )

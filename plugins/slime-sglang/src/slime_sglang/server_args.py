@@ -29,7 +29,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "nccl_port": "the engine: a free one",
         "api_key": "the engine: a new one for each start",
         "admin_api_key": "the engine: a new one for each start",
-        "weight_version": "the run's publishes",
+        "weight_version": "the run's weight updates",
         "nnodes": "launcher.num_gpus_per_node",
         "node_rank": "the launcher",
         "dist_init_addr": "the launcher",
@@ -43,7 +43,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "disaggregation_bootstrap_port": "the engine: a free one",
     }
 )
-"""What a run decides, and where it is said instead."""
+"""Options that the run decides, and the key that sets each instead."""
 RECORD: Final = "ServerArgs"
 
 
@@ -55,11 +55,11 @@ class ServerOption:
     doc: str
     choices: Choices = ()
     aliases: tuple[str, ...] = ()
-    """What SGLang's command line calls it as well."""
+    """Other names of the option on SGLang's command line."""
 
 
 def installed_options() -> tuple[ServerOption, ...]:
-    """Empty if SGLang is not installed."""
+    """The options of the installed SGLang; empty if it is not installed."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return ()
@@ -99,8 +99,8 @@ def option_of(name: str, annotation: ast.expr, named: NamedLists) -> ServerOptio
         if isinstance(inner, ast.Tuple):
             doc = next((text for part in inner.elts[1:] if (text := help_of(part))), "")
             choices = next((known for part in inner.elts[1:] if (known := named.read(keyword_of(part, "choices")))), ())
-            told = (keyword_of(part, "aliases") for part in inner.elts[1:])
-            aliases = tuple(field_name(alias) for node in told if node is not None for alias in constants(node))
+            given = (keyword_of(part, "aliases") for part in inner.elts[1:])
+            aliases = tuple(field_name(alias) for node in given if node is not None for alias in constants(node))
             annotation = inner.elts[0]
     choices = choices or literals(annotation)
     type_ = type_of(ast.unparse(annotation))
@@ -110,7 +110,7 @@ def option_of(name: str, annotation: ast.expr, named: NamedLists) -> ServerOptio
 
 
 def arguments_in(tree: ast.Module, named: NamedLists) -> list[tuple[tuple[str, ...], Choices]]:
-    """Names and choices of the arguments that are added one by one: all, or those whose record does not say everything."""
+    """Names and choices of the arguments that are added one by one: all, or those that the dataclass does not describe."""
     return [
         (tuple(names), named.read(keyword_of(node, "choices")))
         for node in ast.walk(tree)
@@ -122,10 +122,10 @@ def arguments_in(tree: ast.Module, named: NamedLists) -> list[tuple[tuple[str, .
 def with_arguments(
     found: Mapping[str, ServerOption], arguments: Sequence[tuple[tuple[str, ...], Choices]]
 ) -> Iterator[ServerOption]:
-    """The options, with what their arguments say where their record says nothing."""
-    said = {name: argument for argument in arguments for name in argument[0] if name in found}
+    """The options, completed from their arguments where the dataclass has no value."""
+    given = {name: argument for argument in arguments for name in argument[0] if name in found}
     for name, option in found.items():
-        names, choices = said.get(name, ((), ()))
+        names, choices = given.get(name, ((), ()))
         aliases = option.aliases or tuple(other for other in names if other != name)
         yield replace(
             option,
@@ -152,7 +152,7 @@ def help_of(node: ast.expr) -> str:
 
 
 def type_of(text: str) -> Any:
-    """What the command line needs to know of a type, beside its choices; SGLang checks the rest."""
+    """The type for parsing the command line; SGLang checks the rest."""
     text = text.strip("'\"")
     for wrapper in ("Optional[", "typing.Optional["):
         if text.startswith(wrapper):

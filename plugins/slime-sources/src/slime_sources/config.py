@@ -16,9 +16,9 @@ class PromptFile(DriverConfig):
     """One entry of prompt_data."""
 
     path: RunPath
-    """A .jsonl or .parquet file; `train.jsonl@[100:-50]` takes a range of its rows."""
+    """A .jsonl or .parquet file; `train.jsonl@[100:-50]` uses a range of its rows."""
     weight: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Share of the draws, relative to the other entries; every entry has one, or none has."""
+    """Share of the draws, relative to the other entries; set it for all entries, or for none."""
 
     @field_validator("path")
     @classmethod
@@ -34,17 +34,17 @@ class FilesConfig(DriverConfig):
     """Prompts from .jsonl and .parquet files on disk."""
 
     prompt_data: tuple[PromptFile, ...] = Field(min_length=1)
-    """Files to draw prompts from: a path, or a list of paths and { path, weight }. Without weights they follow each
-    other as if they were one file. With weights every draw picks a file, and each file has its own epochs."""
+    """Files to draw prompts from: a path, or a list of paths and { path, weight }. Without weights they are
+    read one after the other, as one file. With weights every draw picks a file, and each file has its own epochs."""
     rollout_shuffle: bool = False
-    """Go through the rows in random order, another one each epoch, decided by the seed alone."""
+    """Shuffle the rows in each epoch, by the seed."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row does that is not valid JSON, lacks a key or cannot be rendered: stop the run, or be left out and
-    counted."""
+    """What to do with a row that is not valid JSON, lacks a key or cannot be rendered: stop the run (error), or skip and
+    count it (skip)."""
     streaming: bool | None = None
-    """Check rows when they are drawn (true), or all of them at the start (false), when the length filter also counts
-    them. By default at the start, up to 50 000 rows. The draws are the same either way, and rows are read from disk
-    when they are drawn in both."""
+    """Check rows when they are drawn (true), or all of them at the start (false), where the length filter counts them too.
+    By default at the start, up to 50 000 rows. The draws are the same in both cases, and rows are read from disk when
+    they are drawn."""
 
     @field_validator("prompt_data", mode="before")
     @classmethod
@@ -56,21 +56,22 @@ class FilesConfig(DriverConfig):
     def _check_weights(self) -> FilesConfig:
         without = [entry.path for entry in self.prompt_data if entry.weight is None]
         if 0 < len(without) < len(self.prompt_data):
-            raise ValueError(f"prompt_data: give every entry a weight, or none; without one: {', '.join(without)}")
+            raise ValueError(f"prompt_data: set weight for all entries, or for none. Without one: {', '.join(without)}")
         return self
 
 
 class StreamConfig(DriverConfig):
     prompt_data: tuple[RunPath, ...] = Field(min_length=1)
     """.jsonl and .parquet files, read one after the other, in order, a row (of Parquet: a row group) at a time: a path, or a
-    list of them. Rows may be appended to the last file, if it is .jsonl, while the run goes on."""
+    list of them. Rows may be appended to the last file, if it is .jsonl, while the run continues."""
     at_end: Literal["repeat", "end"] = "repeat"
-    """When all rows that there are by now have been drawn: begin again with the first file (and whatever was appended since),
-    or the data have ended (`rollout.on_exhausted`)."""
+    """When all rows have been drawn: start again with the first file, with rows that were appended since (repeat), or end the
+    data (end; see `rollout.on_exhausted`)."""
     shuffle_rows: int = Field(0, ge=0)
-    """Draw at random among the next so many rows, by the seed; 0: in the order of the files. Only their places are kept."""
+    """Draw at random among this many next rows, by the seed; 0: in the order of the files. Only their positions are kept."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row does that is not valid JSON, lacks a key or cannot be rendered: stop the run, or be left out and counted."""
+    """What to do with a row that is not valid JSON, lacks a key or cannot be rendered: stop the run (error), or skip and
+    count it (skip)."""
 
     @field_validator("prompt_data", mode="before")
     @classmethod
@@ -84,18 +85,18 @@ class Level(DriverConfig):
     path: RunPath
     """A .jsonl or .parquet file, or a range of its rows (`train.jsonl@[0:100]`)."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]+$")
-    """How metrics and the metadata of prompts call it; by default its number, from 0."""
+    """Name in metrics and in the metadata of prompts; by default its number, from 0."""
 
 
 class CurriculumConfig(DriverConfig):
     levels: tuple[Level, ...] = Field(min_length=1)
     """Files of prompts, one for each difficulty, in any order."""
     rollout_shuffle: bool = False
-    """Go through each level's rows in random order, another one each epoch."""
+    """Shuffle the rows of each level in each epoch, by the seed."""
     pass_reward: float = Field(1.0, allow_inf_nan=False)
     """A sample with at least this reward passes."""
     memory: int = Field(32, gt=0)
-    """Groups over which a level's pass rate is averaged (exponentially, once there were as many)."""
+    """Groups over which a level's pass rate is averaged (a plain mean up to this many, then exponential)."""
     least_share: float = Field(0.05, gt=0, le=1)
     """Weight of a level that is always or never passed, relative to one that is passed half of the time."""
 
@@ -109,7 +110,7 @@ class CurriculumConfig(DriverConfig):
     def _names_differ(self) -> CurriculumConfig:
         names = self.names
         if len(set(names)) < len(names):
-            raise ValueError(f"levels: {', '.join(names)}: each needs a name of its own")
+            raise ValueError(f"levels: {', '.join(names)}: each level must have its own name")
         return self
 
     @property
@@ -119,18 +120,18 @@ class CurriculumConfig(DriverConfig):
 
 class GeneratedConfig(DriverConfig):
     num_rows: int | None = Field(None, gt=0)
-    """Rows of an epoch, after which the same ones come again; None: without end."""
+    """Rows of an epoch, after which they repeat; None: no end."""
 
 
 class SumsConfig(GeneratedConfig):
     digits: int = Field(2, gt=0, le=18)
-    """Of each number at most."""
+    """Largest number of digits of each number."""
     terms: int = Field(2, ge=2, le=64)
-    """Numbers that are added."""
+    """Count of the numbers that are added."""
 
 
 class ReplayConfig(DriverConfig):
-    """Where the dump is."""
+    """Options of the collector replay."""
 
     folder: RunPath
-    """Folder of step_*.parquet files, as a run with --dump-rollouts leaves in its rollouts/."""
+    """Folder of step_*.parquet files: rollouts/ of a run with --dump-rollouts."""

@@ -1,5 +1,5 @@
-"""Difficulty by observed pass rates: a level that is passed with rate p is drawn in proportion to p (1 - p), which is largest
-where half of the answers pass (ProCuRL, Tzannetos et al., arXiv:2304.12877, without its prior over contexts).
+"""Curriculum by observed pass rates: a level with pass rate p is drawn in proportion to p (1 - p), which is largest if half of
+the responses pass (ProCuRL, Tzannetos et al., arXiv:2304.12877, without its prior over contexts).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from slime_sources.config import CurriculumConfig, FilesConfig
 from slime_sources.files import FilesSource
 
 LEVEL_KEY: Final = "curriculum_level"
-"""In the metadata of its prompts: the name of their level."""
+"""Key in the metadata of prompts with the name of their level."""
 UNSEEN: Final = 0.5
-"""Pass rate of a level of which nothing has been seen: it is tried soon."""
+"""Assumed pass rate of a level without observations, so that it is drawn soon."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """Of one level."""
+    """Pass rate of one level."""
 
     passed: float = UNSEEN
     num_groups: int = 0
 
 
 class CurriculumSource(DataSource):
-    """Which level a draw takes follows from the seed, the number of the draw, and the rates that were observed before it. In a
-    synchronous run these are the same every time; where rollouts run ahead, when groups end decides."""
+    """The level of a draw depends on the seed, the number of the draw, and the rates observed before it. In a synchronous run
+    these are the same every time; if rollouts run ahead, they depend on when groups end."""
 
     def __init__(self, config: CurriculumConfig, renderer: Renderer, *, seed: int) -> None:
         self._config = config
@@ -49,7 +49,7 @@ class CurriculumSource(DataSource):
             for number, level in enumerate(config.levels)
         ]
         if empty := [name for name, level in zip(self._names, self._levels, strict=True) if level.num_rows == 0]:
-            raise DataError(f"data.levels: {', '.join(empty)}: no usable row")
+            raise DataError(f"data.levels = {', '.join(empty)}: no usable row")
         self._rates = {name: Rate() for name in self._names}
         self._num_draws = 0
 
@@ -67,7 +67,7 @@ class CurriculumSource(DataSource):
         return prompt
 
     def shares(self) -> dict[str, float]:
-        """Of the draws, by level."""
+        """Level -> its share of the draws."""
         weights = {
             name: max(4 * rate.passed * (1 - rate.passed), self._config.least_share)
             for name, rate in self._rates.items()
@@ -83,7 +83,7 @@ class CurriculumSource(DataSource):
                 continue
             passed = sum(reward >= self._config.pass_reward for reward in rewards) / len(rewards)
             rate.num_groups += 1
-            # The plain mean at first: nothing is left of the rate that was assumed.
+            # A plain mean at first, which removes the assumed rate.
             rate.passed += (passed - rate.passed) / min(rate.num_groups, self._config.memory)
 
     def state(self) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class CurriculumSource(DataSource):
     def restore(self, state: Mapping[str, Any]) -> None:
         if state.get("fingerprint") != self.fingerprint():
             raise CheckpointError(
-                "the checkpoint was taken with other levels (data.levels) or other options. Put them back, or start a new run."
+                "the checkpoint was saved with other levels (data.levels) or other options. Set them back, or start a new run."
             )
         for level, of_level in zip(self._levels, state["levels"], strict=True):
             level.restore(of_level)

@@ -1,4 +1,4 @@
-"""DataPath: a data file as it is named in the config, with the range of rows that is wanted of it."""
+"""DataPath: a data file as the config names it, with the range of rows to use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataPath:
 
     @classmethod
     def parse(cls, text: str) -> DataPath:
-        """DataError says what is wrong with the range.
+        """Parses an entry of prompt_data. DataError if its range is invalid.
 
         >>> DataPath.parse("train.jsonl@[10:-1]")
         DataPath(path='train.jsonl', start=10, stop=-1)
@@ -28,14 +28,14 @@ class DataPath:
         found = _RANGE.fullmatch(text)
         path = found["path"] if found else text
         if not path:
-            raise DataError(f'prompt_data "{text}": there is no file name; write path.jsonl or path.jsonl@[a:b]')
+            raise DataError(f'prompt_data = "{text}": no file name. Set path.jsonl or path.jsonl@[a:b]')
         if not found:
             return cls(path)
         ends = found["range"].split(":")
         if len(ends) == 1:
-            raise DataError(f'prompt_data "{text}": a range of rows is two ends with a colon, for example @[0:100]')
+            raise DataError(f'prompt_data = "{text}": a range of rows has two ends with a colon, for example @[0:100]')
         if len(ends) > 2:
-            raise DataError(f'prompt_data "{text}": a range of rows has no step; write @[a:b]')
+            raise DataError(f'prompt_data = "{text}": a range of rows has no step. Write @[a:b]')
         start, stop = (cls._end(end, text) for end in ends)
         return cls(path, start, stop)
 
@@ -45,11 +45,11 @@ class DataPath:
             return int(end) if end.strip() else None
         except ValueError as error:
             raise DataError(
-                f'prompt_data "{text}": "{end}" is not a row number; the ends of a range are whole numbers or left out'
+                f'prompt_data = "{text}": "{end}" is not a row number. The ends of a range must be whole numbers, or empty'
             ) from error
 
     def rows(self, num_rows: int) -> range:
-        """Row numbers that it names in a file of `num_rows`; ends beyond the file are cut, as in Python."""
+        """The row numbers of the range in a file of `num_rows` rows; ends beyond the file are cut, as in Python."""
         return range(*slice(self.start, self.stop).indices(num_rows))
 
     def __str__(self) -> str:

@@ -20,28 +20,28 @@ from slime_sources.order import EpochOrder, WeightedPicks
 from slime_sources.rows import RowRanges
 
 EAGER_ROWS: Final = 50_000
-"""Up to here all rows are checked at the start unless the config says otherwise."""
+"""Up to this many rows, all are checked at the start, unless the config sets `streaming`."""
 
 
 @dataclass
 class Stream:
-    """Rows with epochs of their own: all files together, or one of several weighted files."""
+    """Rows with their own epochs: all files together, or one of several weighted files."""
 
     rows: RowRanges
     order: EpochOrder
     usable: npt.NDArray[np.bool_] | None = None
-    """(num_rows,); None: not known before a row is drawn."""
+    """(num_rows,); None: rows are only checked when they are drawn."""
     num_drawn: int = 0
     """Prompts drawn in this epoch."""
     shortest_too_long: int | None = None
-    """Tokens."""
+    """Length of the shortest prompt that is too long, in tokens."""
     bad_row: DataError | None = None
-    """The first one found, for messages."""
+    """The first bad row, for error messages."""
 
 
 class FilesSource(DataSource):
-    """The order of draws depends on the files, the seed and the options alone. Rows that cannot be used are passed over
-    where they come up, so the order is the same whether they were found at the start or are found on the way.
+    """The order of draws depends only on the files, the seed and the options. Rows that cannot be used are skipped in their
+    place, so the order is the same whether they are checked at the start or when they are drawn.
 
     With weights, each draw picks a file and takes its next usable row.
     """
@@ -73,7 +73,7 @@ class FilesSource(DataSource):
         try:
             return [self._draw() for _ in range(num_prompts)]
         except DataError:
-            # Some were drawn before the row that cannot be used, and that row itself: all are drawn again.
+            # Restores the position before this call: all its rows are drawn again.
             self.restore(before)
             raise
 
@@ -97,14 +97,14 @@ class FilesSource(DataSource):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """CheckpointError if the data, the options that decide the order, or the seed are not those of the state."""
+        """CheckpointError if the data, the seed, or the options that decide the order differ from those of the state."""
         now = {"fingerprint": self.fingerprint(), "seed": self._seed}
         for name, value in now.items():
             if state[name] != value:
                 raise CheckpointError(
                     f"prompt_data: the {name} was {state[name]} when the checkpoint was written and is {value} now "
-                    f"({', '.join(entry.path for entry in self._config.prompt_data)}): a run goes on only with the "
-                    "same files, ranges, weights, shuffle and seed; put them back, or start a new run"
+                    f"({', '.join(entry.path for entry in self._config.prompt_data)}): a run resumes only with the "
+                    "same files, ranges, weights, shuffle and seed. Set them back, or start a new run"
                 )
         self._next_group_index = state["next_group_index"]
         self._picks.move_to(state["num_picks"])
@@ -118,7 +118,7 @@ class FilesSource(DataSource):
 
     @property
     def num_rows(self) -> int | None:
-        """With weights: usable rows of all files. None while rows that turn out to be unusable may be passed over."""
+        """Number of usable rows, with weights of all files together. None if rows are only checked when they are drawn."""
         if not self._streaming:
             return sum(int(stream.usable.sum()) for stream in self._streams if stream.usable is not None)
         if self._config.on_bad_row == "skip" or self._renderer.max_prompt_len is not None:
@@ -126,8 +126,8 @@ class FilesSource(DataSource):
         return sum(len(stream.rows) for stream in self._streams)
 
     def fingerprint(self) -> str:
-        """Of the files' names (not folders), sizes and contents, and of the options that decide what is drawn: not of
-        `on_bad_row`, since a run that ends at a bad row goes on by passing over it."""
+        """Hash of the files' names (not folders), sizes and contents, and of the options that decide what is drawn.
+        `on_bad_row` is not part of it, so that a run that ended at a bad row can resume and skip it."""
         if self._fingerprint is None:
             files = [
                 [file.path.name, file.path.stat().st_size, file.content_hash, rows.start, rows.stop]
@@ -135,13 +135,13 @@ class FilesSource(DataSource):
                 for file, rows in stream.rows.ranges
             ]
             weights = [entry.weight for entry in self._config.prompt_data]
-            told = [files, weights, self._config.rollout_shuffle]
-            self._fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+            content = [files, weights, self._config.rollout_shuffle]
+            self._fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
         return self._fingerprint
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Rows checked at the start are counted once, others each time they are passed over."""
+        """Rows that are checked at the start are counted once, others each time they are skipped."""
         return {
             "rollout/data/num_too_long": self._num_too_long,
             "rollout/data/num_bad_rows": self._num_bad_rows,
@@ -169,12 +169,12 @@ class FilesSource(DataSource):
         self._check_not_useless(stream, int(stream.usable.sum()))
 
     def _render(self, stream: Stream, row: int) -> Prompt | None:
-        """None: passed over, and counted."""
+        """The prompt of a row. None if the row is skipped, which is counted."""
         try:
             content = stream.rows.read(row)
         except DataError as error:
             if self._config.on_bad_row == "error":
-                raise DataError(f"{error}. Mend it, or leave such rows out: --on-bad-row skip") from error
+                raise DataError(f"{error}. Fix the row, or skip such rows: --on-bad-row skip") from error
             self._count_bad_row(stream, error)
             return None
         try:

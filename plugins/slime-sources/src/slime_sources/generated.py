@@ -1,4 +1,4 @@
-"""Prompts that a function makes."""
+"""GeneratedSource: prompts that a function makes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slime_core.types.prompt import Prompt
 from slime_sources.config import GeneratedConfig
 
 RowFunction: TypeAlias = Callable[[int, int], Mapping[str, Any]]
-"""Row number from 0 and seed, to a row of columns."""
+"""(row number from 0, seed) -> a mapping of columns."""
 MOST_IN_VAIN = 10_000
-"""Rows in a row that may be too long."""
+"""Consecutive rows that may be too long."""
 
 
 class GeneratedSource(DataSource):
-    """Row `number` of the function, from 0 on. Its position is that number."""
+    """Draws rows 0, 1, ... of the function. Its position is the row number."""
 
     def __init__(self, row: RowFunction, config: GeneratedConfig, renderer: Renderer, *, seed: int, name: str) -> None:
         self._row = row
@@ -42,7 +42,7 @@ class GeneratedSource(DataSource):
             row = self._row(number, self._seed)
             if not isinstance(row, Mapping):
                 raise PluginError(
-                    f"source {self._name}: row {number} is a {type(row).__name__}, not a mapping of columns."
+                    f"source {self._name}: row {number} is a {type(row).__name__}. It must be a mapping of columns."
                 )
             prompt = self._renderer.render(
                 row, group_index=self._next_group_index, origin=f"{self._name}, row {number}"
@@ -52,7 +52,7 @@ class GeneratedSource(DataSource):
                 return prompt
             self._num_too_long += 1
         raise DataError(
-            f"source {self._name}: {MOST_IN_VAIN} prompts one after the other are too long (rollout_max_prompt_len)."
+            f"source {self._name}: {MOST_IN_VAIN} consecutive prompts are too long (rollout_max_prompt_len)."
         )
 
     def state(self) -> Mapping[str, Any]:
@@ -68,7 +68,7 @@ class GeneratedSource(DataSource):
         if (state.get("fingerprint"), state.get("seed")) != (self.fingerprint(), self._seed):
             raise CheckpointError(
                 f"the checkpoint's prompts are not those of source {self._name}: its function, its options or the seed have "
-                "changed. Put them back, or start a new run."
+                "changed. Set them back, or start a new run."
             )
         self._next_row = state["next_row"]
         self._next_group_index = state["next_group_index"]
@@ -79,7 +79,7 @@ class GeneratedSource(DataSource):
         return self._config.num_rows if self._renderer.max_prompt_len is None else None
 
     def fingerprint(self) -> str:
-        """Of the function's own text, as far as it has one, and of the options."""
+        """Hash of the function's source code, if it has one, and of the options."""
         function = inspect.unwrap(self._row)
         try:
             text = inspect.getsource(function)

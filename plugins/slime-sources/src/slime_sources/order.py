@@ -1,7 +1,7 @@
-"""In which order rows are drawn: epochs without end, and the choice among weighted files.
+"""The order in which rows are drawn: endless epochs, and the choice among weighted files.
 
-All of it follows from the seed and a position, so a position is all that a checkpoint needs. Random numbers are taken
-raw from the bit generator: numpy keeps those the same from release to release, unlike `permutation` and `choice`.
+It depends only on the seed and a position, so a checkpoint only has the position. Random numbers are raw output of the bit
+generator, which numpy keeps the same in all releases, unlike `permutation` and `choice`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ORDER, _PICK = 0, 1
 
 
 class EpochOrder:
-    """Numbers 0 .. num_rows - 1, again and again; shuffled anew each epoch by seed + epoch, or in order."""
+    """Endless epochs of the numbers 0 .. num_rows - 1, in order, or shuffled in each epoch by seed + epoch."""
 
     def __init__(self, num_rows: int, *, seed: int, stream: int, shuffle: bool) -> None:
         self.num_rows = num_rows

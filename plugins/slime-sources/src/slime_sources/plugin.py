@@ -1,4 +1,4 @@
-"""Drivers of slime-sources, and the decorator that makes a source of a function. Nothing heavy is imported here."""
+"""Drivers of slime-sources, and the decorator that makes a source from a function. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Files(SourceDriver):
 
 
 class Stream(SourceDriver):
-    """Prompts from files that are never read as a whole, and may grow."""
+    """Prompts from files that may grow, read row by row."""
 
     Config = StreamConfig
 
@@ -77,7 +77,7 @@ class Stream(SourceDriver):
 
 
 class Curriculum(SourceDriver):
-    """Chooses difficulty by the pass rates that the run observes: what is passed half of the time teaches most."""
+    """Chooses the difficulty of prompts by observed pass rates: levels that are passed half of the time are drawn most."""
 
     Config = CurriculumConfig
 
@@ -114,14 +114,14 @@ def generated_by(cls: type[SourceDriver], row: RowFunction, config: GeneratedCon
 
 
 def prompts(name: str) -> Callable[[RowFunction], type[SourceDriver]]:
-    """Names a function `f(number, seed) -> row` as a data source, in a plugin file or for an entry point. A row is what a line
-    of a data file would be, and may depend on the two numbers alone: a run that is resumed makes the same rows again.
+    """Names a function `f(number, seed) -> row` as a data source, in a plugin file or for an entry point. A row has the
+    form of a line of a data file, and may depend only on the two numbers: a resumed run makes the same rows again.
 
         @prompts("countdown")
         def countdown(number, seed):
             rng = random.Random(f"{seed}/{number}")
             ...
-            return {"input": question, "label": answer}
+            return {"input": question, "label": label}
     """
 
     def made(function: RowFunction) -> type[SourceDriver]:
@@ -140,7 +140,7 @@ def prompts(name: str) -> Callable[[RowFunction], type[SourceDriver]]:
 
 
 class Sums(SourceDriver):
-    """Additions, made up as they are needed: `{"input": "12+5=", "label": "17"}`."""
+    """Additions, generated as needed: `{"input": "12+5=", "label": "17"}`."""
 
     Config = SumsConfig
 
@@ -159,7 +159,7 @@ class Sums(SourceDriver):
 
 
 class PoolDriver(CollectorDriver):
-    """Groups of all steps in one pool: those that finish first are trained first, what is left over goes on."""
+    """One pool for the groups of all steps: those that finish first are trained first, the others stay in the pool."""
 
     across_steps = True
 

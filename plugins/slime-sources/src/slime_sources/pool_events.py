@@ -1,7 +1,7 @@
-"""The order in which a pool heard of things, written down; or, in a replay, kept to.
+"""Records the order of a pool's events, or replays a recorded order.
 
-What a pool does follows from what it hears and in which order: of steps that have begun, of the one that is next, and of groups
-that have ended. When it gives everything back, which groups had ended, or waited for their rewards alone, matters too.
+What a pool does depends only on the order of its events: steps that begin, the step that is next, and groups that end. When it
+flushes its groups to the buffer, it also depends on which groups have ended or only wait for their rewards.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from typing import NamedTuple
 from slime_core.contracts.collector import CollectorEvent
 
 
-class NewsKind(StrEnum):
+class PoolEventKind(StrEnum):
     STEP = "step"
     TAKE = "take"
-    """A step is the next to be trained."""
+    """A step has become the next to be trained."""
     GROUP = "group"
     GIVE_BACK = "give_back"
 
 
-class News(NamedTuple):
-    kind: NewsKind
+class PoolEvent(NamedTuple):
+    kind: PoolEventKind
     number: int = -1
-    """Of the step, or the group's index."""
+    """Number of the step, or index of the group."""
     ended: tuple[int, ...] = ()
-    """Groups that had ended by themselves when everything was given back."""
+    """Groups that had ended by themselves when all were flushed to the buffer."""
     generated: tuple[int, ...] = ()
-    """Those that waited for their rewards."""
+    """Groups that only waited for their rewards."""
 
 
 class PoolRecord:
-    """Writes down what is heard."""
+    """Records events, or replays them."""
 
     def __init__(self) -> None:
-        self.heard: list[News] = []
-        """Since it was last asked for."""
-        self.script: deque[News] = deque()
-        """What is still to be heard."""
+        self.heard: list[PoolEvent] = []
+        """Events since the last `drain_events`."""
+        self.script: deque[PoolEvent] = deque()
+        """Events that are still to be replayed."""
         self._moved = asyncio.Event()
 
     def follow(self, script: Iterable[CollectorEvent]) -> None:
-        """`script`: what is to be heard, in this order; when it has ended, anything is."""
+        """`script`: events to replay, in this order; after its end, events are taken as they come."""
         for kind, number, ended, generated in script:
-            self.script.append(News(NewsKind(kind), number, tuple(ended), tuple(generated)))
+            self.script.append(PoolEvent(PoolEventKind(kind), number, tuple(ended), tuple(generated)))
 
     @property
-    def expected(self) -> News | None:
-        """What must be heard next."""
+    def expected(self) -> PoolEvent | None:
+        """The next event of a replay, or None."""
         return self.script[0] if self.script else None
 
-    def note(self, news: News) -> None:
+    def note(self, news: PoolEvent) -> None:
         self.heard.append(news)
         if self.script and (self.script[0].kind, self.script[0].number) == (news.kind, news.number):
             self.script.popleft()
         self._moved.set()
 
     async def settled(self) -> None:
-        """Returns when nothing is to be heard before everything is given back; at once, outside a replay."""
-        while self.script and self.script[0].kind is not NewsKind.GIVE_BACK:
+        """Returns when no event is left to replay before the next flush to the buffer; at once outside a replay."""
+        while self.script and self.script[0].kind is not PoolEventKind.GIVE_BACK:
             self._moved.clear()
             await self._moved.wait()

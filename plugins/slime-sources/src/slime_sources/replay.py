@@ -1,4 +1,4 @@
-"""replay: steps come from a rollout dump, so training can be repeated without an engine."""
+"""replay: reads steps from a rollout dump, so training can be repeated without an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReplayedGroups(Collector[RolloutContext]):
         if not path.is_file():
             there = len(dumped_steps(self._folder))
             raise DataError(
-                f"{path}: no such dump; {self._folder} holds {there} steps. Say --num-rollout {there}, or replay another."
+                f"{path}: no such dump. {self._folder} has {there} steps. Pass --num-rollout {there}, or replay another dump."
             )
         groups = read_groups(path)
         context.observe(step, groups, [])

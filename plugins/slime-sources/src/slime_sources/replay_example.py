@@ -1,4 +1,4 @@
-"""A small rollout dump, which the contract kit tries `replay` on."""
+"""Writes a small rollout dump, an example of `replay` for the contract kit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_core.types.sample import Sample, SampleGroup, VersionSpan
 
 
 def write_example(folder: Path, *, num_steps: int, num_groups: int, num_samples: int) -> None:
-    """Steps of answers of one token and more."""
+    """Writes steps whose responses have one or more tokens."""
     for step in range(num_steps):
         numbers = range(step * num_groups, (step + 1) * num_groups)
         write_groups(dump_file(folder, step), [example_group(number, num_samples) for number in numbers])

@@ -1,4 +1,4 @@
-"""Rows of one file by their place in it; what has been read is not kept."""
+"""RowReader: reads single rows of a file by their place, and caches none."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slime_sources.rows import ParquetFile, json_row
 
 
 class Place(NamedTuple):
-    """Where a row begins: of JSON lines the byte and the line, of Parquet the row twice."""
+    """Where a row begins: byte and line number of JSON lines, or the row number twice for Parquet."""
 
     at: int
     number: int
 
 
 class RowReader(ABC):
-    """DataError, with the row's origin, for a row that cannot be read."""
+    """Raises DataError, with the row's origin, for a row that cannot be read."""
 
     first: Final = Place(0, 0)
 
@@ -32,7 +32,7 @@ class RowReader(ABC):
 
     @abstractmethod
     def next(self, place: Place) -> tuple[Place, Place] | None:
-        """The row that begins at `place` or after it, and where to look for the one behind it; None: there is none yet."""
+        """The first row at `place` or after it, and the place after that row. None if there is no row yet."""
 
     @abstractmethod
     def read(self, place: Place) -> Mapping[str, Any]: ...
@@ -47,11 +47,11 @@ class RowReader(ABC):
     @property
     @abstractmethod
     def head(self) -> str:
-        """The file's name and a hash of how it begins."""
+        """The file's name and a hash of its beginning."""
 
 
 class LineReader(RowReader):
-    """JSON lines. The last line counts once it is whole: a newline ends it, or it is a JSON object already."""
+    """Reads JSON lines. The last line counts once it is complete: it ends with a newline, or is a JSON object."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -86,7 +86,7 @@ class LineReader(RowReader):
 
 
 class ParquetReader(RowReader):
-    """One row group is decoded at a time."""
+    """Reads Parquet. One row group is decoded at a time."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -114,7 +114,7 @@ READERS: Final[Mapping[str, type[RowReader]]] = {".jsonl": LineReader, ".parquet
 
 
 def open_reader(path: str) -> RowReader:
-    """DataError for what is no file, or of an unknown kind."""
+    """Opens a file. DataError if it does not exist, or is of an unknown kind."""
     file = Path(path)
     if file.suffix not in READERS:
         raise DataError(f'prompt_data "{path}": {" and ".join(READERS)} files can be streamed')

@@ -1,4 +1,4 @@
-"""Rows of data files, by number, read from disk when asked for: no file is ever held as Python objects."""
+"""Rows of data files, read from disk by number: no file is held in memory as Python objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RowFile(ABC):
 
     @abstractmethod
     def origin(self, row: int) -> str:
-        """File and place in it, as messages name them."""
+        """File and place of a row, for error messages."""
 
     @cached_property
     def content_hash(self) -> str:
@@ -56,7 +56,7 @@ class RowFile(ABC):
 
 
 class JsonlFile(RowFile):
-    """One JSON object a line. Empty lines are no rows. Holds 8 bytes a row: where each line starts."""
+    """One JSON object per line; empty lines are skipped. Keeps 8 bytes per row in memory, the start of its line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -96,7 +96,7 @@ class JsonlFile(RowFile):
 
 
 class ParquetFile(RowFile):
-    """Row groups are decoded when one of their rows is asked for; the last few are kept."""
+    """Decodes a row group when one of its rows is read, and caches the last few."""
 
     def __init__(self, path: Path, *, cache_bytes: int = ROW_GROUP_CACHE_BYTES) -> None:
         super().__init__(path)
@@ -136,7 +136,7 @@ class ParquetFile(RowFile):
 
 
 class RowRanges:
-    """Ranges of rows of one or more files, one after the other as if they were one file."""
+    """Ranges of rows of one or more files, concatenated."""
 
     def __init__(self, ranges: Sequence[tuple[RowFile, range]]) -> None:
         self.ranges = ranges
@@ -144,7 +144,7 @@ class RowRanges:
 
     @classmethod
     def open(cls, paths: Sequence[DataPath]) -> RowRanges:
-        """DataError for a path that is not a file, is of an unknown kind, or gives no rows."""
+        """Opens the files. DataError for a path that is no file, is of an unknown kind, or has no rows."""
         return cls([_open_range(path) for path in paths])
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class RowRanges:
         return file.origin(place)
 
     def folder(self, row: int) -> Path:
-        """Of the file that the row is in."""
+        """Folder of the row's file."""
         file, _ = self._find(row)
         return file.path.parent
 

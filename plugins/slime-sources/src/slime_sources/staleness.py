@@ -1,4 +1,4 @@
-"""How far behind the policy the tokens of a group are, and what of it then still trains."""
+"""The staleness of groups, and masking of stale tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_core.types.sample import Sample, SampleGroup
 
 
 def oldest_version(samples: Iterable[Sample]) -> int | None:
-    """The lowest policy version that wrote any token of them; None: no policy did."""
+    """The oldest policy version that generated a token of the samples; None if no policy did."""
     return min((span.version for sample in samples for span in sample.spans), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Rows one after the other, from files that are never read as a whole and may grow."""
+"""StreamSource: rows of files that may grow, read one after the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime_sources.config import StreamConfig
 from slime_sources.row_reader import Place, RowReader, open_reader
 
 MOST_IN_VAIN: Final = 1_000_000
-"""Rows in a row that cannot be used, before the source gives up: a stream does not know how many there are."""
+"""Consecutive rows that cannot be used, after which the source raises: it does not know how many rows there are."""
 
 
 class StreamSource(DataSource):
-    """Its position is a place in a file, and the places of the rows that wait to be drawn at random."""
+    """Its position is a place in a file, and with `shuffle_rows` the places of the next rows."""
 
     def __init__(self, config: StreamConfig, renderer: Renderer, *, seed: int) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class StreamSource(DataSource):
         for reader in self._readers:
             if reader.next(reader.first) is None:
                 raise DataError(
-                    f"{reader.path}: no whole row yet. By its first row a run that goes on knows a file again: write one, or "
+                    f"{reader.path}: no complete row yet. A resumed run recognizes a file by its first row. Write one, or "
                     "leave the file out."
                 )
         options = f"{config.shuffle_rows} {config.at_end}"
@@ -39,9 +39,9 @@ class StreamSource(DataSource):
         self._place = self._readers[0].first
         self._epoch = 0
         self._window: list[tuple[int, Place]] = []
-        """File and place of rows that are next, with shuffle_rows."""
+        """(file, place) of the next rows, with shuffle_rows."""
         self._num_read = 0
-        """Rows whose places were taken from the files."""
+        """Rows read from the files so far."""
         self._num_draws = 0
         self._next_group_index = 0
         self._num_too_long = 0
@@ -52,7 +52,7 @@ class StreamSource(DataSource):
         try:
             return self._take(num_prompts)
         except DataError:
-            # Some were drawn before the row that cannot be used, and that row itself: all are drawn again.
+            # Restores the position before this call: all its rows are drawn again.
             self.restore(before)
             raise
 
@@ -66,15 +66,13 @@ class StreamSource(DataSource):
             prompt = self._render(*next_row)
             in_vain = 0 if prompt is not None else in_vain + 1
             if in_vain >= MOST_IN_VAIN:
-                raise DataError(
-                    f"prompt_data: {in_vain} rows one after the other cannot be used; the last: {next_row[1]}"
-                )
+                raise DataError(f"prompt_data: {in_vain} consecutive rows cannot be used; the last: {next_row[1]}")
             if prompt is not None:
                 prompts.append(prompt)
         return prompts
 
     def _next(self) -> tuple[int, Place] | None:
-        """The next row in the order in which rows are drawn; None: the data have ended."""
+        """The next row in the order of draws; None: the data has ended."""
         if not self._config.shuffle_rows:
             return self._next_place()
         while (
@@ -87,14 +85,14 @@ class StreamSource(DataSource):
         words = np.random.PCG64([self._seed % 2**64, self._num_draws]).random_raw(1)
         self._num_draws += 1
         chosen = int(words[0] % len(self._window))
-        # The last one takes its place: the order of what waits is part of the state.
+        # The last row moves into its place: the order of the window is part of the state.
         found = self._window[chosen]
         self._window[chosen] = self._window[-1]
         self._window.pop()
         return found
 
     def _next_place(self, *, wrap: bool = True) -> tuple[int, Place] | None:
-        """`wrap` off: not beyond the end of what there is, so that a window holds rows of one epoch alone."""
+        """The next row of the files. `wrap`: False stops at the end of the data, so that a window holds rows of one epoch."""
         tried = 0
         while True:
             found = self._readers[self._file].next(self._place)
@@ -112,14 +110,14 @@ class StreamSource(DataSource):
             self._place = self._readers[self._file].first
 
     def _render(self, file: int, place: Place) -> Prompt | None:
-        """None: passed over, and counted."""
+        """The prompt of a row. None if the row is skipped, which is counted."""
         reader = self._readers[file]
         try:
             row = reader.read(place)
             prompt = self._renderer.render(row, group_index=self._next_group_index, origin=reader.origin(place))
         except DataError as error:
             if self._config.on_bad_row == "error":
-                raise DataError(f"{error}. Mend it, or leave such rows out: --on-bad-row skip") from error
+                raise DataError(f"{error}. Fix the row, or skip such rows: --on-bad-row skip") from error
             self._num_bad_rows += 1
             return None
         if not self._renderer.accepts(prompt):
@@ -146,13 +144,13 @@ class StreamSource(DataSource):
     def restore(self, state: Mapping[str, Any]) -> None:
         if (state.get("fingerprint"), state.get("seed")) != (self.fingerprint(), self._seed):
             raise CheckpointError(
-                f"the checkpoint was taken with others than {', '.join(self._config.prompt_data)}, other options or another "
-                "seed: rows may have been appended, but none changed. Put them back, or start a new run."
+                f"the checkpoint was saved with other files than {', '.join(self._config.prompt_data)}, other options or "
+                "another seed. Rows may be appended, but not changed. Set them back, or start a new run."
             )
         place = Place(*state["place"])
         if not self._readers[state["file"]].reaches(place):
             raise CheckpointError(
-                f"{self._config.prompt_data[state['file']]} has become shorter than where the checkpoint stands in it."
+                f"{self._config.prompt_data[state['file']]} is shorter than the checkpoint's position in it."
             )
         self._file, self._place, self._epoch = state["file"], place, state["epoch"]
         self._window = [(file, Place(*where)) for file, where in state["window"]]
@@ -165,7 +163,7 @@ class StreamSource(DataSource):
         return None
 
     def fingerprint(self) -> str:
-        """Of the names of the files and their first rows: what is appended does not change it."""
+        """Hash of the files' names and first rows. Appended rows do not change it."""
         return self._fingerprint
 
     @property

@@ -1,1 +1,1 @@
-"""Trackers: where the metrics of a run are written."""
+"""Trackers, which write the metrics of a run."""

@@ -1,11 +1,11 @@
-"""Curve: a metric over the steps of a run, in as many points as a picture can show."""
+"""Curve: a metric over the steps of a run, with at most as many points as a plot can show."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 MOST: Final = 4096
-"""A panel is 700 pixels wide."""
+"""Largest number of points; a panel is 700 pixels wide."""
 
 
 class Sum(NamedTuple):
@@ -15,8 +15,8 @@ class Sum(NamedTuple):
 
 
 class Curve:
-    """A point for each measurement, in the order of steps. Where there would be more than `MOST`, two neighbours become one,
-    their mean: a run goes on for weeks, and keeps this as long."""
+    """One point for each measurement, in the order of steps. If there are more than `MOST`, neighboring pairs are averaged,
+    so that the memory of a long run stays bounded."""
 
     def __init__(self) -> None:
         self._sums: list[Sum] = []
@@ -29,7 +29,7 @@ class Curve:
         return len(self._sums)
 
     def add(self, step: int, value: float) -> None:
-        """Rollout steps that were trained before the measurement, and what was measured."""
+        """`step`: rollout steps trained before the measurement; `value`: the measurement."""
         one = Sum(step, value, 1)
         if self._sums and self._sums[-1].count < self._per_point:
             self._sums[-1] = together(self._sums[-1], one)
@@ -42,7 +42,7 @@ class Curve:
 
     @property
     def points(self) -> tuple[list[float], list[float]]:
-        """Steps and values."""
+        """(steps, values) of the points."""
         return [one.steps / one.count for one in self._sums], [one.values / one.count for one in self._sums]
 
 

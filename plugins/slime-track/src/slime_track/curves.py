@@ -1,4 +1,4 @@
-"""Tracker curves: a run's reward and held-out accuracy as one picture."""
+"""Tracker curves: plots a run's reward and held-out accuracy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ REWARD: Final = "rollout/raw_reward"
 EVAL: Final = "eval/"
 DPI: Final = 150
 FEW: Final = 30
-"""Points of a curve up to which each is marked."""
+"""Curves of at most this many points have a marker at each point."""
 
 
 class CurvesTracker(Tracker):
-    """Keeps the values of a few metrics and draws them when the run ends, also when it fails.
+    """Keeps the values of a few metrics, and plots them when the run ends, also if it fails.
 
     The values of earlier attempts are read from the metrics.jsonl of the kernel's tracker.
     """
@@ -37,15 +37,15 @@ class CurvesTracker(Tracker):
         self._evals: dict[str, Curve] = {}
 
     def start(self, run: RunInfo) -> None:
-        """ConfigError if a run goes on whose earlier values are nowhere."""
+        """ConfigError if the run resumes, and metrics.jsonl with its earlier values is missing."""
         self._run = run
         if not run.resumed_at:
             return
         path = run.run_dir / FILE
         if not path.exists():
             raise ConfigError(
-                f"tracker 'curves': {path} is missing, and with it the values before step {run.resumed_at}. Name the "
-                "tracker jsonl beside curves from the start of a run, or go on with this one without curves."
+                f"tracker 'curves': {path} is missing, and with it the values before step {run.resumed_at}. Set the "
+                "tracker jsonl with curves from the start of a run, or resume this one without curves."
             )
         for line in kept_lines(path, run.resumed_at):
             record = json.loads(line)
@@ -59,7 +59,7 @@ class CurvesTracker(Tracker):
                 self._evals.setdefault(name, Curve()).add(step, metrics[EVAL + name])
 
     def finish(self) -> None:
-        """Writes curves.png, whole or not at all; nothing if nothing was measured."""
+        """Writes curves.png atomically; writes nothing if there are no measurements."""
         if self._run is None or not (self._reward or self._evals):
             return
         path = self._run.run_dir / PICTURE
@@ -72,15 +72,15 @@ class CurvesTracker(Tracker):
 
 
 def eval_sets(metrics: Mapping[str, float]) -> list[str]:
-    """The evaluation sets among metric names: beside `eval/NAME` there always is `eval/NAME-truncated_ratio`."""
+    """The evaluation sets in metric names: each `eval/NAME` has a metric `eval/NAME-truncated_ratio`."""
     return [
         name.removeprefix(EVAL) for name in metrics if name.startswith(EVAL) and f"{name}-truncated_ratio" in metrics
     ]
 
 
 def draw(title: str, reward: Curve, evals: Mapping[str, Curve]) -> Figure:
-    """Two panels: the mean reward of each step's samples, the accuracy on each evaluation set. Only one, if the other
-    would be empty."""
+    """Draws two panels: the mean reward of each step's samples, and the accuracy on each evaluation set. An empty panel is
+    left out."""
     panels = [("reward, mean of the samples", {"": reward} if reward else {}), ("held-out accuracy", evals)]
     panels = [(label, curves) for label, curves in panels if curves]
     figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")

@@ -1,7 +1,7 @@
-"""Event files, and taking back what a resumed run will log again.
+"""Event files, and the removal of events that a resumed run will log again.
 
-TensorBoard's own way, a session start with the step from which everything is void, knows one step for all tags of a
-folder. A run counts on several axes, so each event is preceded by a marker with its rollout instead.
+TensorBoard's own method, a session start with the step from which events are void, has one step for all tags of a folder. A run
+has several axes, so each event is preceded by a marker with its rollout.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _HEADER_BYTES, _FRAME_BYTES = 12, 16
 
 
 def rollout_marker(rollout_id: int, *, step: int, wall_time: float) -> Event:
-    """Says to which rollout the events after it belong. Viewers pass over it."""
+    """An event with the rollout of the events after it. Viewers ignore it."""
     log = SessionLog(status=SessionLog.CHECKPOINT, msg=f"{_MARKER}{rollout_id}")
     return Event(wall_time=wall_time, step=step, session_log=log)
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Those directly in `folder`, oldest first."""
+    """The event files directly in `folder`, oldest first."""
     return sorted(folder.glob("*tfevents*"))
 
 
 def drop_rollouts_from(folder: Path, rollout_id: int) -> None:
-    """Takes events of `rollout_id` and later out of the event files of `folder`.
+    """Removes the events of `rollout_id` and later from the event files of `folder`.
 
-    Each file is replaced in one step, and doing it again changes nothing, so that it may be interrupted.
+    Each file is replaced atomically, and a repeated call changes nothing, so it may be interrupted.
     OSError if a file cannot be read or written; StorageError if one is damaged.
     """
     for path in event_files(folder):
@@ -57,19 +57,21 @@ def _before(records: list[bytes], rollout_id: int) -> list[bytes]:
 
 
 def _read(path: Path) -> list[bytes]:
-    """All records but a last one that was cut off when the run was killed."""
+    """All records, without a last one that is incomplete because the run was killed."""
     records = list(RawEventFileLoader(str(path)).Load())
     with path.open("rb") as file:
         file.seek(sum(len(record) + _FRAME_BYTES for record in records))
         rest = file.read()
-    # The loader ends at a damaged record as if it were cut off; going on would lose what comes after it.
+    # The loader stops at a damaged record as at an incomplete one; then later records would be lost.
     if len(rest) >= _HEADER_BYTES and struct.unpack("<Q", rest[:8])[0] + _FRAME_BYTES <= len(rest):
-        raise StorageError(f"tracker 'tensorboard': {path} is damaged. Move it out of the folder to go on without it.")
+        raise StorageError(
+            f"tracker 'tensorboard': {path} is damaged. Move it out of the folder to continue without it."
+        )
     return records
 
 
 def _replace(path: Path, records: list[bytes]) -> None:
-    # Without "tfevents" in its name TensorBoard does not take it for an event file.
+    # TensorBoard ignores files without "tfevents" in their name.
     aside = path.with_name(path.name.replace("tfevents", "rewritten"))
     with aside.open("wb") as file:
         writer = RecordWriter(file)

@@ -1,4 +1,4 @@
-"""Tracker mlflow: metrics to an MLflow server or to a database file."""
+"""Tracker mlflow: logs metrics to an MLflow server or to a database file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.errors import ConfigError, StorageError
 
 RUN_ID: Final = "mlflow_run_id"
-"""File in the run's folder."""
+"""File in the run's folder with the id."""
 DATABASE: Final = "mlflow.db"
 AT_ONCE: Final = 1000
-"""Metrics that MLflow takes in one call; of parameters 100."""
+"""Largest number of metrics in one call of MLflow; of parameters it is 100."""
 LONGEST: Final = 500
-"""Characters of a parameter."""
+"""Longest parameter, in characters."""
 
 
 class MlflowTracker(Tracker):
-    """A run in MLflow for a run here, also over resumes: what is run again is logged again, and shown last."""
+    """One MLflow run for each run, also after a resume: repeated steps are logged again, and the last values are shown."""
 
     def __init__(self, *, tracking_uri: str | None, experiment: str, run_name: str | None) -> None:
         self._tracking_uri = tracking_uri
@@ -37,7 +37,7 @@ class MlflowTracker(Tracker):
         self._uri = ""
 
     def start(self, run: RunInfo) -> None:
-        """ConfigError if the server is not to be reached."""
+        """ConfigError if the server cannot be reached."""
         self._uri = uri = self._tracking_uri or f"sqlite:///{run.run_dir / DATABASE}"
         found = run.run_dir / RUN_ID
         try:
@@ -84,7 +84,7 @@ class MlflowTracker(Tracker):
 
 
 def allowed(name: str) -> str:
-    """MLflow's names have no @ and few other characters.
+    """Replaces characters that MLflow's names must not have, such as @.
 
     >>> allowed("eval/aime-pass@4")
     'eval/aime-pass_at_4'

@@ -1,4 +1,4 @@
-"""What the entry points name: options of the trackers."""
+"""Drivers of slime-track: the trackers, and their options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slime_core.errors import PluginError
 
 class TensorBoardConfig(DriverConfig):
     log_dir: RunPath | None = None
-    """Folder to write to instead of `tensorboard` in the run's folder, so that several runs can be compared."""
+    """Folder for the events instead of `tensorboard` in the run's folder, to compare several runs."""
     tb_project_name: str | None = Field(None, min_length=1)
-    """Folder under it for the runs of one project."""
+    """Subfolder for the runs of a project."""
     tb_experiment_name: str | None = Field(None, min_length=1)
-    """Folder under that for this run; with log_dir by default the run's name."""
+    """Subfolder for this run; with log_dir by default the run's name."""
 
 
 class TensorBoard(TrackerDriver):
@@ -50,13 +50,13 @@ class Curves(TrackerDriver):
 
 class WandbConfig(DriverConfig):
     wandb_mode: Literal["online", "offline", "disabled"] = "offline"
-    """offline: into files that `wandb sync` sends when you say so; online: to the server as they come; disabled: nowhere."""
+    """offline: write files that `wandb sync` uploads later; online: send to the server at once; disabled: log nothing."""
     wandb_dir: RunPath | None = None
     """Folder for W&B's own files; by default the run's folder."""
     wandb_key_file: RunPath | None = None
     """File with the API key; by default the one that `wandb login` has stored."""
     wandb_host: str | None = None
-    """Address of a server of your own."""
+    """Address of your own server."""
     wandb_team: str | None = None
     """Team or user; by default yours."""
     wandb_project: str = Field("slime", min_length=1)
@@ -64,11 +64,11 @@ class WandbConfig(DriverConfig):
     wandb_group: str | None = None
     """Group of runs."""
     wandb_run_id: str | None = None
-    """Id of the run; by default a new one, which the run's folder keeps for when it is resumed."""
+    """Id of the run; by default a new one, which the run's folder keeps for a resumed run."""
     disable_wandb_random_suffix: bool = False
-    """The name is the run's alone, without the id."""
+    """Use only the run's name, without the id."""
     wandb_always_use_train_step: bool = False
-    """Draw everything over the number of optimiser steps."""
+    """Plot all metrics over the number of optimizer steps."""
 
 
 class Wandb(TrackerDriver):
@@ -100,9 +100,9 @@ class MlflowConfig(DriverConfig):
     tracking_uri: str | None = None
     """Server or database (`http://…`, `sqlite:///…`); by default the file mlflow.db in the run's folder."""
     experiment: str = Field("slime", min_length=1)
-    """Experiment, made if there is none of this name."""
+    """Name of the experiment, which is created if it is missing."""
     run_name: str | None = None
-    """By default the run's."""
+    """Name of the run; by default the name in the run file."""
 
 
 class Mlflow(TrackerDriver):
@@ -119,12 +119,12 @@ class Mlflow(TrackerDriver):
 
 @contextmanager
 def installed(tracker: str, package: str, extra: str) -> Iterator[None]:
-    """What to type when the tracker's package is not there."""
+    """Raises a PluginError with the command to type if the tracker's package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise PluginError(
-            f"tracker {tracker!r} needs {package}, which is not installed. Say: pip install 'slime-track[{extra}]'"
+            f"tracker {tracker!r} requires {package}, which is not installed. Run: pip install 'slime-track[{extra}]'"
         ) from error

@@ -17,7 +17,7 @@ from slime_track.event_files import drop_rollouts_from, event_files, rollout_mar
 
 
 class TensorBoardTracker(Tracker):
-    """One event file per attempt. Values are float32, as TensorBoard keeps them."""
+    """Writes one event file per attempt. Values are float32, as in TensorBoard."""
 
     def __init__(self, *, log_dir: str | None, project: str | None, experiment: str | None) -> None:
         self._log_dir = log_dir
@@ -27,21 +27,21 @@ class TensorBoardTracker(Tracker):
         self._writer: EventFileWriter | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Takes out what is to be run again, or makes sure that nothing is there yet. ConfigError if there is."""
+        """Removes the events of steps that a resumed run repeats. ConfigError if a new run's folder has events already."""
         self._folder = folder = self.folder(run)
         with _storage_errors(folder):
             if run.resumed_at is not None:
                 drop_rollouts_from(folder, run.resumed_at)
             elif event_files(folder):
                 raise ConfigError(
-                    f"tracker 'tensorboard': {folder} holds the events of another run. Resume that run, delete its "
-                    "events, or choose another folder with tb_experiment_name or log_dir."
+                    f"tracker 'tensorboard': {folder} has the events of another run. Resume that run, delete its "
+                    "events, or set another folder with tb_experiment_name or log_dir."
                 )
-            # The suffix: a restarted container may have the same process id within the same second.
+            # The suffix makes names unique: a restarted container may have the same process id within the same second.
             self._writer = EventFileWriter(str(folder), filename_suffix=f".attempt{run.attempt}")
 
     def log(self, axis: str, step: int, metrics: Mapping[str, float], *, rollout_id: int) -> None:
-        """On disk on return: a killed run has everything up to its last checkpoint."""
+        """Writes to disk before it returns, so a killed run has all metrics up to its last checkpoint."""
         assert self._folder is not None
         assert self._writer is not None
         now = time.time()
@@ -58,7 +58,7 @@ class TensorBoardTracker(Tracker):
             self._writer = None
 
     def folder(self, run: RunInfo) -> Path:
-        """Where the events of `run` lie."""
+        """The folder for the events of `run`."""
         if self._log_dir is None:
             root, name = run.run_dir / "tensorboard", self._experiment
         else:

@@ -1,4 +1,4 @@
-"""Tracker wandb: metrics to Weights & Biases, or, offline, to files that `wandb sync` sends later."""
+"""Tracker wandb: sends metrics to Weights & Biases, or writes files that `wandb sync` uploads later."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.errors import ConfigError, StorageError
 
 RUN_ID: Final = "wandb_run_id"
-"""File in the run's folder."""
+"""File in the run's folder with the id."""
 AXES: Final = {"train/*": TRAIN_AXIS, "rollout/*": ROLLOUT_AXIS, "perf/*": ROLLOUT_AXIS, "eval/*": EVAL_AXIS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbSettings:
-    """As in the run file."""
+    """Options, see WandbConfig."""
 
     mode: Literal["online", "offline", "disabled"]
     folder: Path | None
@@ -37,7 +37,7 @@ class WandbSettings:
 
 
 class WandbTracker(Tracker):
-    """Every axis is a metric of its own, which its metrics are drawn over; W&B's own step only counts the calls."""
+    """Each axis is logged as a metric, over which its metrics are plotted. W&B's own step only counts calls."""
 
     def __init__(self, settings: WandbSettings) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class WandbTracker(Tracker):
         self._rollouts: tuple[int, int] = (1, 1)
 
     def start(self, run: RunInfo) -> None:
-        """ConfigError if W&B refuses, for example the key."""
+        """ConfigError if W&B refuses the run, for example because of the key."""
         given, found = self._settings, run.run_dir / RUN_ID
         known = found.read_text(encoding="utf-8").strip() if found.is_file() else None
         run_id = given.run_id or known or secrets.token_hex(4)
@@ -64,7 +64,7 @@ class WandbTracker(Tracker):
                 dir=given.folder or run.run_dir,
                 mode=given.mode,
                 resume="allow" if given.mode == "online" else None,
-                # Beside another run of the user's in the same process.
+                # The user may have another run in the same process.
                 reinit="create_new",
                 settings=settings_of(given),
             )
@@ -74,7 +74,7 @@ class WandbTracker(Tracker):
                 self._run.define_metric(metrics, step_metric=TRAIN_AXIS if given.always_use_train_step else axis)
         except WandbError as error:
             raise ConfigError(
-                f"tracker 'wandb': {error}. To log without a connection say wandb_mode = \"offline\"."
+                f"tracker 'wandb': {error}. To log without a connection, set wandb_mode = \"offline\"."
             ) from error
         except OSError as error:
             raise StorageError(f"tracker 'wandb': {error}.") from error
@@ -93,14 +93,14 @@ class WandbTracker(Tracker):
 
 
 def rollouts_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rollouts of a rollout step and of an optimiser step: one makes many of the other."""
+    """(rollouts per rollout step, rollouts per optimizer step)."""
     rollout = config.get("rollout", {})
     made = rollout.get("rollout_batch_size", 1) * rollout.get("n_samples_per_prompt", 1)
     return made, config.get("train", {}).get("global_batch_size") or made
 
 
 def settings_of(given: WandbSettings) -> Any:
-    """Nothing of the machine or the code goes out but what the tracker logs."""
+    """Settings that send only what the tracker logs, and nothing about the machine or the code."""
     return wandb.Settings(
         base_url=given.host or "https://api.wandb.ai",
         console="off",

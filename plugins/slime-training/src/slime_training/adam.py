@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_core.contracts.optimizer import OptimizerConfig, RoundedState
-from slime_training.rounded_adamw import STORED, RoundedAdamW, local
+from slime_training.rounded_adamw import STORED, StochasticRoundingAdamW, local
 
 
 def make_adam(
@@ -19,7 +19,7 @@ def make_adam(
     betas = (config.adam_beta1, config.adam_beta2)
     if rounded is None:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-    return RoundedAdamW(
+    return StochasticRoundingAdamW(
         groups,
         lr=config.lr,
         betas=betas,
@@ -31,12 +31,12 @@ def make_adam(
 
 
 def adam_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """`step` and the moments, made now if no step has made them."""
-    if isinstance(optimizer, RoundedAdamW):
+    """Returns `step` and the moments; creates them if no step has done so."""
+    if isinstance(optimizer, StochasticRoundingAdamW):
         return optimizer.state_of(parameter)
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
-        # As AdamW's own first step does for fused=True.
+        # The same as AdamW's first step with fused=True.
         state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         state["exp_avg"] = torch.zeros_like(parameter)
         state["exp_avg_sq"] = torch.zeros_like(parameter)

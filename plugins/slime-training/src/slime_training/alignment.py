@@ -1,4 +1,4 @@
-"""Where weights begin in memory.
+"""Alignment of weights in memory.
 
 MKL adds in another order where an operand begins at no multiple of 16 bytes: measured on AMD, with AVX-512 and without, for
 float32 products `x @ w.T` of up to some thirty rows or into one column. Weights that are mapped from a file begin wherever its
@@ -13,11 +13,11 @@ from typing import Final
 from torch import nn
 
 ALIGNMENT: Final = 64
-"""Bytes. torch's own memory on a CPU begins at multiples of it."""
+"""Bytes. torch's own CPU allocations are aligned to a multiple of it."""
 
 
 def align(model: nn.Module) -> None:
-    """Moves parameters and buffers that begin elsewhere. They stay the objects that they are."""
+    """Moves parameters and buffers that are not aligned. They stay the same objects."""
     for tensor in chain(model.parameters(), model.buffers()):
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()

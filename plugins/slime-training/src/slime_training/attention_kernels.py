@@ -1,4 +1,4 @@
-"""Attention over segments: the kernels of GPUs, and the formula itself for short ones on a CPU.
+"""Attention over segments: the GPU kernels, and the plain formula for short segments on a CPU.
 
 Legend: N queries and M keys of a packed stream; L tokens of one sequence; S segments in a block, Lq and Lk their padded
 lengths; H query heads, K key heads, D and D' head dims.
@@ -22,14 +22,15 @@ from slime_training.long_attention import attend_long
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, runs: Sequence[Run], *, scale: float | None, left: int = -1
 ) -> Tensor:
-    """(N, H, D), (M, K, D), (M, K, D') to (N, H, D'), causal. `left`: keys before its own that a query sees; -1: all."""
+    """Causal attention, (N, H, D), (M, K, D), (M, K, D') to (N, H, D'). `left`: keys before its own that a query sees; -1:
+    all."""
     if len(runs) == 1:
         return attend_run(q, k, v, runs[0], scale, left)
     return torch.cat([attend_run(q[run.queries], k[run.keys], v[run.keys], run, scale, left) for run in runs])
 
 
 def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, left: int) -> Tensor:
-    """As `attend_packed`, of the queries and keys of one run."""
+    """`attend_packed` for the queries and keys of one run."""
     if run.is_long and left == -1:
         out = attend_long(q, k, v, scale)
         if out is not None:
@@ -38,14 +39,14 @@ def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, l
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None, left: int) -> Tensor:
-    """As `attend_packed`, of one run, by the variable-length kernel."""
+    """`attend_packed` for one run, by the variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     extra: dict[str, Any] = {}
-    # Before torch 2.13 it takes grouped heads as they come.
+    # Before torch 2.13 the kernel accepts grouped heads without a flag.
     if q.shape[1] != k.shape[1] and varlen_asks_for_groups():
         extra["enable_gqa"] = True
     out = varlen_attn(
@@ -60,20 +61,20 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float | None
         window_size=(left, 0),
         **extra,
     )
-    assert isinstance(out, Tensor)  # with the log-sum-exps only where they are asked for
+    assert isinstance(out, Tensor)  # a tuple with log-sum-exps only on request
     return out[..., :width]
 
 
 @cache
 def varlen_asks_for_groups() -> bool:
-    """By `enable_gqa`, which came with torch 2.13."""
+    """Whether the kernel requires `enable_gqa`, which came with torch 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the formula itself.
+    """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, D') to (S, H, Lq, D'), by the plain formula.
 
     The queries of the heads that share a key head are rows of one product: no key is repeated.
     """

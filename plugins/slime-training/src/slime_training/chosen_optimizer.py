@@ -1,4 +1,4 @@
-"""The optimizer of a trainer."""
+"""Finds the optimizer of a trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from slime_core.registry import Registry, bind
 
 
 def chosen_optimizer(setup: TrainerSetup) -> ChosenOptimizer:
-    """What the setup brings; else the installed optimizer of that name with its defaults. PluginError if there is none."""
+    """Returns the optimizer of the setup; otherwise the installed one of that name with its defaults. Raises PluginError if
+    there is none."""
     if setup.chosen_optimizer is not None:
         return setup.chosen_optimizer
     where = "train.optimizer"

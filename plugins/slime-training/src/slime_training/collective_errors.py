@@ -1,4 +1,4 @@
-"""What goes wrong on one rank while all of them write: raised on every one, as what it was."""
+"""An error on one rank while all of them write is raised on every rank, with its own type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 @contextmanager
 def first_failure_alone() -> Iterator[None]:
-    """torch wraps what went wrong (a full disk, say) into a BaseException, which passes every `except Exception`."""
+    """Raises the first rank's error itself: torch wraps it (for example a full disk) into a BaseException, which passes every
+    `except Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -20,9 +21,9 @@ def first_failure_alone() -> Iterator[None]:
         raise failure from error
 
 
-def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None, world_size: int) -> None:
-    """Returns when all ranks have done theirs. What one of them could not write is raised on every rank, so that none waits for
-    it. A collective, unless there is one rank."""
+def raise_on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None, world_size: int) -> None:
+    """Calls `work` and returns when it has finished on all ranks. An error of one rank is raised on every rank, so that none
+    waits forever. A collective, unless there is one rank."""
     problem: Exception | None = None
     try:
         work()

@@ -1,4 +1,4 @@
-"""Context parallelism: a packed micro-batch cut over the ranks of one CP group, in the zigzag layout.
+"""Context parallelism: splits a packed micro-batch over the ranks of one CP group, in the zigzag layout.
 
 Each sequence of length L is padded to 2 cp chunks of ceil(L / (2 cp)) tokens, and rank k holds chunks k and
 2 cp - 1 - k, so that every rank has the same amount of causal attention to do. Long chunks are padded further, by a
@@ -17,25 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_core.contracts.loss import Segments
 from slime_core.types.batch import ragged_positions
 from slime_core.types.microbatch import MicroBatch
 from slime_training.attention_runs import LONG, padded_length
+from slime_training.segments import LocalSegments
 
 
 def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
-    """What rank `cp_rank` of `cp_size` holds of a whole micro-batch on the host.
+    """Returns the part of a whole micro-batch on the host that rank `cp_rank` of `cp_size` holds.
 
-    `tokens` and `position_ids` are local, (N / cp,): of each sequence the lower chunk, then the upper one. Padding is
-    token 0 at the sequence's last position. `cu_seqlens` and `max_seqlen` stay those of the whole, padded stream
-    (every offset a multiple of 2 cp). The response axis keeps the tokens that this rank's positions predict, in their
-    order; `rows` says which. `num_samples` is unchanged, so that every rank reduces over the same samples. Padding takes the
-    last token's expert ids. Positions of several directions, (D, N), are cut along N. All images stay; which token stands for
-    which feature is local too.
+    `tokens` and `position_ids` are local, (N / cp,): of each sequence the lower chunk, then the upper one. Padding is token 0
+    at the sequence's last position. `cu_seqlens` and `max_seqlen` stay those of the whole, padded stream (every offset a
+    multiple of 2 cp). The response axis keeps the tokens that this rank's positions predict, in their order; `rows` holds their
+    indices. `num_samples` is unchanged, so that every rank reduces over the same samples. Padding takes the last token's expert
+    ids. Positions of several directions, (D, N), are cut along N. All images stay; the map from tokens to features is local
+    too.
     """
     if micro.rows is not None:
         raise ValueError("the micro-batch is already one rank's part of another")
-    # In numpy, and by index_select: torch would start all threads for a few thousand numbers, and those of several ranks wait
-    # for each other (tens of milliseconds for each operation).
+    # In numpy, and by index_select: torch would start all threads for a few thousand numbers, and the threads of several ranks
+    # wait for each other (tens of milliseconds per operation).
     offsets = micro.cu_seqlens.numpy().astype(np.int64)
     starts, lengths = offsets[:-1], np.diff(offsets)
     chunks = -(-lengths // (2 * cp_size))
@@ -46,7 +48,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     sequence = np.repeat(np.arange(len(lengths)), 2 * chunks)
     offset = held_positions(cu_seqlens, cp_rank, cp_size).numpy() - padded[sequence]
     real = torch.from_numpy(offset < lengths[sequence])
-    # A padded position takes the place of the last real one: no position id beyond the model's table.
+    # A padded position repeats the last real one: no position id exceeds the model's table.
     source = torch.from_numpy(starts[sequence] + np.minimum(offset, lengths[sequence] - 1))
 
     index = micro.logit_index.numpy()
@@ -55,7 +57,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
     number, within = np.divmod(offset, chunks[sequence])
     is_upper = number == 2 * cp_size - 1 - cp_rank
     held = np.flatnonzero((number == cp_rank) | is_upper)
-    # Below this sequence lie two chunks of each sequence before it; below the upper chunk also the lower one.
+    # Before this sequence the rank holds two chunks of each earlier sequence; before the upper chunk also the lower one.
     local = padded[sequence] // cp_size + within + np.where(is_upper, chunks[sequence], 0)
     rows = torch.from_numpy(held)
     return replace(
@@ -80,7 +82,7 @@ def split_micro_batch(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBat
 
 
 def held_positions(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """(N / cp,) int64: where the tokens that a rank holds stand in the whole padded stream.
+    """(N / cp,) int64: positions in the whole padded stream of the tokens that a rank holds.
 
     `cu_seqlens` (S + 1,) on the host: offsets of the padded sequences, each a multiple of 2 cp.
     """
@@ -92,8 +94,15 @@ def held_positions(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     return torch.from_numpy(ragged_positions(heads, np.repeat(chunks, 2)))
 
 
+def segments_of(micro: MicroBatch, group: dist.ProcessGroup | None) -> Segments:
+    """Of the response tokens that this rank holds of `micro`. `group`: the ranks that hold the others; None: there are none."""
+    if group is None:
+        return LocalSegments(micro.segments, micro.num_samples)
+    return ZigzagSegments(micro.segments, micro.num_samples, group)
+
+
 class ZigzagSegments:
-    """`slime_core.contracts.loss.Segments` where the ranks of `group` hold parts of the same samples.
+    """`slime_core.contracts.loss.Segments` for ranks of `group` that hold parts of the same samples.
 
     `segments` (T',) int64 in [0, num_samples): the sample of each response token that this rank holds.
     """
@@ -108,13 +117,13 @@ class ZigzagSegments:
         return self._num_samples
 
     def seq_sum(self, values: Tensor) -> Tensor:
-        """(T',) to (S,), summed over the group. A collective, in the backward too."""
+        """(T',) to (S,), summed over the group. A collective, also in the backward."""
         local = values.new_zeros(self._num_samples).index_add(0, self._segments, values)
         summed: Tensor = _SumOverGroup.apply(local, self._group)  # type: ignore[no-untyped-call]
         return summed
 
     def expand(self, values: Tensor) -> Tensor:
-        # Not values[segments]: its backward adds in any order.
+        # Not values[segments]: the backward of indexing adds in a nondeterministic order.
         return values.index_select(0, self._segments)
 
 

@@ -26,9 +26,9 @@ from packaging.version import Version
 from torch import Tensor
 
 CHUNK: Final = 64
-"""Most tokens whose contributions are computed by matrix products; states are handed from chunk to chunk."""
+"""Most tokens whose contributions are computed by matrix products; states are passed from chunk to chunk."""
 EPSILON: Final = 1e-6
-"""In the length of keys and queries."""
+"""Added to the squared length of keys and queries before they are normalized."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,14 +41,14 @@ class RecurrencePlan:
     positions: Tensor
     """(N,) int64: each token's place in its sequence."""
     places: Tensor
-    """(N,) int64: its place in the chunks, one after the other."""
+    """(N,) int64: each token's row in the chunks, concatenated."""
     counts: tuple[int, ...]
-    """How many sequences have a first chunk, a second, ..."""
+    """Number of sequences that have a first chunk, a second, ..."""
     chunk: int
 
 
 def plan_recurrence(lengths: npt.NDArray[np.int64], device: torch.device, chunk: int = CHUNK) -> RecurrencePlan:
-    """`lengths` (S,): tokens of the sequences that follow each other in the stream."""
+    """Plans the chunks. `lengths` (S,): tokens of the consecutive sequences in the stream."""
     lengths = lengths[lengths > 0]
     chunk = min(chunk, int(lengths.max(initial=1)))
     order = np.argsort(-lengths, kind="stable")
@@ -70,8 +70,8 @@ def plan_recurrence(lengths: npt.NDArray[np.int64], device: torch.device, chunk:
 
 
 def causal_conv(x: Tensor, weight: Tensor, plan: RecurrencePlan) -> Tensor:
-    """(N, F), (F, W) to (N, F): each feature of a token and of the W - 1 before it in its sequence, added up with weights,
-    through SiLU."""
+    """(N, F), (F, W) to (N, F): for each feature the weighted sum over a token and the W - 1 before it in its sequence, through
+    SiLU."""
     taps = weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) * weight[:, -1]
@@ -101,8 +101,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: T
 
 @cache
 def fused_kernel() -> Callable[..., Any] | None:
-    """None: fla is not installed, or its backward would refuse. Triton from 3.4 to 3.7.0 computes it wrongly on Hopper, which
-    fla goes round with tilelang (https://github.com/fla-org/flash-linear-attention/issues/640)."""
+    """Returns fla's kernel; None if fla is not installed, or its backward would refuse. Triton from 3.4 to 3.7.0 computes it
+    wrongly on Hopper, which fla avoids with tilelang (https://github.com/fla-org/flash-linear-attention/issues/640)."""
     if find_spec("fla") is None:
         return None
     on_hopper = torch.cuda.get_device_capability()[0] == 9
@@ -115,7 +115,7 @@ def fused_kernel() -> Callable[..., Any] | None:
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, plan: RecurrencePlan) -> Tensor:
-    """As `gated_delta_rule`, with as many heads of keys as of values. Section 3.3 of the paper: in a chunk, what each token
+    """`gated_delta_rule` with as many heads of keys as of values. Section 3.3 of the paper: within a chunk, what each token
     writes is the solution of a triangular system."""
     dtype = v.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -131,8 +131,8 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, 
     kept = (since[..., :, None] - since[..., None, :]).masked_fill(later, -torch.inf).exp()
     strong = k * b[..., None]
     overlaps = (strong @ k.mT) * kept
-    wanted = torch.cat([v * b[..., None], strong * since.exp()[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(overlaps, wanted, upper=False, unitriangular=True)
+    requested = torch.cat([v * b[..., None], strong * since.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(overlaps, requested, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.mT) * kept
     reach = q * since.exp()[..., None]

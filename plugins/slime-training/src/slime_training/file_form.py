@@ -1,4 +1,4 @@
-"""Whether a model of transformers holds its tensors as its files do."""
+"""Whether a transformers model holds its tensors in the same form as its files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def is_as_in_files(model: PreTrainedModel) -> bool:
-    """False: transformers keeps some as one that files hold apart (experts), and looks through the whole model to take them
-    apart again (`revert_weight_conversion`)."""
+    """False if transformers fuses tensors that are separate in files (experts). The check runs transformers' own inverse
+    (`revert_weight_conversion`) over the whole model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     none: dict[str, Tensor] = {}
-    # What has nothing to revert comes back as it is.
+    # A tensor without a conversion is returned unchanged.
     return revert_weight_conversion(model, none) is none

@@ -3,7 +3,7 @@
 Letters: E bytes of an element that is computed with, H hidden features, Q those of all queries, K those of all keys, F of the
 MLP. Counted are the tensors that autograd keeps of one layer for one token, by reading the layers that the backends run
 (norm, projections, norms of queries and keys, rotation, attention, gated MLP) and the graphs that torch.compile makes of them;
-what stands around them is small and left out. The largest kernels of attention keep a number per head. So it is an estimate.
+what is around them is small and left out. The largest kernels of attention keep a number per head. So it is an estimate.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ NOT_COUNTED: Final = {
     "linear_num_key_heads": "linear attention",
     "full_attention_interval": "linear attention",
 }
-"""Keys of a config.json whose layers keep other tensors than those that are counted."""
+"""Keys of a config.json that name layers whose activations are not estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes of one of the layers, all alike."""
+    """Sizes of one decoder layer; all layers are equal."""
 
     layers: int
     hidden: int
     queries: int
     keys: int
     mlp: int
-    """What a token passes: of all experts that are active for it, and the shared one."""
+    """MLP features per token: of all active experts, and the shared one."""
     vocab: int
     copies: int
-    """Of each token, that are routed to experts; 0: the MLP is dense."""
+    """Routed copies of each token; 0: the MLP is dense."""
     normed: bool
-    """Queries and keys."""
+    """Queries and keys are normed."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, normed: bool) -> DecoderShape:
-        """From the content of a config.json, which does not say whether queries and keys are normed."""
+        """Reads the content of a config.json. `normed`: queries and keys are normed, which config.json does not contain."""
         config = config.get("text_config", config)
         sizes = ModelShape.from_config(config)
         routed = config.get("num_experts_per_tok") or 0
@@ -63,33 +63,33 @@ class DecoderShape:
 
 
 def not_counted(config: Mapping[str, Any]) -> str | None:
-    """Why a model's activations are not told; None: they are."""
+    """The kind of layers whose activations are not estimated; None: all are."""
     text = config.get("text_config", config)
     return next((what for key, what in NOT_COUNTED.items() if text.get(key)), None)
 
 
-def untold_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a backend that counts with `kept_per_token` cannot tell of this model."""
-    untold = []
+def not_estimated_activations(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Activations of this model that a backend which uses `kept_per_token` cannot estimate."""
+    not_estimated = []
     if (layers := not_counted(config)) is not None:
-        untold.append(f"activations: nobody has counted what layers of {layers} keep")
+        not_estimated.append(f"activations: not counted for layers of {layers}")
     if "vision_config" in config:
-        untold.append("activations of images")
-    return tuple(untold)
+        not_estimated.append("activations of images")
+    return tuple(not_estimated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """Bytes for one token of one layer."""
+class ActivationBytes:
+    """Bytes per token and layer."""
 
     whole: int
-    """Until its backward."""
+    """Kept until the layer's backward."""
     checkpoint: int
-    """Where it is computed again: its input."""
+    """Kept if the layer is recomputed: its input."""
     work: int
-    """More, while its backward runs."""
+    """Additional bytes while its backward runs."""
     forward: int
-    """While it runs without gradient."""
+    """While the layer runs without gradient."""
 
 
 def kept_per_token(
@@ -101,9 +101,9 @@ def kept_per_token(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
     context_parallel: int = 1,
-) -> Kept:
-    """`fused`: norms, rotation and activation are each one kernel, which keeps what goes into it. `split_copies`: queries and
-    keys are copied out of one product before they are normed."""
+) -> ActivationBytes:
+    """`fused`: norms, rotation and activation are one kernel each, which keeps its inputs. `split_copies`: queries and keys are
+    copied out of one product before they are normed."""
     hidden = shape.hidden // (tensor_parallel if sequence_parallel else 1)
     queries, keys = shape.queries // tensor_parallel, -(-shape.keys // tensor_parallel)
     mlp = shape.mlp // tensor_parallel
@@ -114,20 +114,20 @@ def kept_per_token(
         if split_copies and shape.normed:
             projections += element * (queries + keys)
     else:
-        # The norm's float32 input, what is normed and what is scaled; of the MLP also what the activation gives.
+        # The norm's float32 input, the normed and the scaled values; in the MLP also the output of the activation.
         norm = 4 + 2 * element
         norms, of_mlp = 2 * norm * hidden, 4 * element * mlp
         projections = (4 + element) * (queries + keys) if shape.normed else 0
-    # Rotated queries and keys, values, and what attention gives.
+    # Rotated queries and keys, values, and the output of attention.
     attention = element * 2 * (queries + keys)
     if context_parallel > 1:
-        # Of each sequence a rank has an early and a late part. Each is attended to by itself, with a copy of the keys before
-        # it, n + 1/2 for each of the rank's own, and what the two give is put together in one more.
+        # A rank has an early and a late part of each sequence. Each part is attended to separately, with a copy of the keys
+        # before it, n + 1/2 for each of the rank's own, and both outputs are concatenated in one more tensor.
         attention = element * (3 * queries + (2 * context_parallel + 1) * keys)
-    # Tokens as experts get them and what they give.
+    # Inputs and outputs of the experts.
     routing = 2 * element * shape.copies * hidden
     whole = norms + projections + attention + of_mlp + routing
-    return Kept(
+    return ActivationBytes(
         whole=whole,
         checkpoint=element * hidden,
         work=element * (hidden + mlp),
@@ -137,11 +137,11 @@ def kept_per_token(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWork:
-    """Bytes that the head in chunks takes."""
+    """Bytes of the head in chunks."""
 
     forward: int
     loss: int
-    """With its gradients."""
+    """With the gradients."""
 
 
 def head_work(
@@ -149,7 +149,7 @@ def head_work(
 ) -> HeadWork:
     """See `slime_training.head`. `vocab`: this rank's part. `trained`: the weight has a gradient."""
     chunk = min(chunk_positions(vocab, asked_chunk), tokens)
-    # Logits; where nothing is fused also their float32 form.
+    # Logits; if nothing is fused also their float32 copy.
     logits = chunk * vocab * (element if fused else element + 4)
     rows = tokens * hidden * element
     of_weight = vocab * hidden * (4 + element) if trained else 0
@@ -157,7 +157,8 @@ def head_work(
 
 
 def num_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:
-    """Of all weights in its files; of a folder that has only a config.json, those of transformers' causal model for it."""
+    """Number of parameters in the folder's files; for a folder that has only a config.json, of transformers' causal model for
+    it."""
     if shapes := shapes_in(folder):
         return sum(math.prod(shape) for shape in shapes.values())
     import torch
@@ -170,13 +171,13 @@ def num_parameters(folder: Path, *, trust_remote_code: bool = False) -> int:
             model = kind.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{folder}: it has no *.safetensors, and transformers makes no model of its config.json: {error}"
+            f"{folder}: it has no *.safetensors, and transformers cannot build a model from its config.json: {error}"
         ) from error
     return int(model.num_parameters())
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], element: int) -> int | None:
-    """Keys and values of all layers, whole; None where layers hold something else."""
+    """Bytes of keys and values of all layers per token, unsharded; None if layers hold something else."""
     if not_counted(config) is not None:
         return None
     sizes = ModelShape.from_config(config)

@@ -13,6 +13,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from slime_core.contracts.backend import Objective
 from slime_training.fusion import fused
 
 EntropyMode = Literal["none", "metric", "gradient"]
@@ -21,27 +22,36 @@ CHUNK_LOGITS: Final = 2**27
 """float32 logits of an automatic chunk: 512 MiB."""
 
 
+def requested_entropy(objective: Objective) -> EntropyMode:
+    """Which entropy a training step computes for `objective`."""
+    if objective.entropy_has_gradient:
+        return "gradient"
+    return "metric" if objective.needs_entropy else "none"
+
+
 def chunk_positions(vocab_size: int, asked: int) -> int:
-    """Positions per chunk. `asked` 0: what CHUNK_LOGITS allows; -1: no limit."""
+    """Returns the positions per chunk. `asked` 0: what CHUNK_LOGITS allows; -1: no limit."""
     if asked == -1:
         return 2**62
     return asked or max(CHUNK_LOGITS // max(vocab_size, 1), 1)
 
 
 def scaled(logits_CV: Tensor, temperature: float) -> Tensor:
-    """float32, or float64 if that is what comes in; then it is `logits_CV` itself."""
+    """Returns logits / temperature in float32, or in float64 if the logits are float64; then the result is `logits_CV`
+    itself."""
     wide = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if temperature == 1.0:
         return wide
-    # CUDA multiplies by the rounded reciprocal of a number: two last places off, not as an engine that divides by a tensor.
+    # CUDA multiplies by the rounded reciprocal of a Python number, which is off by two last places; an engine divides by a
+    # tensor.
     return wide.div_(torch.full((), temperature, dtype=wide.dtype, device=wide.device))
 
 
 def statistics(
     logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of z = logits / temperature: log sum exp z, z at the target, if asked for, entropy of softmax z; (C,), float32 at least.
-    The logits may be overwritten."""
+    """For z = logits / temperature: log sum exp z, z at the target and, if requested, the entropy of softmax z; (C,), float32
+    at least. The logits may be overwritten."""
     z_CV = scaled(logits_CV, temperature)
     log_sums_C = z_CV.logsumexp(-1)
     chosen_C = z_CV.gather(-1, targets_C[:, None])[:, 0]
@@ -59,7 +69,7 @@ def logit_gradients(
     grad_entropies_C: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """(C, V) like the logits, which may be overwritten. Without what the target's own logit gets besides."""
+    """(C, V) gradient of the logits, which may be overwritten. Without the additional term at the target's own logit."""
     log_p_CV = scaled(logits_CV, temperature).sub_(log_sums_C[:, None])
     columns = (None if grad is None else grad[:, None] for grad in (grad_log_probs_C, grad_entropies_C))
     taken_CV = taken_per_probability(log_p_CV, entropies_C[:, None], *columns)
@@ -69,22 +79,22 @@ def logit_gradients(
 def taken_per_probability(
     log_p: Tensor, entropies: Tensor, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
 ) -> Tensor:
-    """d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H): what stands at -p_v."""
+    """Uses d log p_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H): returns the factor of -p_v."""
     taken = torch.zeros_like(entropies) if grad_log_probs is None else grad_log_probs
     return taken if grad_entropies is None else taken + (log_p + entropies) * grad_entropies
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Head:
-    """Log-probs and entropies at positions, and their gradients. No (T, V) tensor outlives its chunk: the backward computes
-    each chunk's logits again."""
+class ChunkedLMHead:
+    """Log-probs and entropies at positions, and their gradients. No (T, V) tensor is kept beyond its chunk: the backward
+    recomputes each chunk's logits."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
     temperature: float
     chunk: int
     fuse: bool
-    """Compile what is done with logits."""
+    """Compile the functions of logits."""
 
     def _logits(self, hidden_CH: Tensor) -> Tensor:
         return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
@@ -114,9 +124,9 @@ class Head:
         of_weight: bool,
         of_bias: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of hidden, weight and bias. `held_T`: targets that are among these V; None: all."""
+        """Returns the gradients of hidden, weight and bias. `held_T`: targets that are among these V; None: all."""
         compute = fused(logit_gradients) if self.fuse else logit_gradients
-        # The chunks' shares are added in float32.
+        # The chunks' contributions are added in float32.
         wide = found.log_sums_T.dtype
         grad_hidden = torch.zeros_like(hidden_TH)
         grad_weight = torch.zeros_like(self.weight_VH, dtype=wide) if of_weight else None
@@ -152,9 +162,9 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """What a forward keeps for the backward, (T,) float32 or wider each."""
+    """Values kept for the backward, (T,) float32 or wider each."""
 
     log_probs_T: Tensor
     log_sums_T: Tensor
     entropies_T: Tensor
-    """Of no meaning where nothing asks for their gradient."""
+    """Undefined if nothing requires their gradient."""

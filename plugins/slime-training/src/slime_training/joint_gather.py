@@ -1,4 +1,4 @@
-"""Parts of many tensors gathered by one collective."""
+"""Gathers the parts of many tensors by one collective."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slime_training.key_gather import ALL_GATHER
 
 
 def gather_jointly(mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """`mine` (sum of sizes,): this rank's parts of several tensors, one behind the other. For each tensor (R size,): the parts
-    of all R ranks, by rank. All ranks call, with the same sizes."""
+    """`mine` (sum of sizes,): this rank's parts of several tensors, concatenated. Returns for each tensor (R size,): the parts
+    of all R ranks, by rank. All ranks call it, with the same sizes."""
     ranks = group.size()
     whole_sizes = [ranks * size for size in sizes]
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Keys and values of a context-parallel group.
+"""Gathers keys and values over a context-parallel group.
 
 Legend: N tokens that this rank holds, M of all ranks, K key heads, D and D' head dims.
 """
@@ -17,13 +17,13 @@ REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def gather_keys(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(N, K, D) and (N, K, D') of every rank, one after the other: (M, K, D), (M, K, D')."""
+    """(N, K, D) and (N, K, D') of every rank, concatenated by rank: (M, K, D), (M, K, D')."""
     both: Tensor = GatherOverGroup.apply(torch.cat([k, v], dim=-1), group)  # type: ignore[no-untyped-call]
     return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
 
 
 class GatherOverGroup(torch.autograd.Function):
-    """All-gather along dim 0; the gradient of each part is the sum of what the ranks ask of it."""
+    """All-gather along dim 0. The gradient of each part is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

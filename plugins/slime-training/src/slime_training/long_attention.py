@@ -21,7 +21,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
-    """(L, H, D), (M, K, D), (M, K, D') to (L, H, D'), causal; None where cuDNN does not compute this.
+    """(L, H, D), (M, K, D), (M, K, D') to (L, H, D'), causal; None if cuDNN does not compute it.
 
     With keys before the queries' own, L is a length that `padded_length` leaves as it is.
     """
@@ -32,7 +32,7 @@ def attend_long(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor 
     if len(q) < len(k):
         out: Tensor = AttendBehind.apply(queries, keys, values, scale)  # type: ignore[no-untyped-call]
     else:
-        # No query sees the keys behind it: what fills up at the end changes nothing.
+        # No query sees the keys behind it: padding at the end changes nothing.
         more = int(padded_length(np.array(len(q)))) - len(q)
         queries, keys, values = (F.pad(x, (0, 0, 0, more)) if more else x for x in (queries, keys, values))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

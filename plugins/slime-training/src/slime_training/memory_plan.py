@@ -1,8 +1,8 @@
-"""Memory: what a backend, an engine or a transport will hold, told before anything is started (`slime plan`).
+"""Memory: what a backend, an engine or a transport will hold, estimated before anything is started (`slime plan`).
 
-Whoever can count its bytes from its options, the model's config.json and the number of ranks tells them as lines; the kernel
-adds them up by moment and compares them with a device. Who tells nothing is shown as not told. No GPU is there when this is
-asked: nothing may be put on a device, nothing started, no weight read.
+A plugin counts its bytes from its options, the model's config.json and the number of ranks, and returns them as lines. The
+command adds them up by phase and compares them with a device. Plugins that return None are listed as not estimated. There may
+be no GPU at that time: put nothing on a device, start nothing, read no weights.
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ if TYPE_CHECKING:
     from slime_core.contracts.setup import EngineSetup, TrainerSetup
 
 
-class Moment(StrEnum):
-    """When something is held. Those of a trainer that is awake, then those of an engine."""
+class MemoryPhase(StrEnum):
+    """Phase in which memory is held: first those of a trainer that is awake, then those of an engine."""
 
     IDLE = "idle"
-    """Between its calls: what it always holds, unless it sleeps."""
+    """Between the trainer's calls: what it always holds unless it sleeps."""
     SCORE = "score"
     """A forward without gradient."""
     LOSS = "loss"
     """Between forward and backward, with the head's logits."""
     BACKWARD = "backward"
-    """In the backward of the last layer, when nearly all activations are still there."""
+    """In the backward of the last layer, when nearly all activations are still held."""
     REDUCE = "reduce"
-    """At the end of the backward, when all gradients are there."""
+    """At the end of the backward, when all gradients exist."""
     STEP = "step"
-    """In the optimiser's step."""
+    """During the optimizer's step."""
     SYNC = "sync"
-    """While weights are brought to the engines. Of trainers and engines."""
+    """While weights are sent to the engines; a phase of trainers and of engines."""
     ROLLOUT = "rollout"
-    """An engine that generates."""
+    """An engine generates."""
     ASLEEP = "asleep"
     """An engine on the trainer's devices while the trainer works."""
 
 
-TRAINING = (Moment.SCORE, Moment.LOSS, Moment.BACKWARD, Moment.REDUCE, Moment.STEP)
-"""Moments of a trainer's turn."""
-AWAKE = frozenset({Moment.IDLE, *TRAINING, Moment.SYNC})
-"""All of a trainer that is awake."""
+TRAINING = (MemoryPhase.SCORE, MemoryPhase.LOSS, MemoryPhase.BACKWARD, MemoryPhase.REDUCE, MemoryPhase.STEP)
+"""Phases of a training step."""
+AWAKE = frozenset({MemoryPhase.IDLE, *TRAINING, MemoryPhase.SYNC})
+"""All phases of a trainer that is awake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLine:
-    """Bytes of one component, at most, on one device or, of one rank, on its host."""
+class MemoryItem:
+    """Highest number of bytes of one component, on one device or, for one rank, on its host."""
 
     component: str
-    """What a table calls it: weights, gradients, first moment, activations, keys and values."""
+    """Name in a table: weights, gradients, first moment, activations, keys and values."""
     num_bytes: int
-    moments: frozenset[Moment]
-    """When it is there."""
+    moments: frozenset[MemoryPhase]
+    """Phases in which it is held."""
     place: Literal["device", "host"] = "device"
     estimate: bool = False
-    """Not counted tensor by tensor."""
+    """True: an estimate, not counted tensor by tensor."""
     moves: bool = True
-    """Of a trainer: goes to the host when it sleeps, where its place is kept; off: it is given up then."""
+    """For a trainer. True: it moves to the host when the trainer sleeps, where its memory is reserved; false: it is freed."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLoad:
-    """What a trainer's rank will be given at most."""
+    """Largest inputs of a trainer's rank."""
 
     setup: TrainerSetup
-    """Rank 0's. Its device is the one that is planned for, which need not be there. Weights need not be in the folders."""
+    """Setup of rank 0. Its device is the planned one, which may not exist here. The folders may be without weights."""
     tokens: int
-    """In the largest micro-batch that is trained on: those that this rank computes."""
+    """Tokens that this rank computes in the largest micro-batch of training."""
     scored_tokens: int
-    """In the largest one that is scored."""
+    """Tokens in the largest micro-batch of a forward without gradient."""
     num_micro_batches: int
-    """Of an optimiser step on one rank, at most."""
+    """Highest number of micro-batches of an optimizer step on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine will be given."""
+    """Inputs of an engine's estimate."""
 
     setup: EngineSetup
     device_bytes: int | None
@@ -87,74 +87,77 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """What a backend tells: lines of one rank."""
+    """What a backend returns: lines of one rank."""
 
-    lines: tuple[MemoryLine, ...]
-    untold: tuple[str, ...] = ()
-    """What it holds besides and cannot tell, and why: whether the run fits is not known then."""
+    lines: tuple[MemoryItem, ...]
+    not_estimated: tuple[str, ...] = ()
+    """What the backend holds besides and cannot estimate, and why. If there is any, it is not known whether the run fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What an engine tells: lines of one of its devices, and what fits its keys and values."""
+    """What an engine returns: lines of one of its devices, and the capacity of its KV cache."""
 
-    lines: tuple[MemoryLine, ...]
+    lines: tuple[MemoryItem, ...]
     kv_tokens: int | None = None
     """Tokens whose keys and values all devices of the engine hold together; None: not known before it starts."""
     notes: tuple[str, ...] = ()
-    untold: tuple[str, ...] = ()
-    """What it cannot tell, and which option would settle it: whether the run fits is not known then."""
+    not_estimated: tuple[str, ...] = ()
+    """What the engine cannot estimate, and which option would fix its size. If there is any, it is not known whether the run
+    fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportMemory:
-    """What a push holds beside the weights."""
+    """What a weight update holds beside the weights."""
 
-    trainer: tuple[MemoryLine, ...] = ()
-    """On the rank of the policy that sends most."""
-    engine: tuple[MemoryLine, ...] = ()
+    trainer: tuple[MemoryItem, ...] = ()
+    """On the rank of the policy that sends the most."""
+    engine: tuple[MemoryItem, ...] = ()
     """On each device of an engine."""
 
 
 class TrainerPlanner:
-    """A base beside `BackendDriver`, of backends that say what their ranks will hold."""
+    """A base beside `BackendDriver`, for backends that estimate what their ranks will hold."""
 
     @classmethod
     def memory(cls, config: Any, load: TrainerLoad) -> TrainerMemory:
-        """What the rank that holds most will hold. Nothing is started, and no GPU, weight or process group need be there: sizes
-        come from config.json, or from a model on the meta device. ModelError for a model that it could not train."""
+        """Returns what the rank with the highest use will hold. Starts nothing, and requires no GPU, weights or process group:
+        sizes come from config.json, or from a model on the meta device. Raises ModelError for a model that it could not
+        train."""
         raise NotImplementedError
 
     @classmethod
     def memory_savers(cls, config: Any, load: TrainerLoad) -> Sequence[Mapping[str, Any]]:
-        """Options that may lower it, each entry's together: `slime plan` asks `memory` again with each, and shows those that
-        pass `problems` and do lower it."""
+        """Options that may lower the use; those of one entry belong together. `slime plan` calls `memory` again with each, and
+        lists those that pass `problems` and do lower it."""
         return ()
 
 
 class EnginePlanner:
-    """A base beside `EngineDriver`."""
+    """A base beside `EngineDriver`, for engines that estimate their memory."""
 
     @classmethod
     def memory(cls, config: Any, load: EngineLoad) -> EngineMemory | None:
-        """What it will hold on each of its devices; None: not known. Nothing is started, and no GPU or weight need be there."""
+        """Returns what the engine will hold on each of its devices; None: not known. Starts nothing, and requires no GPU or
+        weights."""
         raise NotImplementedError
 
 
 class TransportPlanner:
-    """A base beside `TransportDriver`."""
+    """A base beside `TransportDriver`, for transports that estimate their memory."""
 
     @classmethod
     def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
-        """What sending so many bytes of weights takes; None: it is not known."""
+        """Returns what sending `num_bytes` of weights holds; None: not known."""
         raise NotImplementedError
 
 
-def bytes_at(lines: Iterable[MemoryLine], moment: Moment, place: Literal["device", "host"] = "device") -> int:
+def bytes_at(lines: Iterable[MemoryItem], moment: MemoryPhase, place: Literal["device", "host"] = "device") -> int:
     return sum(line.num_bytes for line in lines if line.place == place and moment in line.moments)
 
 
-def peak_of(lines: Iterable[MemoryLine], place: Literal["device", "host"] = "device") -> tuple[Moment, int]:
-    """The moment at which most is held, the first of equals, and how much."""
-    told = list(lines)
-    return max(((moment, bytes_at(told, moment, place)) for moment in Moment), key=lambda found: found[1])
+def peak_of(lines: Iterable[MemoryItem], place: Literal["device", "host"] = "device") -> tuple[MemoryPhase, int]:
+    """Returns the phase with the highest use, the first of equals, and its bytes."""
+    items = list(lines)
+    return max(((moment, bytes_at(items, moment, place)) for moment in MemoryPhase), key=lambda found: found[1])

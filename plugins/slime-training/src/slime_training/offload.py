@@ -1,4 +1,4 @@
-"""Parking: the memory of tensors, given back by the device while a trainer sleeps."""
+"""Offloads the memory of tensors while a trainer sleeps."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from torch import Tensor
 from slime_training.host_memory import HostMemory, starts_of
 
 
-class Parking:
-    """What tensors hold on a device, brought to the host and back. They stay the objects that they are, with all that points
-    at them: views, shards, states of an optimiser. In between nothing may read them."""
+class TensorOffloader:
+    """Moves the storage of tensors from a device to the host and back. The tensors stay the same objects, with all references
+    to them: views, shards, states of an optimizer. In between nothing may read them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = HostMemory(device)
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
 
-    def park(self, tensors: Iterable[Tensor], *, but: Iterable[Tensor] = ()) -> None:
-        """With all that shares their memory, but for what shares it with `but`. Does nothing for tensors that are elsewhere,
-        and if it was done already."""
-        if self._parked:
+    def offload(self, tensors: Iterable[Tensor], *, but: Iterable[Tensor] = ()) -> None:
+        """Offloads these tensors and all that share their memory, except tensors that share it with `but`. Skips tensors that
+        are not on the device, and does nothing if they are offloaded already."""
+        if self._offloaded:
             return
         others = storages_of(but, self._device)
         storages = [one for key, one in storages_of(tensors, self._device).items() if key not in others]
         starts = starts_of(storage.nbytes() for storage in storages)
         room = self._memory.room(starts[-1])
-        parked = []
+        offloaded = []
         for storage, start in zip(storages, starts, strict=False):
             place = room[start : start + storage.nbytes()]
             place.copy_(bytes_of(storage), non_blocking=True)
-            parked.append((storage, place))
+            offloaded.append((storage, place))
         self._wait()
-        self._parked = parked
+        self._offloaded = offloaded
         for storage in storages:
             storage.resize_(0)
 
-    def bring_back(self) -> None:
-        """What is parked, if anything is: all of it, or, where the device has too little memory, nothing."""
+    def onload(self) -> None:
+        """Restores all that is offloaded. If the device has too little memory, nothing is restored and the error is raised."""
         with ExitStack() as back_again:
-            for storage, place in self._parked:
+            for storage, place in self._offloaded:
                 back_again.callback(storage.resize_, 0)
                 storage.resize_(len(place))
                 bytes_of(storage).copy_(place, non_blocking=True)
             self._wait()
             back_again.pop_all()
-        self._parked = []
+        self._offloaded = []
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-class TrainerParking:
-    """A trainer's memory in the two parts that `TrainBackend.sleep` and `wake` know."""
+class TrainerOffloader:
+    """The two parts of a trainer's memory that `TrainBackend.sleep` and `wake_up` distinguish."""
 
     def __init__(self, device: torch.device) -> None:
-        self._weights, self._others = Parking(device), Parking(device)
+        self._weights, self._others = TensorOffloader(device), TensorOffloader(device)
 
     def sleep(self, weights: Sequence[Tensor], others: Iterable[Tensor], *, keep_weights: bool) -> None:
-        """`weights`: what `export_tensors` reads. `others` may be views of them."""
-        self._others.park(others, but=weights)
+        """`weights`: what `export_weights` reads. `others` may be views of them."""
+        self._others.offload(others, but=weights)
         if not keep_weights:
-            self._weights.park(weights)
+            self._weights.offload(weights)
 
-    def wake(self, *, weights_only: bool) -> None:
-        self._weights.bring_back()
+    def wake_up(self, *, weights_only: bool) -> None:
+        self._weights.onload()
         if not weights_only:
-            self._others.bring_back()
+            self._others.onload()
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """By address, each once; without empty ones, and those that a file is mapped to."""
+    """Storages by address, each once, without empty ones and memory-mapped files."""
     found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes() and storage.resizable()}
 

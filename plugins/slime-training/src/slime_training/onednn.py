@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEWEST_ROWS = 32
-"""Below this oneDNN's fixed cost of some 10 us per call is more than it saves."""
+"""Rows below which oneDNN's fixed cost of some 10 us per call is more than it saves."""
 
 
 def onednn_available() -> bool:
@@ -64,17 +64,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight_OI = ctx.saved_tensors
         (grad,) = grads
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return (
-            _product(grad, weight_OI.t()) if wants_x else None,
-            _weight_gradient(grad_NO, x_NI) if wants_weight else None,
-            grad_NO.sum(0) if wants_bias else None,
+            _product(grad, weight_OI.t()) if needs_x else None,
+            _weight_gradient(grad_NO, x_NI) if needs_weight else None,
+            grad_NO.sum(0) if needs_bias else None,
         )
 
 
 def _weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """(O, I). Over a long N the product is faster with the smaller of the two as its rows."""
+    """(O, I). For a long N the product is faster with the smaller of the two as its rows."""
     if grad_NO.shape[1] <= x_NI.shape[1]:
         return _product(grad_NO.t(), x_NI.t())
     return _product(x_NI.t(), grad_NO.t()).t()

@@ -1,4 +1,4 @@
-"""What the entry points of `slime.optimizers` name. Nothing heavy is imported here."""
+"""Drivers of the entry points in `slime.optimizers`. Nothing heavy is imported here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The default process group of a trainer process, which several roles may share, and those made beside it."""
+"""The default process group of a trainer process, which several roles may share, and groups beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Final
 
 import torch.distributed as dist
@@ -14,16 +16,16 @@ SAVE_WAIT: Final = timedelta(days=1)
 
 
 def join_group(setup: TrainerSetup) -> bool:
-    """Makes it, or takes the one that another role of this process has made; whether it was made here. ConfigError if the
-    other one is of other ranks."""
+    """Creates the default process group, or uses the one that another role of this process created. Returns whether it was
+    created here. Raises ConfigError if the other group has other ranks."""
     if dist.is_initialized():
         if dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
             raise ConfigError(
                 f"role {setup.role}: it is rank {setup.rank} of {setup.world_size}, but this process already is rank "
-                f"{dist.get_rank()} of {dist.get_world_size()} for another role. Give both roles the same ranks."
+                f"{dist.get_rank()} of {dist.get_world_size()} for another role. Set the same ranks for both roles."
             )
         return False
-    # The host's collectives too: offloaded gradients and checkpoint plans are on the CPU.
+    # With gloo for the host too: offloaded gradients and checkpoint plans are on the CPU.
     backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
     if setup.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -33,9 +35,26 @@ def join_group(setup: TrainerSetup) -> bool:
     return True
 
 
+class CheckpointGroups:
+    """For collectives while checkpoints are written: each is made where it is first needed, by all ranks."""
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup | None]) -> None:
+        """`make`: `group_for_saving`; None: a single rank without a process group."""
+        self._make = make
+
+    @cached_property
+    def saving(self) -> dist.ProcessGroup | None:
+        return self._make()
+
+    @cached_property
+    def staging(self) -> dist.ProcessGroup | None:
+        """Of the thread that writes what was staged."""
+        return self._make()
+
+
 def group_for_saving() -> dist.ProcessGroup:
-    """Of all ranks, for the host; all of them call. Ranks that have written their part of a checkpoint wait in it for one
-    that still writes, which may take hours: gloo would give up after 30 minutes. One that has died is not waited for:
-    its connections close, and the launcher ends the others."""
+    """Creates a group of all ranks for the host; all of them call it. Ranks that have written their part of a checkpoint wait
+    in it for the others, which may take hours: gloo's default timeout is 30 minutes. A rank that has died is not waited for:
+    its connections close, and the launcher ends the other ranks."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=SAVE_WAIT)
     return group

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of python, numpy, torch's CPU and, if there is one, this rank's GPU."""
+    """States of python, numpy, torch's CPU generator and, if there is one, this rank's GPU."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {

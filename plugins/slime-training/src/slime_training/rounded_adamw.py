@@ -21,14 +21,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 STORED: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""By the names that flags give them."""
+"""Dtypes by the values of the options."""
 PIECE: Final = 2**24
-"""Elements that are computed on at once where temporaries take memory."""
+"""Elements that are computed at once where temporaries require memory."""
 OF_WEIGHTS, OF_SQUARES = 1, 2
 
 
-class RoundedAdamW(torch.optim.AdamW):
-    """Like torch's, with its state under the same names. Weights are float32 or bfloat16, whole tensors or DTensors."""
+class StochasticRoundingAdamW(torch.optim.AdamW):
+    """torch's AdamW with stochastic rounding; its state has the same names. Weights are float32 or bfloat16, whole tensors or
+    DTensors."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class RoundedAdamW(torch.optim.AdamW):
         self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """`step` (float32, on the host) and the moments, made now if no step has made them."""
+        """Returns `step` (float32, on the host) and the moments; creates them if no step has done so."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -62,7 +63,7 @@ class RoundedAdamW(torch.optim.AdamW):
                 if parameter.grad is None:
                     continue
                 state = self.state_of(parameter)
-                # Where nothing of it is held, too: a checkpoint takes the count from any rank.
+                # Also on a rank that holds no elements of it: a checkpoint takes the count from any rank.
                 state["step"] += 1
                 if not local(parameter).numel():
                     continue
@@ -79,8 +80,8 @@ class RoundedAdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """torch gives moments the dtype of their weights, to which float32 ones would be rounded: they are taken again.
-        As torch's, they are those of `state_dict` itself where dtype and device are the same."""
+        """torch casts moments to the dtype of their weights, which would round float32 ones: they are taken from `state_dict`
+        again. As in torch, the state holds the tensors of `state_dict` themselves if dtype and device are equal."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -91,7 +92,7 @@ class RoundedAdamW(torch.optim.AdamW):
 
 
 def numbers_of(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `update` is told: (6,) float32 and (2,) int32."""
+    """Returns the arguments `numbers` (6,) float32 and `salts` (2,) int32 of `update`."""
     beta1, beta2 = group["betas"]
     numbers = [
         1 - group["lr"] * group["weight_decay"],
@@ -111,7 +112,7 @@ def numbers_of(group: dict[str, Any], step: int, device: torch.device) -> tuple[
 def update_in_pieces(
     weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, salts: Tensor
 ) -> None:
-    """On a GPU compiled to one kernel, which has no temporaries."""
+    """Runs `update`; on a GPU compiled to one kernel without temporaries."""
     if weight.is_cuda:
         compiled_update()(weight, gradient, mean, square, numbers, salts)
         return
@@ -121,7 +122,8 @@ def update_in_pieces(
 
 
 def update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, salts: Tensor) -> None:
-    """In place, (N,) each. `numbers`: 1 - lr x decay, 1 - beta1, beta2, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), eps."""
+    """Updates in place, (N,) each. `numbers`: 1 - lr x decay, 1 - beta1, beta2, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
+    eps."""
     decay, new, beta2, rate, correction, eps = numbers.unbind()
     g = gradient.float()
     m = mean.float()
@@ -139,9 +141,9 @@ def compiled_update() -> Callable[..., None]:
 
 
 def rounded(values: Tensor, gradient: Tensor, salt: Tensor) -> Tensor:
-    """float32 to bfloat16: to one of the two neighbours, with the probabilities whose mean is the value."""
+    """float32 to bfloat16: rounds to one of the two neighbours, with the probabilities whose mean is the value."""
     bits = values.view(torch.int32)
-    # Of the gradient too: many weights of a bfloat16 model are equal, and their first steps are.
+    # The hash includes the gradient: many weights of a bfloat16 model are equal, and so are their first steps.
     noise = scrambled(scrambled(gradient.view(torch.int32) ^ salt) ^ bits) & 0xFFFF
     return ((bits + noise) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
@@ -157,16 +159,16 @@ def scrambled(bits: Tensor) -> Tensor:
 
 
 def salt(step: int, of: int) -> int:
-    """Another int32 for each step and each kept tensor."""
+    """Returns a different int32 for each step and each stored tensor."""
     mixed = ((step * 2654435761) ^ (of * 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 % 2**64
     return (mixed >> 32) - 2**31
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A view of this rank's elements."""
+    """Returns a flat view of this rank's elements."""
     return local(tensor).view(-1)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Returns this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

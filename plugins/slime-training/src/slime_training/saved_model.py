@@ -1,5 +1,5 @@
-"""A model folder written as the weights come: no rank holds more of them than one file's, and a folder that is not whole has
-no config.json."""
+"""Writes a model folder while weights are gathered: no rank holds more of them than one file, and an incomplete folder has no
+config.json."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_core.atomic_io.storage import storage_error
-from slime_training.collective_errors import on_all_ranks
+from slime_training.collective_errors import raise_on_all_ranks
 from slime_training.weight_files import gather_weights
 
 SHARD_BYTES: Final = 5 * 10**9
-"""Of tensors in one file, as transformers has it; a larger tensor has a file of its own."""
+"""Bytes of tensors in one file, transformers' default; a larger tensor has a file of its own."""
 ASIDE: Final = ".weights.writing"
-"""Below the folder: files that have no name yet, since it says how many there are."""
+"""Subfolder for files without a final name, which contains the number of files."""
 CONFIG: Final = "config.json"
 OF_WEIGHTS: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -36,10 +36,10 @@ def write_model(
     group: dist.ProcessGroup | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """All n ranks of `group` call (None: there is one), with the same whole tensors in the same order; each copies and writes
-    every n-th file. `target`: a folder that all of them see; weights that are in it are replaced. `describe` is called on
-    the first rank when all weights have their places, and writes config.json last. StorageError, on every rank, for what one
-    of them could not write."""
+    """All n ranks of `group` call it (None: one rank), with the same whole tensors in the same order; each copies and writes
+    every n-th file. `target`: a folder that all of them see; its old weights are replaced. `describe` is called on the first
+    rank when all weights are in place, and writes config.json last. Raises StorageError on every rank if one of them could not
+    write."""
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     aside = target / ASIDE
 
@@ -60,16 +60,16 @@ def write_model(
             describe()
 
     try:
-        on_all_ranks(begin, group, ranks)
-        on_all_ranks(look, group, ranks)
+        raise_on_all_ranks(begin, group, ranks)
+        raise_on_all_ranks(look, group, ranks)
         with ThreadPoolExecutor(1) as writer:
             shards = Shards(aside, rank=rank, ranks=ranks, shard_bytes=shard_bytes, writer=writer)
             for name, tensor in weights:
                 shards.add(name, tensor)
-            on_all_ranks(shards.close, group, ranks)
-        on_all_ranks(end, group, ranks)
+            raise_on_all_ranks(shards.close, group, ranks)
+        raise_on_all_ranks(end, group, ranks)
     except (OSError, SafetensorError) as error:
-        # Asked before what was written goes, which frees its place.
+        # Checks the free space before the written files are deleted.
         refused = storage_error(target, error)
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -77,8 +77,8 @@ def write_model(
 
 
 class Shards:
-    """Tensors in files, in the order in which they come. This rank holds those of one of its own files at most: it goes on
-    while that is written, and waits where the next one begins."""
+    """Distributes tensors over files, in the order in which they come. This rank holds at most the tensors of one of its own
+    files: it continues while that file is written, and waits where its next file begins."""
 
     def __init__(self, folder: Path, *, rank: int, ranks: int, shard_bytes: int, writer: ThreadPoolExecutor) -> None:
         self._folder = folder
@@ -87,15 +87,15 @@ class Shards:
         self._shard_bytes = shard_bytes
         self._writer = writer
         self.ended = 0
-        """Files of all ranks that nothing more goes into."""
+        """Number of complete files of all ranks."""
         self._size: int | None = None
-        """Bytes in the file that is being filled, whichever rank's it is; None: nothing is in it yet."""
+        """Bytes in the file that is being filled, on any rank; None: it is empty."""
         self._held: dict[str, Tensor] = {}
         self._writing: Future[None] | None = None
         self._failure: OSError | SafetensorError | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises nothing for a disk that refuses: the other ranks are waiting in the next gather. `close` does."""
+        """Does not raise a failed write, since the other ranks are waiting in the next gather. `close` raises it."""
         if self._size is not None and self._size + tensor.nbytes > self._shard_bytes:
             self._end()
         self._size = (self._size or 0) + tensor.nbytes
@@ -103,11 +103,11 @@ class Shards:
             return
         self._wait()
         if self._failure is None:
-            # A copy: a tensor may be a view of a larger one, or what is trained.
+            # A copy: a tensor may be a view of a larger one, or a trained weight.
             self._held[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def close(self) -> None:
-        """Returns when this rank's files are written; raises what kept one from being it."""
+        """Returns when this rank's files are written; raises the error of a failed write."""
         if self._size is not None:
             self._end()
         self._wait()
@@ -136,7 +136,7 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
-    """`tensors` is empty afterwards, also where this fails: an exception keeps what its frames hold."""
+    """Empties `tensors`, also if it fails: an exception keeps what its frames hold."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     finally:
@@ -144,7 +144,7 @@ def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def place(aside: Path, target: Path, count: int) -> None:
-    """Gives the files the names that transformers looks for, in place of those that were there."""
+    """Renames the files to the names that transformers expects, and replaces the old ones."""
     parts = [shard_file(aside, number) for number in range(count)]
     (target / CONFIG).unlink(missing_ok=True)
     for file in sorted(target.iterdir(), reverse=True):

@@ -1,7 +1,7 @@
 """SegmentTable: which queries of a packed stream see which keys.
 
 A segment is a run of queries with the keys up to its end: a whole sequence, one zigzag chunk of it, a prompt, or an
-answer that reads a prompt that other answers read too. Its last query stands at its last key.
+response that reads a prompt that other responses read too. Its last query is at its last key.
 
 Legend: S segments, N tokens of the stream, M keys that its attention may read.
 """
@@ -23,25 +23,25 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentTable:
-    """Numbers on the host, int64."""
+    """Integers on the host, int64."""
 
     query_starts: Int64
     """(S,) row of each segment's first query in the stream; its queries follow each other."""
     query_lengths: Int64
     """(S,) at least 1."""
     key_lengths: Int64
-    """(S,) at least as many as queries."""
+    """(S,) at least as long as the queries."""
     key_rows: Int64 | None = None
     """(sum of key_lengths,) rows among the M keys, segment after segment; None: a segment's keys are its queries."""
 
     @property
     def square(self) -> npt.NDArray[np.bool_]:
-        """(S,) as many keys as queries: a plain causal mask does."""
+        """(S,) True for as many keys as queries: a plain causal mask is enough."""
         same: npt.NDArray[np.bool_] = self.key_lengths == self.query_lengths
         return same
 
     def key_starts(self) -> Int64:
-        """(S,) where each segment's keys begin in `key_rows`."""
+        """(S,) offset of each segment's keys in `key_rows`."""
         starts: Int64 = np.cumsum(self.key_lengths) - self.key_lengths
         return starts
 
@@ -62,7 +62,7 @@ def zigzag_part(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> SegmentTable:
     chunks = np.diff(offsets) // (2 * cp_size)
     query_lengths = np.repeat(chunks, 2)
     key_lengths = np.stack([(cp_rank + 1) * chunks, (2 * cp_size - cp_rank) * chunks], axis=1).ravel()
-    # Place of each token of the whole stream in the concatenation of the ranks' parts.
+    # Index of each token of the whole stream in the concatenation of the ranks' parts.
     held = torch.cat([held_positions(cu_seqlens, rank, cp_size) for rank in range(cp_size)]).numpy()
     gathered = np.empty_like(held)
     gathered[held] = np.arange(len(held))

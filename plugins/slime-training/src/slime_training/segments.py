@@ -1,4 +1,4 @@
-"""Segments on one rank: every sample's response is here as a whole."""
+"""Segments on one rank, which has the whole response of every sample."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class LocalSegments:
         return values.new_zeros(self._num_samples).index_add(0, self._segments, values)
 
     def expand(self, values: Tensor) -> Tensor:
-        # index_select: the backward of indexing may add in any order on several threads.
+        # index_select: the backward of indexing may add in a nondeterministic order on several threads.
         return values.index_select(0, self._segments)

@@ -1,5 +1,5 @@
-"""Files of a Hugging Face model folder that is written or converted: their tensors, the index over several of weights, and all
-that is no weight."""
+"""Files of a Hugging Face model folder that is written or converted: tensors, the index over several files, and files without
+weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from slime_core.data.model_folder import INDEX
 
 
 def checksum_of(tensor: Tensor) -> str:
-    """xxh3-64 of its type, shape and bytes. Of a tensor on the host."""
+    """xxh3-64 of type, shape and bytes of a tensor on the host."""
     digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def copy_small_files(source: Path, target: Path) -> None:
-    """Config, tokenizer and the like; weights and their index stay."""
+    """Copies config, tokenizer and other small files, without weights and their index."""
     target.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth") and file.name != INDEX:
@@ -32,15 +32,15 @@ def copy_small_files(source: Path, target: Path) -> None:
 
 
 def copy_generation_and_code(source: Path, target: Path) -> None:
-    """What a saved model needs of the folder that it started from, beside config and tokenizer: how text is generated, and the
-    modules that `auto_map` of its config names."""
+    """Copies the files that a saved model requires beside config and tokenizer: the generation config, and the modules that
+    `auto_map` of its config names."""
     for file in sorted([*source.glob("generation_config.json"), *source.glob("*.py")]):
         shutil.copyfile(file, target / file.name)
 
 
 def gather_weights(parts: Sequence[Path], target: Path) -> None:
-    """Moves files of weights, which may be in `target` already after an interruption, to the names that
-    transformers gives several of them; then writes their index."""
+    """Moves files of weights to transformers' names for several files, then writes their index. After an interruption, files
+    may already be in `target`."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, part in enumerate(parts, 1):
@@ -55,13 +55,13 @@ def gather_weights(parts: Sequence[Path], target: Path) -> None:
 
 
 def tensor_bytes(file: Path) -> int:
-    """What is behind the header, whose length stands in the first eight bytes."""
+    """Bytes behind the header, whose length is in the first eight bytes."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
 
 def file_of(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """The file that holds each tensor."""
     found: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
@@ -70,10 +70,10 @@ def file_of(folder: Path) -> dict[str, Path]:
 
 
 def dtypes_in(folder: Path) -> dict[str, torch.dtype]:
-    """Of all tensors: in half precision some, biases of routers above all, are float32 beside the others."""
+    """Dtypes of all tensors: in a half-precision folder some, such as biases of routers, are float32."""
     found: dict[str, torch.dtype] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            # Mapped, not read.
+            # Memory-mapped, not read.
             found |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
     return found

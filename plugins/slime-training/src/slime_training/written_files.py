@@ -1,4 +1,4 @@
-"""Files of a checkpoint: how long they were when they were written, so that a cut is seen."""
+"""Sizes of the files of a checkpoint, to detect a truncated file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def sizes_of(folder: Path, files: Iterable[Path]) -> dict[str, int]:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """CheckpointError, naming the file, unless all are there with their sizes."""
+    """Raises CheckpointError with the file's name unless all files exist with their sizes."""
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file}: missing; the checkpoint is incomplete.")
         if (found := file.stat().st_size) != size:
-            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is cut short.")
+            raise CheckpointError(f"{file}: {found} bytes where {size} were written; the checkpoint is truncated.")

@@ -1,4 +1,4 @@
-"""EnvironmentAgent: one episode of an environment for each answer. Its agents are threads of calls to the run's engines."""
+"""EnvironmentAgent: one episode of an environment for each response. Its agents are threads of calls to the engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ HARNESS = "slime_verifiers"
 
 
 class EnvironmentAgent(Agent):
-    """Each trace of an episode is a thread of its own, with its own rewards; what an agent that is not to be trained wrote is
-    left out."""
+    """Each trace of an episode is a thread with its own rewards. Traces of agents that are not trained are left out."""
 
     scores_itself = True
 
@@ -43,10 +42,10 @@ class EnvironmentAgent(Agent):
         (slot,) = env.slots(task_of(env, task))
         episode = await env.run_slot(slot, context, on_trace=lambda trace: task.name_thread(trace.id))
         if not env.complete(episode):
-            # Errors of attempts that were repeated, and then went well, are kept beside these.
-            told = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
-            if told:
-                raise AgentFailed(f"{episode.env.id}: {told[-1].type}: {told[-1].message}")
+            # Errors of failed attempts are kept even if a later attempt succeeded.
+            errors = [*(error for trace in episode.traces if not trace.ok for error in trace.errors), *episode.errors]
+            if errors:
+                raise AgentFailed(f"{episode.env.id}: {errors[-1].type}: {errors[-1].message}")
         names = sorted({trace.agent.name for trace in episode.traces if trace.agent.trainable})
         return {trace.id: earned(trace, names) for trace in episode.traces if not trace.errors or trace.ok}
 
@@ -66,7 +65,7 @@ class EnvironmentAgent(Agent):
         return self._env
 
     async def _serve(self, env: vf.Env[Any], ready: asyncio.Future[None]) -> None:
-        """In one task from start to end, as the library's tool servers want it."""
+        """Starts and ends the servers in one task, as the library's tool servers require."""
         try:
             async with env.serving():
                 ready.set_result(None)
@@ -74,14 +73,16 @@ class EnvironmentAgent(Agent):
         except Exception as error:
             if ready.done():
                 raise
-            told = PluginError(f"{env.config.env_id}: {type(error).__name__} while its servers were started: {error}")
-            told.__cause__ = error
-            ready.set_exception(told)
+            failure = PluginError(
+                f"{env.config.env_id}: {type(error).__name__} while its servers were started: {error}"
+            )
+            failure.__cause__ = error
+            ready.set_exception(failure)
 
 
 def environment(config: VerifiersConfig) -> vf.Env[Any]:
-    """With agents that run here, where their table does not say otherwise: the library's own defaults are a program that may
-    do anything, on a rented machine."""
+    """Loads the environment. Agents run in this process unless their table sets something else: the library's default is a
+    shell on a rented machine."""
     settings = load_environment(config.env, config.folder)
     own = vf.default_harness_id(settings.taskset.id)
     changes: dict[str, Any] = {}
@@ -98,15 +99,15 @@ def environment(config: VerifiersConfig) -> vf.Env[Any]:
 
 
 def task_of(env: vf.Env[Any], task: AgentTask) -> vf.Task[Any, Any, Any]:
-    """The task that the prompt was made of; of a prompt from elsewhere, one with its messages and its metadata."""
+    """The task that the prompt was made from; for a prompt of another source, a task with its messages and metadata."""
     kind = type(env.taskset).task_type()
     data = task.metadata.get(TASK)
     if data is None:
         data = {"prompt": list(task.messages) if task.messages else task.prompt, **task.metadata}
     elif (of := task.metadata.get("taskset")) != env.config.taskset.id:
         raise PluginError(
-            f'data.taskset.id = "{of}" and generate.env.taskset.id = "{env.config.taskset.id}": an environment takes its own '
-            "tasks; give both the same."
+            f'data.taskset.id = "{of}" and generate.env.taskset.id = "{env.config.taskset.id}": an environment accepts '
+            "only its own tasks. Set both to the same."
         )
     try:
         return kind(kind.data_type().model_validate(data), env.config.taskset.task)
@@ -117,7 +118,7 @@ def task_of(env: vf.Env[Any], task: AgentTask) -> vf.Task[Any, Any, Any]:
 def earned(trace: vf.Trace[Any, Any, Any], names: list[str]) -> Earned:
     reward = trace.reward
     if not math.isfinite(reward):
-        raise AgentFailed(f"the environment gave the reward {reward}")
+        raise AgentFailed(f"the environment returned the reward {reward}")
     parts = {name: part.score for name, part in trace.rewards.items() if part is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
     agent = trace.agent.name

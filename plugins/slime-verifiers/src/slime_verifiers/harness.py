@@ -1,7 +1,7 @@
-"""ChatHarness: an agent that talks and calls tools, inside the run's own process.
+"""ChatHarness: a chat loop with tool calls, in the run's own process.
 
-The library's `null` harness does the same in a process of its own for every episode, with an environment that is installed for
-it. Here an episode costs its model calls alone.
+The library's `null` harness does the same in a separate process for every episode, with its own installed environment. Here an
+episode only costs its model calls.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         messages = first_messages(*self.resolve_prompt(data))
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            # What failed is told by the server, once; asked again it would be another turn. `timeout_s` ends the whole episode.
+            # No retries: a repeated call would be another turn. `timeout_s` ends the whole episode.
             client = await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
             )
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             while True:
                 try:
-                    answer = await client.chat.completions.create(
+                    response = await client.chat.completions.create(
                         model=ctx.model, messages=messages, **({"tools": tools} if tools else {})
                     )
                 except openai.APIError as error:
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=str(error))
-                said = answer.choices[0].message
-                messages.append(said.model_dump(exclude_none=True))
-                if not said.tool_calls:
+                message = response.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
                     return DONE
-                for call in said.tool_calls:
+                for call in message.tool_calls:
                     result = await called(call.function, dispatch, connections)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
@@ -71,7 +71,7 @@ def first_messages(system: str | None, prompt: Any) -> list[Any]:
 
 
 async def called(function: Any, dispatch: Any, connections: Any) -> Any:
-    """The tool's result as content of a message, or what was wrong with the call."""
+    """The tool's result as content of a message, or a text that states what is wrong with the call."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except ValueError as error:

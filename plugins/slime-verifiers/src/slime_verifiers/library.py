@@ -1,4 +1,4 @@
-"""The verifiers library as it is installed: whether it is, and what can be loaded from it."""
+"""Checks that the verifiers library is installed, and loads environments and tasksets from it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def require_library(asked_by: str) -> None:
         raise PluginError(f'{asked_by} = "verifiers": verifiers is not installed here: {HOW_TO_INSTALL}') from None
     if not VERSIONS.contains(version, prereleases=True):
         raise PluginError(
-            f'{asked_by} = "verifiers": verifiers {version} is installed, and {VERSIONS} is wanted (environments of earlier '
-            f"versions are written otherwise): {HOW_TO_INSTALL}"
+            f'{asked_by} = "verifiers": verifiers {version} is installed, and {VERSIONS} is required (environments of earlier '
+            f"versions use another API): {HOW_TO_INSTALL}"
         )
 
 
 def load_environment(table: Mapping[str, Any], folder: str | None) -> vf.EnvConfig:
     """The environment's configuration, of its own type. PluginError if there is no such taskset or environment, ConfigError if
-    it does not take these options."""
+    its options are invalid."""
     import verifiers.v1 as vf
 
     return _loaded(lambda: vf.resolve_env_config(dict(table)), table, "generate.env", folder)
 
 
 def load_taskset(table: Mapping[str, Any], folder: str | None) -> vf.Taskset[Any, Any]:
-    """As `load_environment`, of `data.taskset`."""
+    """Loads the taskset of `data.taskset`. Errors as in `load_environment`."""
     import verifiers.v1 as vf
 
     def load() -> vf.Taskset[Any, Any]:
@@ -55,7 +55,7 @@ def _loaded(load: Any, table: Mapping[str, Any], where: str, folder: str | None)
     from pydantic import ValidationError
 
     if folder is not None and folder not in sys.path:
-        # At the end: nothing that is installed is hidden by it.
+        # Appended: it must not hide installed packages.
         sys.path.append(folder)
     asked = f'{where}.taskset = "{table["taskset"]["id"]}"' + (
         f', {where}.id = "{table["id"]}"' if "id" in table else ""
@@ -70,19 +70,19 @@ def _loaded(load: Any, table: Mapping[str, Any], where: str, folder: str | None)
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else error.name
         named = {str(one).rsplit("/", 1)[-1].split("@")[0].replace("-", "_").lower() for one in ids(table)}
         if missing is not None and missing not in named:
-            raise PluginError(f"{asked}: it needs {missing}, which is not installed.") from error
-        there = ", ".join(installed()) or "no package that needs verifiers"
+            raise PluginError(f"{asked}: it requires {missing}, which is not installed. Install it.") from error
+        there = ", ".join(installed()) or "no package that requires verifiers"
         raise PluginError(
-            f"{asked}: there is no such module. Installed: {there}. Install the environment's package, or name the folder of "
-            f"its module with {where}.folder."
+            f"{asked}: there is no such module. Installed: {there}. Install the environment's package, or set "
+            f"{where}.folder to the folder of its module."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        # What the library says of a module that is no taskset.
+        # The library raises these for a module that is no taskset.
         raise PluginError(f"{asked}: {error}") from error
 
 
 def ids(table: Mapping[str, Any]) -> list[str]:
-    """All ids that the table names: of the taskset, the environment, and harnesses of agents."""
+    """All ids in the table: of the taskset, the environment, and the harnesses of agents."""
     found = [table["id"]] if isinstance(table.get("id"), str) else []
     for value in table.values():
         if isinstance(value, Mapping):
@@ -91,8 +91,7 @@ def ids(table: Mapping[str, Any]) -> list[str]:
 
 
 def installed() -> list[str]:
-    """Distributions that need verifiers, which is what packages of environments have in common, and the library's own
-    tasksets."""
+    """The distributions that require verifiers, as packages of environments do, and the library's own tasksets."""
     import pkgutil
 
     import verifiers.v1.tasksets
@@ -103,7 +102,7 @@ def installed() -> list[str]:
 
 
 def needs(dist: importlib.metadata.Distribution) -> set[str]:
-    """Canonical names of what it always needs."""
+    """Canonical names of its requirements without extras."""
     names = set()
     for text in dist.requires or ():
         try:

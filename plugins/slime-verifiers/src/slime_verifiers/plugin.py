@@ -14,7 +14,7 @@ from slime_verifiers.config import VerifiersConfig, VerifiersTasksConfig
 
 
 class Verifiers(GeneratorDriver):
-    """Episodes of an environment of the verifiers library: its agents call the policy, its rubric gives the rewards."""
+    """Episodes of an environment of the verifiers library: its agents call the policy, and its rubric returns the rewards."""
 
     Config = VerifiersConfig
     gives_rewards = True
@@ -30,7 +30,7 @@ class Verifiers(GeneratorDriver):
 
         served = AgentConfig(
             timeout_s=config.timeout_s,
-            # Of all agents of an episode, each of which has a limit of its own.
+            # Calls of all agents of an episode; each agent has its own limit.
             max_calls=1_000_000,
             fork_threshold=config.fork_threshold,
             chat_template_kwargs=config.chat_template_kwargs,
@@ -44,7 +44,7 @@ class Verifiers(GeneratorDriver):
 
 
 class VerifiersTasks(SourceDriver):
-    """Prompts that are the tasks of a taskset of the verifiers library."""
+    """The tasks of a taskset of the verifiers library, as prompts."""
 
     Config = VerifiersTasksConfig
 
@@ -75,7 +75,7 @@ class EchoData(vf.TaskData):
 
 class EchoTask(vf.Task[EchoData]):
     @vf.reward
-    async def said(self, trace) -> float:
+    async def contains_answer(self, trace) -> float:
         return float(self.data.answer in trace.last_reply)
 
 class EchoTaskset(vf.Taskset[EchoTask, vf.TasksetConfig]):

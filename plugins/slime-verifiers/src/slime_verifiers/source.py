@@ -18,12 +18,12 @@ from slime_verifiers.config import VerifiersTasksConfig
 from slime_verifiers.library import load_taskset
 
 TASK: Final = "task"
-"""Of a prompt's metadata: the task's data, by which the environment knows it again. `taskset` is beside it."""
+"""Key of a prompt's metadata with the task's data, from which the environment rebuilds the task. `taskset` has its id."""
 
 
 class TaskSource(DataSource):
-    """All tasks are loaded at the start. Their prompts show what a task asks; what the model reads in the end is decided by
-    the environment."""
+    """Loads all tasks at the start. The prompts contain the text of the task; the environment decides what the model
+    reads."""
 
     def __init__(self, config: VerifiersTasksConfig, renderer: Renderer, *, seed: int) -> None:
         self._renderer = renderer
@@ -31,7 +31,7 @@ class TaskSource(DataSource):
         self._id = config.taskset["id"]
         taskset = load_taskset(config.taskset, config.folder)
         if config.limit is None and not taskset.bounded:
-            raise ConfigError(f'data.taskset = "{self._id}": its tasks never end; say how many with data.limit.')
+            raise ConfigError(f'data.taskset = "{self._id}": this taskset is endless. Set data.limit.')
         tasks = list(itertools.islice(taskset, config.limit))
         self._rows = [self._row(task) for task in tasks]
         self._usable = [n for n in range(len(tasks)) if renderer.accepts(self._rendered(n, group_index=0))]
@@ -44,7 +44,7 @@ class TaskSource(DataSource):
 
     def _row(self, task: vf.Task[Any, Any, Any]) -> Mapping[str, Any]:
         data = task.data.model_dump(mode="json", exclude_none=True)
-        # Of those whose user opens the conversation, what the agents are told.
+        # A task in which the user begins the conversation has no prompt: its system prompt is shown.
         shown = data.get("prompt") or data.get("system_prompt") or task.data.name or self._id
         label = data.get("answer")
         return {"input": shown, "label": label, "metadata": {"taskset": self._id, TASK: data}}
@@ -73,7 +73,7 @@ class TaskSource(DataSource):
     def restore(self, state: Mapping[str, Any]) -> None:
         if (state.get("fingerprint"), state.get("seed")) != (self.fingerprint(), self._seed):
             raise CheckpointError(
-                f'data.taskset = "{self._id}": its tasks, its options or the seed are not those of the checkpoint. Put them '
+                f'data.taskset = "{self._id}": its tasks, its options or the seed are not those of the checkpoint. Set them '
                 "back, or start a new run."
             )
         self._order.epoch = state["epoch"]
@@ -85,8 +85,8 @@ class TaskSource(DataSource):
         return len(self._usable)
 
     def fingerprint(self) -> str:
-        told = json.dumps([self._id, self._rows, self._is_shuffled], sort_keys=True)
-        return xxhash.xxh3_128_hexdigest(told.encode())
+        content = json.dumps([self._id, self._rows, self._is_shuffled], sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(content.encode())
 
     @property
     def metrics(self) -> Mapping[str, float]:

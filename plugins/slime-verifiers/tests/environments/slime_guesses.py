@@ -28,13 +28,13 @@ class GuessConfig(vf.EnvConfig):
 class GuessEnv(vf.Env[GuessConfig]):
     async def run(self, task, agents):
         async with agents.player.interaction(task) as player:
-            said = await player.turn("Guess.")
-            while not said.terminated and said.last_reply != str(task.data.number):
-                if said.last_reply == "!":
+            given = await player.turn("Guess.")
+            while not given.terminated and given.last_reply != str(task.data.number):
+                if given.last_reply == "!":
                     await asyncio.sleep(60)
-                if said.last_reply == "?":
+                if given.last_reply == "?":
                     raise RuntimeError("the player does not know what a number is")
-                said = await player.turn("more" if int(said.last_reply) < task.data.number else "less")
+                given = await player.turn("more" if int(given.last_reply) < task.data.number else "less")
 
 
 __all__ = ["GuessEnv", "GuessTaskset"]

@@ -1,4 +1,4 @@
-"""Read rollouts that a run has dumped: a step's groups, one group, or one answer."""
+"""Read rollouts that a run has dumped: a step's groups, one group, or one response."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def view(
         Order, typer.Option(help="What comes first; spread: groups whose rewards differ most.")
     ] = Order.DRAWN,
     limit: Annotated[int, typer.Option(min=1, help="Groups that are shown.")] = 20,
-    group: Annotated[int | None, typer.Option(help="Show one group: its prompt and all answers.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show one group: its prompt and all responses.")] = None,
     sample: Annotated[
-        int | None, typer.Option(help="Show one answer part by part: who wrote it, and what is trained.")
+        int | None,
+        typer.Option(help="Show one response part by part: the policy version of each part, and what is trained."),
     ] = None,
     hf_checkpoint: Annotated[
-        Path | None, typer.Option(help="Whose tokenizer reads an answer's parts; without it that of the run's model.")
+        Path | None,
+        typer.Option(help="Folder whose tokenizer decodes the response; by default that of the run's model."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Read rollouts that a run has dumped: a step's groups, one group, or one answer.
+    """Read rollouts that a run has dumped: a step's groups, one group, or one response.
 
-    The files are Parquet, one row for each answer: pandas and duckdb read them too.
+    The files are Parquet, one row for each response: pandas and duckdb read them too.
     """
     from slime_viewer.viewing import show
 

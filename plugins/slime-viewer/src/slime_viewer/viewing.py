@@ -1,4 +1,4 @@
-"""What `slime view` shows: the groups of a dumped step, one group, one answer part by part."""
+"""What `slime view` shows: the groups of a dumped step, one group, one response part by part."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PIPED_WIDTH: Final = 160
-"""Of a table that goes into a file or another program."""
-NOBODY: Final = -1
+"""Width of tables that are written to a file or a pipe."""
+NO_POLICY: Final = -1
 """In the place of a version: no policy has sampled these tokens."""
 
 
@@ -63,7 +63,7 @@ class Numbered(NamedTuple):
 
     what: str
     column: str
-    """Of a dump."""
+    """Column of the dump."""
     of: Callable[[SampleGroup], Sequence[int]]
 
 
@@ -81,9 +81,9 @@ def show(
     sample: int | None,
     hf_checkpoint: Path | None,
 ) -> None:
-    """Prints it. ConfigError or DataError for what is not there, with what is."""
+    """Prints the steps, a step, a group or a sample. ConfigError or DataError if it is not there, with what is."""
     if group is not None and sample is not None:
-        raise ConfigError("--group and --sample: say one of them.")
+        raise ConfigError("--group and --sample: pass only one of them.")
     rollouts, steps = find_dumps(folder)
     if step is not None and step not in steps:
         raise DataError(f"{rollouts}: step {step} is not there; there are {len(steps)}, {steps[0]} to {steps[-1]}.")
@@ -122,21 +122,21 @@ def find_dumps(folder: Path) -> tuple[Path, list[int]]:
     return rollouts, steps
 
 
-def find_group(rollouts: Path, steps: Sequence[int], numbered: Numbered, wanted: int) -> SampleGroup:
+def find_group(rollouts: Path, steps: Sequence[int], numbered: Numbered, number: int) -> SampleGroup:
     """The newest that has it."""
     least, most = math.inf, -math.inf
     for step in reversed(steps):
         path = dump_file(rollouts, step)
         there = read_numbers(path, numbered.column)
-        if wanted in there:
-            return next(group for group in read_groups(path) if wanted in numbered.of(group))
+        if number in there:
+            return next(group for group in read_groups(path) if number in numbered.of(group))
         least, most = min([least, *there]), max([most, *there])
     where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    raise DataError(f"{rollouts}: no {numbered.what} {wanted} in {where}; there are {least} to {most}.")
+    raise DataError(f"{rollouts}: no {numbered.what} {number} in {where}; there are {least} to {most}.")
 
 
 def read_numbers(path: Path, column: str) -> frozenset[int]:
-    """Of one column alone, such as `index`. Errors as those of `read_groups`."""
+    """The numbers in one column, such as `index`. Raises the errors of `read_groups`."""
     try:
         table = pq.read_table(path, columns=[column])
     except (pa.ArrowException, OSError) as error:
@@ -147,7 +147,7 @@ def read_numbers(path: Path, column: str) -> frozenset[int]:
 
 
 def find_tokenizer(folder: Path, asked: Path | None) -> PreTrainedTokenizerBase:
-    """The asked one, or that of the run's model; code that it brings is run where the run did."""
+    """The tokenizer in `asked`, or that of the run's model. Its remote code is trusted only if the run trusted it."""
     found = RunFolder(folder).read_manifest()
     if asked is None and found is None:
         raise ConfigError(
@@ -165,17 +165,17 @@ def find_tokenizer(folder: Path, asked: Path | None) -> PreTrainedTokenizerBase:
 def summary(path: Path, step: int, groups: Sequence[SampleGroup]) -> str:
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
-    told = [f"{len(groups)} groups, {len(samples)} answers"]
+    facts = [f"{len(groups)} groups, {len(samples)} responses"]
     if rewards:
-        told.append(f"reward {np.mean(rewards):.3f}")
+        facts.append(f"reward {np.mean(rewards):.3f}")
     if samples:
-        told.append(f"{np.mean([sample.response_length for sample in samples]):,.0f} tokens on average")
-    told += [
+        facts.append(f"{np.mean([sample.response_length for sample in samples]):,.0f} tokens on average")
+    facts += [
         f"{count} {status}"
         for status, count in Counter(s.status for s in samples).items()
         if status != Status.COMPLETED
     ]
-    return f"[bold]step {step}[/] of {escape(str(path))}: {', '.join(told)}"
+    return f"[bold]step {step}[/] of {escape(str(path))}: {', '.join(facts)}"
 
 
 def groups_table(groups: Sequence[SampleGroup]) -> Table:
@@ -186,13 +186,13 @@ def groups_table(groups: Sequence[SampleGroup]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for group in groups:
         rewards, samples = group.rewards, group.samples
-        told = [f"{mean_reward(group):.3f}", f"{min(rewards):g}", f"{max(rewards):g}"] if rewards else ["-"] * 3
+        facts = [f"{mean_reward(group):.3f}", f"{min(rewards):g}", f"{max(rewards):g}"] if rewards else ["-"] * 3
         lengths = [sample.response_length for sample in samples]
         table.add_row(
             str(group.group_index),
             Text(last_words(group)),
             str(len(samples)),
-            *told,
+            *facts,
             f"{np.mean(lengths):,.0f}" if lengths else "-",
             f"{longest(group):,}",
             str(sum(sample.status is Status.TRUNCATED for sample in samples) or ""),
@@ -202,7 +202,7 @@ def groups_table(groups: Sequence[SampleGroup]) -> Table:
 
 
 def last_words(group: SampleGroup) -> str:
-    """Of a conversation its last message: what stands before it is often the same everywhere."""
+    """The last message of a conversation; those before it are often the same in all prompts."""
     messages = group.prompt.messages
     text = messages[-1]["content"] if messages else group.prompt.text
     return " ".join(str(text).split())
@@ -214,45 +214,45 @@ def versions(found: set[int]) -> str:
     return str(min(found)) if len(found) == 1 else f"{min(found)} to {max(found)}"
 
 
-# ---------------------------------------------------------------- a group, an answer
+# ---------------------------------------------------------------- a group, a response
 
 
 def prompt_of(group: SampleGroup) -> Text:
     prompt = group.prompt
-    told = [f"group {group.group_index}", f"{len(prompt.token_ids):,} tokens"]
-    told += [prompt.origin] if prompt.origin else []
-    told += [f"{len(prompt.images)} images"] if prompt.images else []
-    told += [f"label {prompt.label!r}"] if prompt.label is not None else []
-    return Text.assemble((", ".join(told), "bold"), "\n", prompt.text, "\n")
+    facts = [f"group {group.group_index}", f"{len(prompt.token_ids):,} tokens"]
+    facts += [prompt.origin] if prompt.origin else []
+    facts += [f"{len(prompt.images)} images"] if prompt.images else []
+    facts += [f"label {prompt.label!r}"] if prompt.label is not None else []
+    return Text.assemble((", ".join(facts), "bold"), "\n", prompt.text, "\n")
 
 
 def heading(sample: Sample) -> Text:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     parts = ", ".join(f"{name} {value:g}" for name, value in sample.reward_parts.items())
-    told = [
+    facts = [
         f"{reward} ({parts})" if parts else reward,
         f"{sample.response_length:,} tokens, {sample.num_trainable:,} trained",
         str(sample.status),
         *(f"{name} {value:g}" for name, value in sample.counts.items()),
     ]
     if sample.remove_sample:
-        told.append("trains nothing")
-    return Text(f"sample {sample.index}: {', '.join(told)}", style="bold")
+        facts.append("trains nothing")
+    return Text(f"sample {sample.index}: {', '.join(facts)}", style="bold")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Response tokens `[start, end)` that one wrote."""
+    """Response tokens `[start, end)` of one policy version, or of a tool or the environment."""
 
     start: int
     end: int
     trained: bool
     version: int
-    """`NOBODY`: a tool or the environment."""
+    """`NO_POLICY`: a tool or the environment."""
 
 
 def parts_of(sample: Sample) -> Iterator[Part]:
-    version = np.full(sample.response_length, NOBODY)
+    version = np.full(sample.response_length, NO_POLICY)
     for span in sample.spans:
         version[span.start : span.end] = span.version
     changes = (np.diff(version) != 0) | (np.diff(sample.loss_mask) != 0)
@@ -270,7 +270,7 @@ def parts_table(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Table:
         tokens, log_probs = (x[part.start : part.end] for x in (sample.response_tokens, sample.rollout_log_probs))
         table.add_row(
             f"{part.start:,} to {part.end:,}",
-            "-" if part.version == NOBODY else f"version {part.version}",
+            "-" if part.version == NO_POLICY else f"version {part.version}",
             "yes" if part.trained and not sample.remove_sample else "",
             f"{log_probs.mean():.3f}" if part.trained else "",
             Text(str(tokenizer.decode(tokens)), style="" if part.trained else "dim"),

@@ -1,4 +1,4 @@
-"""A Python interpreter for code that nobody has read."""
+"""A Python interpreter for untrusted code."""
 
 from slime_agents.config import SandboxConfig
 from slime_agents.sandbox.execution import Execution, Outcome

@@ -1,4 +1,4 @@
-"""Execution: what became of a piece of code."""
+"""Execution: the result of running a piece of code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """`WRONG` is the code's own doing; it would end so again. `INFRA` says nothing about the code."""
+    """`WRONG`: the code failed, and would fail again. `INFRA`: the sandbox failed, not the code."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -21,9 +21,9 @@ class Execution:
     out: str = ""
     """Standard output, up to the limit."""
     err: str = ""
-    """Standard error; of an exception, its traceback."""
+    """Standard error, with the traceback of an exception."""
     reason: str = ""
-    """Why it is not `OK`, in a line."""
+    """Why it is not `OK`, in one line."""
     seconds: float = 0.0
     walls: frozenset[str] = frozenset()
-    """What held while it ran: `network`, `processes`, `files`, `bubblewrap`."""
+    """Walls that were in effect: `network`, `processes`, `files`, `bubblewrap`."""

@@ -1,4 +1,4 @@
-"""Interpreter: runs Python code, each piece in a fresh process behind the walls of `inside`."""
+"""Interpreter: runs Python code, each piece in a new process that `inside` isolates."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ PUBLIC: Final = (
     "/dev/urandom",
     "/dev/zero",
 )
-"""What code may read beside its library."""
+"""Paths that code may read, in addition to Python's library."""
 START_S: Final = 30.0
 SILENCE_S: Final = 60.0
-"""Beyond the time that code may take: for one that waits, while others are run and what they left is removed."""
+"""Seconds without a result, in addition to `wall_s`, after which the server counts as lost. They include the wait of a
+request while other code runs and files are removed."""
 REMOVALS: Final = 5
 
 
-def infra(told: str) -> dict[str, Any]:
-    """As the server says of code that could not be run."""
-    return {"cause": "infra", "told": told}
+def infra(detail: str) -> dict[str, Any]:
+    """The server's result for code that could not be run."""
+    return {"cause": "infra", "detail": detail}
 
 
 DIED: Final = infra("the sandbox's fork server died")
 
 
 class Interpreter:
-    """Starts a fork server when it is first needed, another one if that dies, and ends it when nobody holds this object."""
+    """Starts a fork server when it is first needed and after one has died, and ends it when this object is freed."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -60,7 +61,7 @@ class Interpreter:
         self._starting = threading.Lock()
 
     async def start(self) -> frozenset[str]:
-        """The walls that stand. PluginError if one that is required does not."""
+        """Starts the server, and returns the walls in effect. PluginError if a required wall is missing."""
         return (await asyncio.to_thread(self._running)).walls
 
     async def run(self, code: str) -> Execution:
@@ -81,7 +82,7 @@ class Interpreter:
 
 
 def started(config: SandboxConfig) -> ForkServer:
-    """In bubblewrap where that is installed and may make namespaces, else without."""
+    """Starts the server in bubblewrap if that is installed and permitted to make namespaces, else without it."""
     problem = "bwrap is not installed"
     if bwrap := shutil.which("bwrap"):
         try:
@@ -97,17 +98,19 @@ def started(config: SandboxConfig) -> ForkServer:
 def required(server: ForkServer, config: SandboxConfig, problem: str = "") -> ForkServer:
     if missing := [wall for wall in config.require if wall not in server.walls]:
         server.end()
-        told = "; ".join(f"{wall}: {WALLS[wall]}{', ' + problem if wall == 'bubblewrap' else ''}" for wall in missing)
+        lacking = "; ".join(
+            f"{wall}: {WALLS[wall]}{', ' + problem if wall == 'bubblewrap' else ''}" for wall in missing
+        )
         rest = [wall for wall in config.require if wall not in missing]
         raise PluginError(
-            f"the sandbox lacks a wall on this machine ({told}). Use a machine that has it, or give it up: "
+            f"the sandbox lacks a wall on this machine ({lacking}). Use a machine that has it, or run without it: set "
             f"sandbox.require = {json.dumps(rest)}."
         )
     return server
 
 
 class ForkServer:
-    """The process of `inside`, from this side. OSError if it does not start."""
+    """Client of the fork server in `inside`. OSError if it does not start."""
 
     def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
         self._folder = tempfile.mkdtemp(prefix="slime-sandbox-")
@@ -116,9 +119,9 @@ class ForkServer:
         self._lock = threading.Lock()
         self._silence_s = config.wall_s + SILENCE_S
         self._heard = 0.0
-        """When it answered last."""
+        """Time of its last result."""
         self.has_ended = False
-        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, once the server has said hello
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, once the server has started
         self._process = subprocess.Popen(
             [*walled(bwrap, self._folder), sys.executable, "-I", "-S", str(INSIDE), settings(config, self._folder)],
             stdin=subprocess.PIPE,
@@ -136,9 +139,9 @@ class ForkServer:
         timer.cancel()
         if not hello:
             log.seek(0)
-            said = log.read().decode(errors="replace").strip()[-500:]
+            output = log.read().decode(errors="replace").strip()[-500:]
             self.end()
-            raise OSError(said or f"it ended with {self._process.returncode}")
+            raise OSError(output or f"it ended with {self._process.returncode}")
         log.close()
         self.walls = frozenset(json.loads(hello)["walls"]) | ({"bubblewrap"} if bwrap else frozenset())
         threading.Thread(target=listen, args=(weakref.ref(self), self._process.stdout), daemon=True).start()
@@ -146,29 +149,29 @@ class ForkServer:
     async def ask(self, code: str) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        result: asyncio.Future[dict[str, Any]] = loop.create_future()
         with self._lock:
             if self.has_ended:
                 return DIED
-            self._asked[number] = (loop, answer)
+            self._asked[number] = (loop, result)
         begun = time.monotonic()
         await self._send({"id": number, "code": code})
         try:
             while (left := max(begun, self._heard) + self._silence_s - time.monotonic()) > 0:
-                await asyncio.wait([answer], timeout=left)
-                if answer.done():
-                    return answer.result()
+                await asyncio.wait([result], timeout=left)
+                if result.done():
+                    return result.result()
         except asyncio.CancelledError:
             await self._send({"cancel": number})
             raise
-        # Nobody asks it again; its end is the answer to the others.
+        # No further request is sent; ending it ends the other requests too.
         self.has_ended = True
         loop.run_in_executor(None, self.end)
         return infra(f"the sandbox's fork server has been silent for {self._silence_s:g} s")
 
     async def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
-        # A pipe takes 64 KiB; a longer text may have to wait for its reader.
+        # A pipe holds 64 KiB; a longer text may have to wait until it is read.
         if len(data) < 4096:
             self._write(data)
         else:
@@ -180,40 +183,40 @@ class ForkServer:
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def answered(self, answer: dict[str, Any]) -> None:
+    def on_result(self, result: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         with self._lock:
-            asked = self._asked.pop(answer["id"], None)
+            asked = self._asked.pop(result["id"], None)
         if asked is not None:
-            tell(*asked, answer)
+            set_result(*asked, result)
 
-    def lost(self) -> None:
-        """Nothing more comes from it."""
+    def on_lost(self) -> None:
+        """Ends all pending requests, since the server has closed its output."""
         with self._lock:
             self.has_ended = True
             asked, self._asked = self._asked, {}
-        for loop, answer in asked.values():
-            tell(loop, answer, DIED)
+        for loop, future in asked.values():
+            set_result(loop, future, DIED)
         self.end()
 
 
-def listen(server: weakref.ref[ForkServer], answers: Any) -> None:
-    """In a thread of its own, which holds the server only while it has news."""
-    for line in answers:
+def listen(server: weakref.ref[ForkServer], output: Any) -> None:
+    """Reads results, in a separate thread. It holds a strong reference to the server only while it handles a result."""
+    for line in output:
         if (known := server()) is None:
             return
-        known.answered(json.loads(line))
+        known.on_result(json.loads(line))
         del known
     if (known := server()) is not None:
-        known.lost()
+        known.on_lost()
 
 
-def tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:
+def set_result(loop: asyncio.AbstractEventLoop, future: asyncio.Future[dict[str, Any]], result: dict[str, Any]) -> None:
     def settle() -> None:
         if not future.done():
-            future.set_result(answer)
+            future.set_result(result)
 
-    # A loop that has been closed has nobody left who waits.
+    # A closed loop has no waiting task.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(settle)
 
@@ -222,7 +225,7 @@ def end_process(process: subprocess.Popen[bytes], folder: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # What it started ends a moment later than it does, and may be writing until then.
+    # Its child processes end a moment later, and may write until then.
     for _ in range(REMOVALS):
         with contextlib.suppress(OSError):
             remove(folder)
@@ -234,7 +237,7 @@ def end_process(process: subprocess.Popen[bytes], folder: str) -> None:
 def walled(bwrap: str | None, folder: str) -> list[str]:
     if bwrap is None:
         return []
-    # Not --die-with-parent: that is the end of the thread that started it. The server ends with its standard input.
+    # Not --die-with-parent, which acts when the starting thread ends. The server ends when its standard input closes.
     return [
         bwrap, "--unshare-all", "--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev",
         "--proc", "/proc", "--bind", folder, folder, "--chdir", "/",
@@ -261,22 +264,22 @@ def settings(config: SandboxConfig, folder: str) -> str:
     )
 
 
-def execution_of(answer: dict[str, Any], config: SandboxConfig, walls: frozenset[str]) -> Execution:
-    outcome, reason = judged(answer, config)
+def execution_of(result: dict[str, Any], config: SandboxConfig, walls: frozenset[str]) -> Execution:
+    outcome, reason = outcome_of(result, config)
     return Execution(
         outcome=outcome,
         reason=reason,
-        out=answer.get("out", ""),
-        err=answer.get("err", ""),
-        seconds=answer.get("seconds", 0.0),
+        out=result.get("out", ""),
+        err=result.get("err", ""),
+        seconds=result.get("seconds", 0.0),
         walls=walls,
     )
 
 
-def judged(answer: dict[str, Any], config: SandboxConfig) -> tuple[Outcome, str]:
-    cause = answer["cause"]
+def outcome_of(result: dict[str, Any], config: SandboxConfig) -> tuple[Outcome, str]:
+    cause = result["cause"]
     if cause == "infra":
-        return Outcome.INFRA, answer["told"]
+        return Outcome.INFRA, result["detail"]
     if cause == "wall":
         return Outcome.TIMEOUT, f"no end within {config.wall_s:g} s"
     if cause == "output":
@@ -287,12 +290,12 @@ def judged(answer: dict[str, Any], config: SandboxConfig) -> tuple[Outcome, str]
         return Outcome.WRONG, f"more than {config.max_files} files and folders"
     if cause == "hidden":
         return Outcome.WRONG, "files in a folder that cannot be looked into: locked, or too deep"
-    status = answer["status"]
+    status = result["status"]
     if status == 0:
         return Outcome.OK, ""
     if status > 0:
-        lines = answer["err"].strip().splitlines()
+        lines = result["err"].strip().splitlines()
         return Outcome.WRONG, lines[-1] if lines else f"exit code {status}"
-    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and answer["cpu_s"] >= config.cpu_s):
+    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and result["cpu_s"] >= config.cpu_s):
         return Outcome.TIMEOUT, f"more than {config.cpu_s} s of processor time"
     return Outcome.WRONG, f"killed by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""AgentThread: the event loop in which functions of users run, beside the run's own."""
+"""AgentThread: the event loop of agent functions, in a thread beside the run's event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Aside:
         self._task.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        # A run that is over has nobody left who waits.
+        # After the run has ended, no task waits for the result.
         with contextlib.suppress(RuntimeError):
             self._run.call_soon_threadsafe(self._settle, task)
 
@@ -46,21 +46,21 @@ class Aside:
             self.outcome.cancel()
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
-            # Nobody may be waiting any more.
+            # Marks the exception as retrieved: perhaps no task waits any more.
             self.outcome.exception()
         else:
             self.outcome.set_result(task.result())
 
 
 class AgentThread:
-    """All agents of a run share one, as a client at the top of a file belongs to one event loop. A thread that blocks cannot
-    be ended; it is left behind, and ends with the process."""
+    """One thread for all agents of a run, since a client created at module level belongs to one event loop. A thread that
+    blocks cannot be ended; it ends with the process."""
 
     _of_runs: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, AgentThread]] = WeakKeyDictionary()
 
     @classmethod
     def joined(cls) -> AgentThread:
-        """That of the running loop. To be left again."""
+        """The thread of the running loop, started if needed. Each call requires a call of `leave`."""
         run = asyncio.get_running_loop()
         if run not in cls._of_runs:
             cls._of_runs[run] = cls()
@@ -87,7 +87,7 @@ class AgentThread:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def at_work(self, file: str) -> tuple[str, str]:
-        """The name of what it is doing, and where it is, if possible in this file."""
+        """The name of the running task, and its file and line, if possible in `file`."""
         task = asyncio.current_task(self._loop)
         innermost = frame = sys._current_frames().get(self._thread.ident or 0)
         while frame is not None and frame.f_code.co_filename != file:
@@ -97,7 +97,7 @@ class AgentThread:
         return task.get_name() if task is not None else "", where
 
     async def leave(self) -> None:
-        """The last one ends it."""
+        """Ends the thread after the last user has left."""
         self._num_users -= 1
         if self._num_users == 0:
             self._of_runs.pop(asyncio.get_running_loop(), None)

@@ -1,4 +1,4 @@
-"""What an agent is given, and the two forms of an agent: an async function, or a command."""
+"""AgentTask, the input of an agent, and the two kinds of agents: an async function, or a command."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from slime_core.types.prompt import Message
 ALWAYS_PASSED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 MOST_OUTPUT: Final = 65536
 GRACE_S: Final = 30.0
-"""For an agent that is told to end: on a busy machine one may import for as long as that."""
+"""Seconds that a cancelled agent has to end: on a busy machine imports alone may take as long."""
 
 
 class AgentFailed(Exception):
-    """The agent raised, ended with an error, or called nobody. It is run again, or counted as failed."""
+    """The agent raised, ended with an error, or did not call the model. It is run again, or counted as failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """One prompt for an agent. The label is not in it: what is rewarded must be found."""
+    """One prompt for an agent, without the label."""
 
     prompt: str
     messages: Sequence[Message] | None
@@ -43,53 +43,53 @@ class AgentTask:
     api_key: str
     model: str = "slime"
     name_thread: Callable[[str], None]
-    """Calls that bring this name in the header X-Session-ID are this task's, whatever their key, in a conversation of their
-    own: for clients that serve many tasks."""
+    """Registers a thread name. Calls with this name in the header X-Session-ID belong to this task, whatever their key, in a
+    separate conversation: for clients that serve many tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Earned:
-    """What one thread of calls has earned."""
+    """Reward of one thread of calls."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, which are logged."""
     agent: str = ""
-    """Who called, where there are several, compared each with its like."""
+    """Name of the calling agent, if there are several. Each agent is compared only with itself."""
     number: int = 0
-    """Of this agent, among `num_agents`."""
+    """Index of this agent, below `num_agents`."""
     num_agents: int = 1
     is_trained: bool = True
     is_cut: bool = False
-    """A limit of the agent's own ended it."""
+    """Whether the agent's own limit ended it."""
 
 
 AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[float | None]]
-"""What it returns is the reward of the whole episode; None leaves that to the run's reward."""
+"""Returns the reward of the whole episode, or None to use the run's reward."""
 
 
 class Agent(ABC):
     scores_itself = False
-    """The run needs no reward for it: an episode that it could not end itself has none, and fails."""
+    """Whether the agent scores its episodes. If so, the run needs no reward, and an episode that a limit ended fails."""
     stuck: PluginError | None = None
-    """What kept it from ending when it was cancelled."""
+    """Why it did not end when it was cancelled."""
 
     async def open(self) -> None:
-        """Once, while the run starts: PluginError, with what to type, if what it depends on is not there."""
+        """Called once, while the run starts. PluginError, with the command to type, if a dependency is missing."""
         return
 
     @abstractmethod
     async def run(self, task: AgentTask) -> float | Mapping[str, Earned] | None:
-        """The reward of the whole episode, or of each thread by its name; None leaves it to the run's reward. Ends when
-        cancelled. AgentFailed, or whatever a function raises."""
+        """Returns the reward of the whole episode, or of each thread by its name; None: the run's reward scores it. Must end
+        when cancelled. Raises AgentFailed, or any exception of a function."""
 
     async def close(self) -> None:
-        """At the end of the run."""
+        """Called at the end of the run."""
         return
 
 
 class FunctionAgent(Agent):
-    """Runs in an event loop beside the run's, which goes on whatever the function does."""
+    """Runs in an event loop beside the run's, which continues whatever the function does."""
 
     def __init__(self, function: AgentFunction, *, name: str | None = None, grace_s: float = GRACE_S) -> None:
         self._function = function
@@ -100,7 +100,7 @@ class FunctionAgent(Agent):
     async def run(self, task: AgentTask) -> float | None:
         if self._thread is None:
             self._thread = AgentThread.joined()
-        # Whoever is still on the way when the run ends finds it closed.
+        # A local reference: `close` sets the attribute to None while calls may still run.
         thread = self._thread
         in_run = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, task.name_thread)
         aside = thread.start(self._call(replace(task, name_thread=in_run)), name=self._name)
@@ -125,7 +125,7 @@ class FunctionAgent(Agent):
         try:
             return await self._function(task)
         except (SystemExit, KeyboardInterrupt) as error:
-            # It would end the loop of all agents.
+            # Unchanged, it would end the event loop of all agents.
             raise AgentFailed(f"the agent raised {error!r}") from error
 
     def _blocked(self, thread: AgentThread) -> PluginError:
@@ -158,11 +158,13 @@ class CommandAgent(Agent):
                 start_new_session=True,
             )
             try:
-                told = json.dumps({"prompt": task.prompt, "messages": task.messages, "metadata": dict(task.metadata)})
-                output, _ = await asyncio.gather(last_of(process.stdout), give(process.stdin, told))
+                message = json.dumps(
+                    {"prompt": task.prompt, "messages": task.messages, "metadata": dict(task.metadata)}
+                )
+                output, _ = await asyncio.gather(last_of(process.stdout), give(process.stdin, message))
                 code = await process.wait()
             finally:
-                # Its children too, also where it has ended.
+                # Kills its child processes too, also if it has ended itself.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
@@ -184,7 +186,7 @@ class CommandAgent(Agent):
 
 
 async def last_of(stream: asyncio.StreamReader | None) -> bytes:
-    """The end of what it writes, all of which is read."""
+    """Reads the stream to its end, and returns the last MOST_OUTPUT bytes."""
     assert stream is not None
     kept = b""
     while data := await stream.read(MOST_OUTPUT):
@@ -194,7 +196,7 @@ async def last_of(stream: asyncio.StreamReader | None) -> bytes:
 
 async def give(stream: asyncio.StreamWriter | None, text: str) -> None:
     assert stream is not None
-    # Not every agent reads it.
+    # An agent may end without reading its input.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(text.encode())
         await stream.drain()

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests in, answers out."""
+"""Anthropic's messages API: parses requests, formats responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls":
 
 
 class MessagesRequest(BaseModel):
-    """What of a request has an influence, as in ChatRequest."""
+    """The fields of a request that have an effect, as in ChatRequest."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
@@ -55,7 +55,7 @@ def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One message of blocks as those that a chat template knows."""
+    """Converts a message of blocks into messages that a chat template accepts."""
     role, content = given.get("role"), given.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -73,19 +73,22 @@ def plain_messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             texts.append(block)
     messages = results
     if texts or calls or not results:
-        said: dict[str, Any] = {"role": role, "content": texts}
+        message: dict[str, Any] = {"role": role, "content": texts}
         if calls:
-            said["tool_calls"] = calls
-        messages = [*results, said]
+            message["tool_calls"] = calls
+        messages = [*results, message]
     return messages
 
 
 def blocks(reply: Reply) -> list[dict[str, Any]]:
-    said = reply.said
-    text = [{"type": "text", "text": said.content}] if said.content or not said.tool_calls else []
+    written = reply.message
+    text = [{"type": "text", "text": written.content}] if written.content or not written.tool_calls else []
     return [
         *text,
-        *({"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in said.tool_calls),
+        *(
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)}
+            for c in written.tool_calls
+        ),
     ]
 
 
@@ -107,7 +110,7 @@ def message(reply: Reply) -> dict[str, Any]:
 
 
 def events(reply: Reply) -> Iterator[bytes]:
-    """Server-sent events of a whole answer."""
+    """The response as server-sent events."""
     whole = message(reply)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**whole["usage"], "output_tokens": 0}

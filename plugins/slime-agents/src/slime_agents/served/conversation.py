@@ -1,13 +1,12 @@
 """Conversation: the calls of one agent as token-exact branches.
 
-Each call is a text that somebody wants continued. What the model wrote stays the tokens that it was; only the rest of a text is
-ever tokenised. How a call relates to what is held decides what becomes of it:
+Each call is a text to be continued. What the model wrote keeps its tokens; only the rest of a text is tokenized. Three cases:
 
-- it goes on from a branch, letter by letter: its tail is appended, not trained (clean);
-- it goes on, but tells the last response otherwise, and that was shorter than the fork threshold: the response is given up and
-  stands there as it is told now, not trained (realign);
-- else it is a branch of its own, which begins with what it shares with another one as its prompt. So a turn that two branches
-  share is trained once (fork).
+- The text continues a branch, character by character: its tail is appended, not trained (clean).
+- The text repeats the last response of a branch differently, and that response is shorter than the fork threshold: the new
+  text replaces the response and is not trained (realign).
+- Otherwise the text becomes a new branch. What it shares with another branch is its prompt, so a turn that two branches share
+  is trained once (fork).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from slime_core.types.completion import Completion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A stretch of a branch, written by the model (`completion`) or by others."""
+    """A part of a branch. `completion` is set if the model wrote it."""
 
     text: str
     token_ids: npt.NDArray[np.int32]
@@ -31,15 +30,15 @@ class Piece:
 
 
 class Branch:
-    """What becomes one sample: a prompt, then responses with others' words between them."""
+    """One sample: a prompt, then responses of the model with other texts between them."""
 
     def __init__(self, prompt: Piece) -> None:
         self.pieces = [prompt]
         self.text = prompt.text
         self.is_waiting = False
-        """An answer is on its way: nobody else may go on from here."""
-        self.last_answer = -1
-        """Number of its last answer, of all in the episode."""
+        """Whether a response is being generated. No other call may then continue this branch."""
+        self.last_response = -1
+        """Number of its last response, counted over the whole episode; -1 if it has none."""
 
     @property
     def prompt(self) -> Piece:
@@ -54,7 +53,7 @@ class Branch:
         return sum(len(piece.token_ids) for piece in self.pieces[1:])
 
     @property
-    def num_answers(self) -> int:
+    def num_responses(self) -> int:
         return sum(piece.completion is not None for piece in self.pieces)
 
     def append(self, piece: Piece) -> None:
@@ -75,16 +74,16 @@ class Conversation:
         self._fork_threshold = fork_threshold
 
     def place(self, text: str) -> Branch:
-        """The branch that ends with this text now, waiting for an answer."""
+        """Returns the branch that now ends with this text, and marks it as waiting for a response."""
         branch = self._extended(text) or self._realigned(text) or self._forked(text)
         branch.is_waiting = True
         return branch
 
-    def answer(self, branch: Branch, text: str, completion: Completion, *, number: int = 0) -> None:
-        """`number`: counts up over all answers that are compared with this one."""
+    def add_response(self, branch: Branch, text: str, completion: Completion, *, number: int = 0) -> None:
+        """Appends the model's response. `number`: increases with each response of the episode."""
         branch.append(Piece(text, completion.token_ids, completion))
         branch.is_waiting = False
-        branch.last_answer = number
+        branch.last_response = number
 
     def _free(self) -> list[Branch]:
         return [branch for branch in self.branches if not branch.is_waiting]
@@ -102,15 +101,15 @@ class Conversation:
             if last.completion is None or len(last.token_ids) >= self._fork_threshold:
                 continue
             before = len(branch.text) - len(last.text)
-            # The same question once more tells nothing about the response to it: that is a fork.
+            # A text that ends before the response does not repeat it: that is a fork.
             if length < before < len(text) and text.startswith(branch.text[:before]):
                 found, length = branch, before
         if found is None or self._shared(text)[1] > length:
-            # None, or it begins with more of another branch.
+            # No branch, or the text shares a longer beginning with another branch.
             return None
-        told = Piece(text[length:], self._encode(text[length:]))
+        replacement = Piece(text[length:], self._encode(text[length:]))
         found.drop_last()
-        found.append(told)
+        found.append(replacement)
         self.num_realigned += 1
         return found
 
@@ -123,7 +122,7 @@ class Conversation:
         return branch
 
     def _shared(self, text: str) -> tuple[Sequence[Piece], int]:
-        """The most of a branch that the text begins with, in whole pieces, and its characters."""
+        """The longest beginning that the text shares with a branch: its pieces, and its length in characters."""
         best: tuple[Sequence[Piece], int] = ((), 0)
         for branch in self.branches:
             length = 0

@@ -1,4 +1,4 @@
-"""Messages to the text that the model sees, and its text back to a message."""
+"""Renders messages to the text that the model sees, and parses its text into a message."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOL_CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""As the Hermes and Qwen families write them."""
+"""Tool calls in the format of the Hermes and Qwen families."""
 
 
 class BadCall(Exception):
-    """A call that cannot be answered; the agent is told why."""
+    """A call that cannot be served. The agent gets the reason as an error response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """The model's answer as a message."""
+class AssistantMessage:
+    """The model's response as a message."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Dialogue:
-    """Renders conversations with the tokenizer's chat template. What the model said comes out as it said it, though the
-    agent has only seen it parsed."""
+    """Renders conversations with the tokenizer's chat template. Responses of the model are rendered as the model wrote them,
+    not as the agent got them, which is parsed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -59,17 +59,17 @@ class Dialogue:
             raise BadCall(f"the chat template does not take these messages: {error}") from error
         return str(text)
 
-    def hear(self, raw: str, *, turn: int, with_tools: bool, stop_sequence: str | None) -> Said:
-        """`raw`: what the model wrote, without the end of its turn. The agent does not get to see a stop string of its own."""
-        said = parsed(raw, turn) if with_tools else Said(content=raw)
+    def parse(self, raw: str, *, turn: int, with_tools: bool, stop_sequence: str | None) -> AssistantMessage:
+        """Parses `raw`: what the model wrote, without the end of its turn. A stop string of the agent's is removed."""
+        message = parsed(raw, turn) if with_tools else AssistantMessage(content=raw)
         if stop_sequence is not None:
-            said = replace(said, content=said.content.removesuffix(stop_sequence))
-        self._raw[known_by(said.content, [call.id for call in said.tool_calls])] = raw
-        return said
+            message = replace(message, content=message.content.removesuffix(stop_sequence))
+        self._raw[known_by(message.content, [call.id for call in message.tool_calls])] = raw
+        return message
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadCall(f"messages: an object with a role is wanted, not {message!r:.80}")
+            raise BadCall(f"messages: {message!r:.80}: must be an object with a role")
         role = "system" if message["role"] == "developer" else message["role"]
         content = text_of(message.get("content"))
         calls = message.get("tool_calls") or []
@@ -85,25 +85,25 @@ class Dialogue:
 
 
 def known_by(content: str, call_ids: Sequence[str]) -> str:
-    """Calls have ids of their own, so an agent may leave out or mend the text beside them."""
+    """Key under which the raw text is kept. Tool calls have ids, so an agent may change the text beside them."""
     return json.dumps(["calls", *call_ids] if call_ids else ["text", content])
 
 
 def text_of(content: Any) -> str:
-    """Of a string, or of a list of parts of text."""
+    """The text of a string, or of a list of text parts. BadCall for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
-        raise BadCall(f"content: a string or a list of parts is wanted, not {content!r:.80}")
+        raise BadCall(f"content: {content!r:.80}: must be a string or a list of parts")
     if other := {str(part.get("type")) for part in content} - {"text", "input_text", "output_text"}:
         raise BadCall(f"content: parts of type {', '.join(sorted(other))} cannot be shown to this model; text can")
     return "".join(str(part.get("text", "")) for part in content)
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as templates want it."""
+    """Returns a tool call whose arguments are an object, as chat templates require."""
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -114,18 +114,18 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def parsed(raw: str, turn: int) -> Said:
-    """Tool calls out of the text; one that cannot be read makes all of it plain text."""
+def parsed(raw: str, turn: int) -> AssistantMessage:
+    """Parses the tool calls in the text. If one cannot be parsed, all of it stays plain text."""
     calls: list[ToolCall] = []
     for number, found in enumerate(TOOL_CALL.finditer(raw)):
         try:
             call = json.loads(found[1])
         except ValueError:
-            return Said(content=raw)
+            return AssistantMessage(content=raw)
         name, arguments = call.get("name"), call.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            return Said(content=raw)
+            return AssistantMessage(content=raw)
         calls.append(ToolCall(f"call_{turn}_{number}", name, json.dumps(arguments, ensure_ascii=False)))
     if not calls:
-        return Said(content=raw)
-    return Said(content=raw[: raw.index("<tool_call>")].strip(), tool_calls=tuple(calls))
+        return AssistantMessage(content=raw)
+    return AssistantMessage(content=raw[: raw.index("<tool_call>")].strip(), tool_calls=tuple(calls))

@@ -18,8 +18,8 @@ from slime_core.types.sample import Sample, Status
 
 
 class ServedAgent(Generator):
-    """Runs the agent once for an answer. Its samples share the rollout id, and one reward: what the agent returned, or else
-    what its last sample earns. In an evaluation that one alone is returned."""
+    """Runs the agent once for each response. Its samples share the rollout id and one reward: what the agent returned, or else
+    the reward of its last sample. In an evaluation only the last sample is returned."""
 
     def __init__(self, agent: Agent, config: AgentConfig) -> None:
         self._agent = agent
@@ -58,8 +58,8 @@ class ServedAgent(Generator):
                 f"the agent has not called the model{f' within {self._config.timeout_s:g} s' if is_late else ''}"
             )
         if isinstance(earned, Mapping):
-            told = [(earned[thread], sample) for thread, sample in threads if thread in earned]
-            paid = [with_reward(sample, by) for by, sample in told if by.is_trained]
+            scored = [(earned[thread], sample) for thread, sample in threads if thread in earned]
+            paid = [with_reward(sample, by) for by, sample in scored if by.is_trained]
             if not paid:
                 raise AgentFailed("no agent that is to be trained has called the model")
             return paid[-1:] if episode.evaluation else paid
@@ -81,7 +81,7 @@ class ServedAgent(Generator):
     async def _run(
         self, episode: Episode, session: Session, key: str
     ) -> tuple[float | Mapping[str, Earned] | None, bool]:
-        """What it returned, and whether it had to be ended for being late."""
+        """Returns the agent's result, and whether it was ended because of `timeout_s`."""
         prompt = episode.prompt
         task = AgentTask(
             prompt=prompt.text,
@@ -109,7 +109,7 @@ class ServedAgent(Generator):
             if error is None:
                 return running.result(), False
             if session.is_used_up and isinstance(error, Exception):
-                # It was told that there are no more answers.
+                # It got the error that no more responses are served.
                 return None, False
             raise error
         finally:
@@ -128,6 +128,6 @@ def with_reward(sample: Sample, earned: Earned) -> Sample:
     sample = replace(sample, reward=float(earned.reward), reward_parts=dict(earned.parts))
     if earned.num_agents == 1:
         return sample
-    # Below zero, so that it is no group's own index.
+    # Negative, so that it differs from every group index.
     key = -1 - (sample.group_index * earned.num_agents + earned.number)
     return replace(sample, credit_key=key, metadata={**sample.metadata, "agent": earned.agent})

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests in, answers out."""
+"""OpenAI's chat completions API: parses requests, formats responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "slime"
 
 
 class ChatRequest(BaseModel):
-    """What of a request has an influence. Temperature, top_p, seed and the like are the run's and are not looked at."""
+    """The fields of a request that have an effect. Temperature, top_p, seed and others are ignored: the run sets them."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
@@ -40,13 +40,13 @@ class ChatRequest(BaseModel):
 
 
 def message(reply: Reply) -> dict[str, Any]:
-    said = reply.said
-    shown: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-    if said.tool_calls:
-        shown["content"] = said.content or None
+    written = reply.message
+    shown: dict[str, Any] = {"role": "assistant", "content": written.content, "refusal": None}
+    if written.tool_calls:
+        shown["content"] = written.content or None
         shown["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.tool_calls
+            for call in written.tool_calls
         ]
     return shown
 
@@ -77,7 +77,7 @@ def usage(replies: list[Reply]) -> dict[str, int]:
 
 
 def log_probs(reply: Reply, tokens_of: Any) -> dict[str, Any]:
-    """Of the sampled tokens alone."""
+    """Log-probs of the sampled tokens only."""
     pairs = zip(reply.completion.token_ids.tolist(), reply.completion.log_probs.tolist(), strict=True)
     rows = [(tokens_of([token]), value) for token, value in pairs]
     content = [{"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []} for t, v in rows]
@@ -85,7 +85,7 @@ def log_probs(reply: Reply, tokens_of: Any) -> dict[str, Any]:
 
 
 def events(replies: list[Reply], request: ChatRequest, created: int) -> Iterator[bytes]:
-    """Server-sent events of a whole answer."""
+    """The responses as server-sent events."""
     head = {
         "id": f"chatcmpl-{replies[0].number}",
         "object": "chat.completion.chunk",

@@ -1,4 +1,4 @@
-"""AgentServer: the address that agents are given, on this machine alone. Each episode has a key of its own."""
+"""AgentServer: the HTTP server that agents call, on the loopback. Each episode has its own key."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from slime_serving.listener import listen
 
 BACKLOG: Final = 1024
 EVENTS: Final = "text/event-stream"
-# Clients would ask again, and again in vain.
+# Clients must not retry: every retry would fail.
 FINAL: Final = {"x-should-retry": "false"}
 
 
 class AgentServer:
-    """Started by the first episode; ended by `close`."""
+    """Started by the first episode, closed by `close`."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._threads: dict[str, str] = {}
-        """Names of threads to keys."""
+        """Thread name -> key."""
         self._starting = asyncio.Lock()
         self._server: InLoopServer | None = None
         self._port = 0
@@ -50,7 +50,7 @@ class AgentServer:
         return f"http://127.0.0.1:{self._port}"
 
     async def open(self, session: Session) -> str:
-        """The key under which the session is called from now on."""
+        """Registers a session, and returns its key."""
         async with self._starting:
             if self._server is None:
                 await self._start()
@@ -59,9 +59,9 @@ class AgentServer:
         return key
 
     def name_thread(self, key: str, thread: str) -> None:
-        """Calls with this name in X-Session-ID are the session's from now on, whatever key they bring: for clients that are
-        shared by many episodes. Each thread is a conversation of its own."""
-        # An agent that is still on its way when its episode ends comes too late.
+        """Assigns calls with this name in X-Session-ID to the session, whatever their key: for clients that many episodes
+        share. Each thread is a separate conversation."""
+        # Ignored after the episode has ended, while its agent may still run.
         if key in self._sessions:
             self._threads[thread] = key
 
@@ -81,7 +81,7 @@ class AgentServer:
         await self._server.start(listener)
 
     def _session(self, request: Request) -> tuple[Session | None, str]:
-        """The session that a request is for, and the thread."""
+        """The session of a request (None if its key is unknown), and its thread."""
         thread = request.headers.get("x-session-id", "")
         if thread in self._threads:
             return self._sessions[self._threads[thread]], thread
@@ -96,36 +96,36 @@ class AgentServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
-        async def answer(session: Session, thread: str, body: bytes) -> Response:
+        async def respond(session: Session, thread: str, body: bytes) -> Response:
             asked = openai_api.ChatRequest.model_validate_json(body)
             call = replace(asked.call(), thread=thread)
-            replies = list(await asyncio.gather(*(session.answer(call) for _ in range(asked.n or 1))))
+            replies = list(await asyncio.gather(*(session.respond(call) for _ in range(asked.n or 1))))
             created = int(time.time())
             if asked.stream:
                 return StreamingResponse(iter(list(openai_api.events(replies, asked, created))), media_type=EVENTS)
             return JSONResponse(openai_api.chat_completion(replies, asked, session.text_of, created))
 
-        return await self._answered(request, answer, openai_api.error)
+        return await self._serve(request, respond, openai_api.error)
 
     async def _messages(self, request: Request) -> Response:
-        async def answer(session: Session, thread: str, body: bytes) -> Response:
+        async def respond(session: Session, thread: str, body: bytes) -> Response:
             asked = anthropic_api.MessagesRequest.model_validate_json(body)
-            reply = await session.answer(replace(asked.call(), thread=thread))
+            reply = await session.respond(replace(asked.call(), thread=thread))
             if asked.stream:
                 return StreamingResponse(iter(list(anthropic_api.events(reply))), media_type=EVENTS)
             return JSONResponse(anthropic_api.message(reply))
 
-        return await self._answered(request, answer, anthropic_api.error)
+        return await self._serve(request, respond, anthropic_api.error)
 
-    async def _answered(self, request: Request, answer: Any, error: Callable[[str, str], dict[str, Any]]) -> Response:
+    async def _serve(self, request: Request, respond: Any, error: Callable[[str, str], dict[str, Any]]) -> Response:
         session, thread = self._session(request)
         if session is None:
             return JSONResponse(error("no such key, or its episode has ended", "authentication_error"), 401)
         try:
-            done: Response = await answer(session, thread, await request.body())
+            done: Response = await respond(session, thread, await request.body())
         except ValidationError as problem:
-            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in problem.errors())
-            return JSONResponse(error(told, "invalid_request_error"), 400)
+            text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in problem.errors())
+            return JSONResponse(error(text, "invalid_request_error"), 400)
         except BadCall as problem:
             return JSONResponse(error(str(problem), "invalid_request_error"), 400)
         except Ended as end:

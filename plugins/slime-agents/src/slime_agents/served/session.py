@@ -1,4 +1,4 @@
-"""Session: what stands between an agent's calls and the episode."""
+"""Session: serves an agent's calls with the episode's completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_agents.served.conversation import Branch, Conversation
-from slime_agents.served.dialogue import BadCall, Dialogue, Said
+from slime_agents.served.dialogue import AssistantMessage, BadCall, Dialogue
 from slime_core.contracts.generator import Episode
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.sample import Sample, Status, VersionSpan
@@ -22,24 +22,24 @@ CUT: Final = "length"
 
 
 class Ended(Exception):
-    """There are no more answers: the run has been told to stop, an engine failed, or the calls are used up."""
+    """No more responses are served: the run stops, an engine failed, or `max_calls` is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What both APIs ask for."""
+    """A request of either API."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     thread: str = ""
-    """Calls of different threads never go on from each other, though their messages be the same."""
+    """Calls of different threads never continue each other, even with the same messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    said: Said
+    message: AssistantMessage
     finish: str
     """`stop`, `length` or `tool_calls`."""
     stop_sequence: str | None
@@ -49,7 +49,7 @@ class Reply:
 
 
 class Session:
-    """Answers the calls of one agent. Sampling is the run's: what is trained must have been sampled as the trainer assumes."""
+    """Responds to the calls of one agent. It samples as the run does: the trainer assumes that for what it trains."""
 
     def __init__(
         self, episode: Episode, *, max_calls: int, fork_threshold: int, template_kwargs: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Session:
         self._dialogue = Dialogue(episode.tokenizer, template_kwargs)
         self._fork_threshold = fork_threshold
         self._conversations: dict[str, Conversation] = {}
-        self._answers = itertools.count()
+        self._response_numbers = itertools.count()
         ends = frozenset((*episode.tokenizer.all_special_ids, *episode.sampling.stop_token_ids))
         self._kept = None if episode.kept is None else Kept(episode.kept, ends)
         self.num_calls = 0
@@ -67,10 +67,10 @@ class Session:
         self.is_aborted = False
         self.failure: Exception | None = None
         self.ended = asyncio.Event()
-        """Set once it makes no sense for the agent to go on."""
+        """Set when the agent can get no more responses."""
 
-    async def answer(self, call: Call) -> Reply:
-        """BadCall if it cannot be answered, Ended if nothing will be."""
+    async def respond(self, call: Call) -> Reply:
+        """Generates the response to a call. BadCall if the call is invalid, Ended if no more calls are served."""
         if self.ended.is_set():
             raise Ended("this run of the agent has ended")
         text = self._dialogue.render(call.messages, call.tools)
@@ -86,16 +86,18 @@ class Session:
         limit = room if call.max_tokens is None else min(room, call.max_tokens)
         completion = await self._complete(branch, token_ids, limit, call.stop)
         raw = decode(self._episode.tokenizer, completion.token_ids)
-        conversation.answer(branch, raw, completion, number=next(self._answers))
+        conversation.add_response(branch, raw, completion, number=next(self._response_numbers))
         if completion.finish_reason is FinishReason.ABORT:
             self.is_aborted = True
             self.ended.set()
-            raise Ended("the run has been told to stop")
+            raise Ended("the run stops")
         shown, stop_sequence = self._without_end(completion, call.stop)
-        said = self._dialogue.hear(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
-        finish = CUT if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if said.tool_calls else "stop"
+        message = self._dialogue.parse(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
+        finish = (
+            CUT if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if message.tool_calls else "stop"
+        )
         return Reply(
-            said=said,
+            message=message,
             finish=finish,
             stop_sequence=stop_sequence,
             number=number,
@@ -113,7 +115,7 @@ class Session:
     ) -> Completion:
         sampling = self._episode.sampling
         stop = tuple(dict.fromkeys((*sampling.stop, *stop)))
-        known = self._kept.answer(token_ids) if self._kept is not None else None
+        known = self._kept.find(token_ids) if self._kept is not None else None
         if known is not None and (not known.is_open or self._is_stopped(known.completion, stop)):
             return known.completion
         begun = known.completion if known is not None else None
@@ -126,7 +128,7 @@ class Session:
         try:
             completion = await self._episode.complete(asked, sampling)
         except Exception as error:
-            # Whatever an engine raises is the run's business, not the agent's.
+            # Errors of an engine end the episode; the agent only gets that it has ended.
             self.failure = error
             self.ended.set()
             branch.is_waiting = False
@@ -134,13 +136,13 @@ class Session:
         return completion if begun is None else after(begun, completion)
 
     def _is_stopped(self, completion: Completion, stop: tuple[str, ...]) -> bool:
-        """Whether its last token ends a stop string, or goes beyond it."""
+        """Whether its last token completes a stop string."""
         tokens, tokenizer = completion.token_ids, self._episode.tokenizer
         before, text = decode(tokenizer, tokens[:-1]), decode(tokenizer, tokens)
         return any(one in text and text.rindex(one) + len(one) > len(before) for one in stop)
 
     def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
-        """What the agent reads: without the special tokens at its end; and the stop string that it ends with."""
+        """The text without the special tokens at its end, and the stop string that it ends with, or None."""
         tokens = completion.token_ids.tolist()
         special = set(self._episode.tokenizer.all_special_ids)
         while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in special:
@@ -157,20 +159,20 @@ class Session:
     def text_of(self, tokens: Sequence[int]) -> str:
         return decode(self._episode.tokenizer, np.array(tokens, np.int32))
 
-    # ---------------------------------------------------------------- afterwards
+    # ---------------------------------------------------------------- samples
 
     def samples(self, *, is_cut: Callable[[str], bool]) -> list[tuple[str, Sample]]:
-        """A sample for each branch with an answer in it, with its thread, the one that was answered last at the end.
+        """(thread, sample) of each branch that has a response, ordered by the last response.
         `is_cut`: whether a limit ended this thread."""
         branches = [(thread, branch) for thread, one in self._conversations.items() for branch in one.branches]
-        answered = sorted((it for it in branches if it[1].num_answers), key=lambda it: it[1].last_answer)
-        said_something = [any(len(p.token_ids) for p in branch.pieces if p.completion) for _, branch in answered]
-        if answered and (self.is_aborted or not any(said_something)):
-            said_something[-1] = True
-        said = itertools.compress(answered, said_something)
-        samples = [(thread, self._sample(thread, branch, is_cut(thread))) for thread, branch in said]
+        responded = sorted((it for it in branches if it[1].num_responses), key=lambda it: it[1].last_response)
+        has_tokens = [any(len(p.token_ids) for p in branch.pieces if p.completion) for _, branch in responded]
+        if responded and (self.is_aborted or not any(has_tokens)):
+            has_tokens[-1] = True
+        kept = itertools.compress(responded, has_tokens)
+        samples = [(thread, self._sample(thread, branch, is_cut(thread))) for thread, branch in kept]
         if samples and self.is_aborted:
-            # Also where the agent was busy with something else.
+            # Also if the agent was not waiting for a response.
             thread, last = samples[-1]
             samples[-1] = thread, replace(last, status=Status.ABORTED)
         return samples
@@ -188,7 +190,7 @@ class Session:
                 trajectory.append_environment(piece.token_ids)
             else:
                 trajectory.append_completion(piece.completion)
-        trajectory.counts["agent_answers"] = branch.num_answers
+        trajectory.counts["agent_answers"] = branch.num_responses
         trajectory.counts["agent_realigned"] = self._conversations[thread].num_realigned
         if trajectory.status is Status.COMPLETED and is_cut:
             return trajectory.finish(status=Status.TRUNCATED)
@@ -199,18 +201,19 @@ class Session:
 class Known:
     completion: Completion
     is_open: bool
-    """No token ends it: it was broken off, and is to be gone on with, unless a stop string ends it."""
+    """Whether it was aborted before its end and must be continued, unless a stop string ends it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a partial rollout left: its answers are given again to an agent that asks the same again."""
+    """The sample of a partial rollout: its responses are served again to an agent that makes the same calls again."""
 
     sample: Sample
     ends: frozenset[int]
     """Tokens that end a turn."""
 
-    def answer(self, token_ids: npt.NDArray[np.int32]) -> Known | None:
+    def find(self, token_ids: npt.NDArray[np.int32]) -> Known | None:
+        """The response to this context, or None."""
         sample = self.sample
         start = len(token_ids) - sample.prompt_length
         if not 0 <= start < sample.response_length or not sample.loss_mask[start]:
@@ -237,13 +240,13 @@ class Kept:
 
 
 def after(begun: Completion, rest: Completion) -> Completion:
-    """One answer of both."""
+    """Concatenates both into one completion."""
     length = len(begun.token_ids)
     return replace(
         rest,
         token_ids=np.concatenate([begun.token_ids, rest.token_ids]),
         log_probs=np.concatenate([begun.log_probs, rest.log_probs]),
         spans=(*begun.spans, *(VersionSpan(v, s + length, e + length) for v, s, e in rest.spans)),
-        # Those of the rest are of the whole sequence, if it has a token.
+        # The experts of `rest` cover the whole sequence, if it has a token.
         routed_experts=begun.routed_experts if rest.routed_experts is None else rest.routed_experts,
     )

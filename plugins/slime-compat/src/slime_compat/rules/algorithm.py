@@ -1,4 +1,4 @@
-"""`algo` and the optimiser in `train`."""
+"""Rules for `algo` and for the optimizer in `train`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_core.errors import near_matches
 
 ALGORITHMS: Final = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 GROUP_RELATIVE: Final = frozenset({"grpo", "gspo", "cispo"})
-"""No KL in the reward."""
+"""Algorithms without KL in the reward."""
 
 
 def algorithm(translation: Translation) -> None:
@@ -26,11 +26,13 @@ def algorithm(translation: Translation) -> None:
             translation.take(name)
         return
     if loss != "policy_loss":
-        translation.note("loss-type", f"{loss}: write a loss (slime.losses), see slime-grpo", trains=True)
+        translation.note(
+            "loss-type", f"{loss}: no such loss here; write one (slime.losses), see slime-grpo", trains=True
+        )
     if estimator not in ALGORITHMS:
         close = near_matches(estimator, ALGORITHMS)
-        told = f"; close match: {', '.join(close)}" if close else ""
-        translation.note("advantage-estimator", f"{estimator}: unknown algorithm{told}", trains=True)
+        matches = f"; close match: {', '.join(close)}" if close else ""
+        translation.note("advantage-estimator", f"{estimator}: unknown algorithm{matches}", trains=True)
         estimator = "grpo"
     translation.put("algo.name", estimator)
     clip = translation.number("eps-clip", float, 0.2)
@@ -43,16 +45,16 @@ def algorithm(translation: Translation) -> None:
 
 
 def kl(translation: Translation, estimator: str) -> None:
-    """A coefficient that was said, and had no effect there, has an effect here: it is left out."""
+    """Leaves out coefficients that had no effect upstream, since here they would have one."""
     kind = translation.take("kl-loss-type") or "k1"
     in_loss, in_reward = translation.number("kl-loss-coef", float, 0.0), translation.number("kl-coef", float, 0.0)
     translation.put("algo.kl_loss_type", kind)
     if "use-kl-loss" in translation.given:
         translation.put("algo.kl_loss_coef", in_loss)
     elif in_loss:
-        translation.note("kl-loss-coef", f"{in_loss}: it had no effect without --use-kl-loss, and is left out")
+        translation.note("kl-loss-coef", f"{in_loss}: left out, since it has no effect without --use-kl-loss upstream")
     if in_reward and estimator in GROUP_RELATIVE:
-        translation.note("kl-coef", f"{in_reward}: it had no effect with {estimator}, and is left out")
+        translation.note("kl-coef", f"{in_reward}: left out, since it has no effect with {estimator} upstream")
     elif in_reward:
         translation.put("algo.kl_coef", in_reward)
         translation.put("algo.kl_reward_type", kind)
@@ -71,8 +73,8 @@ def corrections(translation: Translation) -> None:
     if custom is not None:
         translation.note(
             "custom-tis-function-path",
-            f"{custom}: truncated, clipped and masked importance weights are the correction mis: say it in "
-            "algo.corrections, with its options; another one is a plugin (slime.corrections), see slime-estimators",
+            f"{custom}: for truncated, clipped or masked importance weights, add the correction mis with its options to "
+            "algo.corrections; for any other, write a plugin (slime.corrections), see slime-estimators",
             trains=True,
         )
     delta = translation.number("opsm-delta", float, 1e-4)
@@ -89,17 +91,17 @@ def distillation(translation: Translation) -> None:
     translation.put("algo.advantage_terms", [{"name": "reverse_kl", "opd_kl_coef": coefficient}])
     if kind == "sglang":
         translation.note(
-            "opd-type", "sglang: say which folder the teacher's engines load: --engines.teacher.load", trains=True
+            "opd-type", "sglang: set the folder that the teacher's engines load: --engines.teacher.load", trains=True
         )
 
 
 def optimizer(translation: Translation) -> None:
-    """Megatron's own defaults, where they differ."""
+    """Writes Megatron's defaults where slime's differ."""
     translation.put("train.weight_decay", translation.number("weight-decay", float, 0.01))
     translation.put("train.adam_beta2", translation.number("adam-beta2", float, 0.999))
     style = translation.take("lr-decay-style") or "linear"
     if style in ("constant", "linear", "cosine"):
         translation.put("train.lr_decay_style", style)
     else:
-        translation.note("lr-decay-style", f"{style}: there are constant, linear and cosine", trains=True)
+        translation.note("lr-decay-style", f"{style}: must be constant, linear or cosine", trains=True)
     translation.put("train.use_dynamic_batch_size", translation.take("use-dynamic-batch-size") is not None)

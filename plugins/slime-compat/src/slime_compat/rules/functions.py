@@ -1,4 +1,4 @@
-"""Functions by path, and rewards by name."""
+"""Rules for functions by path, and for rewards by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slime_compat.translation import Translation
 
 
 def functions(translation: Translation) -> None:
-    """Functions by path become the plugins compat, with the arguments that they may read."""
+    """Functions by path become the plugins compat, with the flags as their `args`."""
     of_function = {"python_path": list(translation.line.python_path), "args": translation.args()}
     log_probs_count = "corrections" in translation.tables.get("algo", {}) or "use-rollout-logprobs" in translation.given
     judges = translation.given.get("custom-rm-path")
@@ -36,13 +36,15 @@ def reward(translation: Translation) -> None:
         if translation.tables["algo"]["name"] != "sft":
             translation.note(
                 "rm-type",
-                "no reward is named: say --reward, or --reward-choice-key where the data chooses",
+                "no reward is set: pass --reward, or --reward-select-key if the data chooses the reward",
                 trains=True,
             )
     elif kind not in known_flags.REWARDS:
         known = ", ".join(known_flags.REWARDS)
         translation.note(
-            "rm-type", f"{kind}: no reward of this name; there are {known}, and the reward compat", trains=True
+            "rm-type",
+            f"{kind}: no reward of this name. There are {known}, and compat for a function of your own",
+            trains=True,
         )
     else:
         named = {"name": known_flags.REWARDS[kind]}

@@ -1,4 +1,4 @@
-"""`launcher`: devices; and how weights come to the engines on them."""
+"""Rules for `launcher` (devices), and for how the engines get new weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ def launcher(translation: Translation) -> None:
     ranks = translation.number("actor-num-gpus-per-node", int, 8)
     translation.put("launcher.actor_num_nodes", nodes)
     translation.put("launcher.actor_num_gpus_per_node", ranks)
-    # One trainer rank needs no Ray; several do.
+    # One trainer rank runs without Ray; several require it.
     translation.put("launcher.name", "ray" if nodes * ranks > 1 else "local")
     if translation.take("offload"):
         translation.put("launcher.offload_train", True)
         if "colocate" in translation.given:
             translation.put("launcher.offload_rollout", True)
     if "colocate" in translation.given and translation.take("rollout-num-gpus"):
-        translation.note("rollout-num-gpus", "with --colocate the engines have the trainer's devices")
+        translation.note("rollout-num-gpus", "left out, since with --colocate the engines use the trainer's devices")
         translation.put("launcher.rollout_num_gpus", nodes * ranks)
     elif "colocate" in translation.given:
         translation.put("launcher.rollout_num_gpus", nodes * ranks)
@@ -28,4 +28,4 @@ def launcher(translation: Translation) -> None:
     if concurrency is not None:
         translation.put("rollout.concurrency", concurrency)
     if translation.take("prefill-num-servers"):
-        translation.note("prefill-num-servers", "say --sglang-servers, --sglang-prefill-servers and --router-policy")
+        translation.note("prefill-num-servers", "pass --sglang-servers, --sglang-prefill-servers and --router-policy")

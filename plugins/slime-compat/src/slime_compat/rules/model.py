@@ -1,4 +1,4 @@
-"""`model`, the run's folder, and what is saved."""
+"""Rules for `model`, the run's folder, and what is saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_compat.translation import Translation
 def model(translation: Translation) -> None:
     hf = translation.take("hf-checkpoint")
     if hf is None:
-        translation.note("hf-checkpoint", "is missing: the Hugging Face folder of what is trained", trains=True)
+        translation.note("hf-checkpoint", "missing. Pass the Hugging Face folder of the model to train", trains=True)
     else:
         translation.put("model.hf_checkpoint", hf)
     save = translation.take("save") or translation.take("output-dir")
@@ -26,12 +26,12 @@ def model(translation: Translation) -> None:
     teacher = translation.take("opd-teacher-load")
     if teacher is not None:
         translation.put("model.opd_teacher_load", teacher)
-        translation.note("opd-teacher-load", "it must be a Hugging Face folder", trains=False)
+        translation.note("opd-teacher-load", "make sure that it is a Hugging Face folder", trains=False)
     if translation.take("save-hf"):
         translation.put("checkpoint.save_hf", True)
         translation.note(
             "save-hf",
-            "a Hugging Face folder is written at the end of the run, hf/ in its folder, not at every save",
+            "written once, at the end of the run, to hf/ in the run folder, not at every save",
         )
     translation.take("enable-mtp-training")
     if "enable-mtp-training" in translation.given:
@@ -39,22 +39,22 @@ def model(translation: Translation) -> None:
 
 
 def other_folder(translation: Translation, flag: str, folder: str, hf: str | None) -> bool:
-    """Whether it is another Hugging Face folder than the trained one's."""
+    """Whether `folder` is a Hugging Face folder other than that of the trained model. Adds a note if it is not used."""
     if hf is not None and Path(folder) == Path(hf):
         return False
     if Path(folder, "config.json").is_file():
         if flag == "load":
             translation.note(
                 flag,
-                f"{folder}: weights are loaded from --hf-checkpoint; say --hf-checkpoint {folder}",
+                f"{folder}: weights are loaded from --hf-checkpoint; pass --hf-checkpoint {folder}",
                 trains=True,
             )
         return True
     same = hf is not None and Path(folder).name.startswith(Path(hf).name)
-    told = (
-        "taken for the converted form of --hf-checkpoint, whose weights are loaded; nothing has to be converted"
+    text = (
+        "treated as the converted form of --hf-checkpoint, whose weights are loaded; no conversion is needed"
         if same
-        else "no Hugging Face folder: `slime convert` makes one of a checkpoint"
+        else "no Hugging Face folder. Make one from the checkpoint with `slime convert`"
     )
-    translation.note(flag, f"{folder}: {told}", trains=not same)
+    translation.note(flag, f"{folder}: {text}", trains=not same)
     return False

@@ -13,7 +13,7 @@ from slime_compat.translation import Translation
 
 
 def apply(translation: Translation) -> None:
-    """Fills its tables and notes."""
+    """Applies all rules, which fill the tables and notes."""
     for rule in (
         algorithm,
         optimizer,
@@ -23,9 +23,9 @@ def apply(translation: Translation) -> None:
         trackers,
         rollout,
         reward,
-        # Options go to the plugins that the rules have chosen.
+        # Options belong to the plugins that the rules above have chosen.
         same_names,
-        # After it: what functions are given is no option of those.
+        # Last: the arguments of functions are no options of these plugins.
         functions,
     ):
         rule(translation)

@@ -1,4 +1,4 @@
-"""`data` and `rollout`."""
+"""Rules for `data` and `rollout`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def data(translation: Translation) -> None:
 
 def rollout(translation: Translation) -> None:
     if translation.line.asynchronous:
-        translation.put("rollout.ahead", 1)
+        translation.put("rollout.max_async_level", 1)
     temperature = translation.number("temperature", float, None)
     if temperature is not None:
         translation.put("rollout.rollout_temperature", temperature)
     if translation.take("partial-rollout"):
-        # There tokens may be of any age.
+        # Upstream does not limit the age of tokens.
         translation.put("rollout.partial_rollout", True)
         translation.put("rollout.max_staleness", UNBOUNDED_STALENESS)
     path = translation.given.get("rollout-function-path", [""])[-1]
     if path.endswith("generate_rollout_fully_async"):
         translation.take("rollout-function-path")
-        translation.put("rollout.ahead", 2)
+        translation.put("rollout.max_async_level", 2)
         translation.put("rollout.max_staleness", UNBOUNDED_STALENESS)
         translation.note(
             "rollout-function-path",
-            f"{path}: rollouts run 2 steps ahead (rollout.ahead), which bounds what had no bound",
+            f"{path}: rollouts run at most 2 steps ahead (rollout.max_async_level); upstream has no limit",
         )

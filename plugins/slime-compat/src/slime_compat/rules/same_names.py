@@ -1,4 +1,4 @@
-"""Flags without a rule: those that slime or a plugin has under the same name, and those that nobody has."""
+"""Flags without a rule: those that slime or a plugin has under the same name, and unknown ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_core.errors import near_matches
 
 ROUTER_PREFIXES: Final = ("router-", "sglang-router-")
 ROUTER_TIMEOUT: Final = "sglang-router-request-timeout-secs"
-"""Of a request."""
+"""Timeout of a request."""
 
 
 def same_names(translation: Translation) -> None:
@@ -26,7 +26,7 @@ def same_names(translation: Translation) -> None:
 
 
 def one(translation: Translation, name: str, typed: str, words: list[str], flags: FlagTable) -> None:
-    """The first that knows the flag."""
+    """Translates one flag: the first case that matches applies."""
     defaults = known_flags.HARMLESS_DEFAULTS.get(name, ())
     if words[-1:] and words[-1] in defaults:
         return
@@ -40,14 +40,14 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     elif name in known_flags.SHAPE:
         if name.endswith("-dropout") and translation.number(typed, float, 0.0):
             translation.note(
-                name, f"{words[-1]}: there is no dropout here, since log-probs would be random", trains=True
+                name, f"{words[-1]}: dropout is not supported, since log-probs would be random", trains=True
             )
     elif name in known_flags.WITHOUT_EFFECT:
         translation.note(name, known_flags.WITHOUT_EFFECT[name])
     elif found is not None and found.field.exclude:
-        # A plugin has it to refuse it, with the reason.
+        # The plugin lists the option only to refuse it, with the reason.
         translation.note(
-            typed, found.field.description or "no option here", trains=name in known_flags.TRAINING_MEGATRON
+            typed, found.field.description or "not supported", trains=name in known_flags.TRAINING_MEGATRON
         )
     elif found is not None:
         set_key(translation, typed, words, found, negated)
@@ -56,7 +56,7 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     elif name in known_flags.MEGATRON:
         of_megatron(translation, name, words)
     else:
-        # Whatever a rule has looked for is among the done, said or not.
+        # `done` has every flag that a rule has looked for, set or not.
         known = {
             *translation.done,
             *flags.by_name,
@@ -66,12 +66,12 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
             *known_flags.MEGATRON,
         }
         close = near_matches(name, known)
-        told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
+        matches = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
         if typed not in translation.of_file:
-            translation.note(typed, f"unknown flag{told}", trains=True)
+            translation.note(typed, f"unknown flag{matches}", trains=True)
         elif not translation.reads_args:
             translation.note(
-                typed, "of --custom-config-path: no flag, and no function of this run reads args", trains=True
+                typed, "in --custom-config-path: not a flag, and no function of this run reads args", trains=True
             )
 
 
@@ -80,7 +80,7 @@ def set_key(translation: Translation, typed: str, words: list[str], flag: Flag, 
     if flag.is_switch:
         value: Any = not negated and (not words or words[-1].lower() == "true")
     elif not words:
-        translation.note(typed, "wants a value", trains=True)
+        translation.note(typed, "requires a value", trains=True)
         return
     else:
         try:
@@ -100,7 +100,7 @@ def of_engine(translation: Translation, name: str, words: list[str]) -> None:
 
 
 def of_router(translation: Translation, name: str, words: list[str], flags: FlagTable) -> None:
-    """There sglang-router stands in front of all engines; here in front of an engine's servers, if a policy is chosen."""
+    """Upstream has one sglang-router for all engines. Here an engine has one for its servers, if a policy is set."""
     option = next(name.removeprefix(prefix) for prefix in ROUTER_PREFIXES if name.startswith(prefix))
     flag = f"router-{option}"
     found, negated = flags.find(flag)
@@ -112,17 +112,17 @@ def of_router(translation: Translation, name: str, words: list[str], flags: Flag
     elif option != "policy" and "router-policy" not in translation.given:
         translation.note(
             name,
-            "a router stands in front of an engine's servers where one is asked for: say --router-policy cache_aware and "
-            f"--{flag}, with --sglang-servers; which engine gets a request is up to router.middlewares",
+            "a router is started only with --router-policy, for the servers of an engine: pass --router-policy cache_aware "
+            f"and --{flag}, with --sglang-servers; router.middlewares choose the engine of a request",
         )
     elif found is not None:
         set_key(translation, name, words, found, negated)
     elif there:
         close = near_matches(flag, there)
-        told = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
-        translation.note(name, f"the installed sglang-router has no --{flag} that a run may give{told}")
+        matches = f"; close match: {', '.join('--' + c for c in close)}" if close else ""
+        translation.note(name, f"the installed sglang-router has no --{flag} that a run can set{matches}")
     else:
-        # It is checked where a router is installed.
+        # It is checked on a machine on which a router is installed.
         translation.put(f"engine.router_options.{option.replace('-', '_')}", guessed(words))
 
 

@@ -1,4 +1,4 @@
-"""`trackers`, and what is dumped."""
+"""Rules for `trackers`, and for dumps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def trackers(translation: Translation) -> None:
         for flag in [f for f in translation.given if f.startswith(prefixes)]:
             word = translation.take(flag)
             if flag in SECRETS:
-                translation.note(flag, "a run file holds no secrets: set WANDB_API_KEY, or say wandb_key_file")
+                translation.note(flag, "a run file must contain no secrets: set WANDB_API_KEY, or wandb_key_file")
             elif flag != "wandb-run-id" or word:
                 options[flag.replace("-", "_")] = True if word == "true" else word
         if used:

@@ -1,1 +1,1 @@
-"""Bridges: what a model family looks like in Megatron, and where each of its weights lies in a Hugging Face folder."""
+"""Bridges: the form of a model family in Megatron, and where each of its weights is in a Hugging Face folder."""

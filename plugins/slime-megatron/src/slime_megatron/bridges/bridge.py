@@ -40,57 +40,57 @@ class Architecture:
     vocab_size: int
     max_length: int
     tied: bool
-    """One weight for embedding and head."""
+    """Embedding and head share one weight."""
     padding: int | None
-    """Token whose embedding is not trained, as in transformers."""
+    """Token whose embedding is not trained, the same as in transformers."""
     rotary: Rotary
     mla: bool = False
     sandwich_norms: bool = False
-    """A norm behind attention and MLP too, before the residual is added."""
+    """A norm also follows attention and MLP, before the residual is added."""
     choosers: tuple[int, ...] = ()
     """For each layer, the number (from 1) of the one that chooses its keys; empty: attention is dense."""
     interleaved_indexer: bool = False
-    """Positions are embedded in neighbouring features where keys are chosen."""
+    """The indexer rotates pairs of neighbouring features."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bridge(ABC):
-    """Subclasses give `architecture` and their names; what most decoders share is here."""
+    """Subclasses define `architecture` and their names; code that most decoders share is here."""
 
     config_type: ClassVar[str | None] = None
-    """model_type under which transformers has the config; None: the folder's own."""
+    """model_type of the config class in transformers; None: the folder's own."""
 
     config: PreTrainedConfig
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
-    """Regular expressions: tensors of a folder that nothing need be made of. `{layers_behind}` stands for the numbers of the
+    """Regular expressions: names of a folder's tensors that are not loaded. `{layers_behind}` is replaced by the numbers of the
     layers of multi-token prediction."""
 
     most_predictions: ClassVar[int] = sys.maxsize
-    """Layers of multi-token prediction that can be told apart in a folder."""
+    """Most layers of multi-token prediction whose tensors a folder of this family can name."""
     layer_kinds: ClassVar[frozenset[str]] = frozenset({"full_attention"})
-    """What layer_types of a config may say."""
+    """The values of layer_types in config.json that the backend computes."""
 
     @abstractmethod
     def architecture(self) -> Architecture: ...
 
     def layer_weights(self) -> Mapping[str, Weight]:
-        """By names in a layer of Megatron; names in the folder stand after `model.layers.N.`."""
+        """Keys: names in a layer of Megatron. Names in the folder follow `model.layers.N.`."""
         return {**self.norms(), **self.attention(), **self.dense_mlp("mlp")}
 
     def expert_weights(self) -> Mapping[str, Weight]:
-        """By names in an expert; names in the folder stand after `model.layers.N.mlp.experts.E.`."""
+        """Keys: names in an expert. Names in the folder follow `model.layers.N.mlp.experts.E.`."""
         return {
             "linear_fc1.weight": GateUp(names=("gate_proj.weight", "up_proj.weight")),
             "linear_fc2.weight": Plain(names=("down_proj.weight",)),
         }
 
     def prediction_weights(self) -> Mapping[str, Weight]:
-        """Of a layer of multi-token prediction, beside its decoder layer; names in the folder stand after the first of
-        `prediction_prefixes`; none where the family's are not computed."""
+        """Weights of a layer of multi-token prediction, without those of its decoder layer. Names in the folder follow the
+        first of `prediction_prefixes`. Empty if the backend does not compute such layers for this family."""
         return {}
 
     def prediction_prefixes(self, number: int) -> tuple[str, str]:
-        """Before the names of such a layer, from 0, in the folder, and of its decoder layer."""
+        """Prefixes in the folder of the names of such a layer (counted from 0) and of its decoder layer."""
         prefix = f"model.layers.{self.config.num_hidden_layers + number}."
         return prefix, prefix
 
@@ -135,15 +135,13 @@ class Bridge(ABC):
         }
 
     def weight(self, name: str) -> Weight:
-        """Of a parameter of Megatron, by its name in the whole model."""
+        """The weight of a parameter of Megatron, by its name in the whole model."""
         prefix, weights, short = "", self.outer_weights(), name
         if found := PREDICTION.match(name):
             prefix, of_layer = self.prediction_prefixes(int(found[1]))
             weights, short = self.prediction_weights(), found[2]
             if int(found[1]) >= self.most_predictions:
-                raise ModelError(
-                    f"backend.mtp_num_layers: this family has no more than {self.most_predictions} of them."
-                )
+                raise ModelError(f"backend.mtp_num_layers: this family has at most {self.most_predictions} of them.")
             if not weights:
                 raise ModelError(
                     "backend.mtp_num_layers: backend megatron does not train this family's layers of multi-token prediction. "
@@ -161,7 +159,7 @@ class Bridge(ABC):
         return placed(weight, prefix)
 
     def ignores(self, name: str) -> bool:
-        """Whether a folder may have this tensor though nothing is made of it."""
+        """Whether a folder may have this tensor although it is not loaded."""
         last = self.config.num_hidden_layers
         behind = range(last, last + max(1, getattr(self.config, "num_nextn_predict_layers", None) or 0))
         layers = f"(?:{'|'.join(map(str, behind))})"
@@ -176,10 +174,12 @@ class Bridge(ABC):
         return int(given or self.config.hidden_size // self.config.num_attention_heads)
 
     def common_options(self) -> dict[str, Any]:
-        """What decoders with RMSNorm, gated SiLU and grouped queries share."""
+        """Options of decoders with RMSNorm, gated SiLU and grouped queries."""
         config = self.config
         if config.hidden_act != "silu":
-            raise ModelError(f"the model's config.json says hidden_act = {config.hidden_act}: only silu is computed.")
+            raise ModelError(
+                f"hidden_act = {config.hidden_act} in the model's config.json: backend megatron computes only silu."
+            )
         if getattr(config, "use_sliding_window", False) or any(
             kind not in self.layer_kinds for kind in getattr(config, "layer_types", None) or ()
         ):
@@ -226,12 +226,12 @@ class Bridge(ABC):
         if kind != "default":
             if kind not in ROPE_INIT_FUNCTIONS or kind in ("dynamic", "longrope"):
                 raise ModelError(
-                    f"the model's config.json says rope_type = {kind}: backend megatron does not compute it."
+                    f"rope_type = {kind} in the model's config.json: backend megatron does not compute it."
                 )
             inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](self.config, torch.device("cpu"))
             return Rotary(inv_freq=inv_freq.float(), factor=float(factor))
         dim = int(self.rotary_head_dim * parameters.get("partial_rotary_factor", 1.0))
-        # As transformers does it, in float32.
+        # In float32, the same as in transformers.
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return Rotary(inv_freq=1.0 / (parameters["rope_theta"] ** exponents))
 
@@ -242,7 +242,7 @@ class Bridge(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Moe:
-    """What mixtures of experts share, from a config."""
+    """Options of mixtures of experts, from a config."""
 
     config: PreTrainedConfig
     first_dense: int = 0
@@ -278,9 +278,12 @@ def placed(weight: Weight, prefix: str) -> Weight:
 
 
 def sigmoid_routing(config: PreTrainedConfig, num_experts: int) -> dict[str, Any]:
-    """DeepSeek-V3's: sigmoid scores, a bias that only chooses, groups of experts (arXiv 2412.19437, section 2.1.2)."""
+    """Options of DeepSeek-V3's routing: sigmoid scores, a bias that is used only for the choice, groups of experts (arXiv
+    2412.19437, section 2.1.2)."""
     if not config.norm_topk_prob:
-        raise ModelError("the model's config.json says norm_topk_prob = false with sigmoid scores: not computed.")
+        raise ModelError(
+            "norm_topk_prob = false in the model's config.json: backend megatron does not compute it with sigmoid scores."
+        )
     options: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -289,8 +292,8 @@ def sigmoid_routing(config: PreTrainedConfig, num_experts: int) -> dict[str, Any
     if config.n_group > 1:
         if config.num_experts_per_tok // config.topk_group != 2:
             raise ModelError(
-                f"the model's config.json says num_experts_per_tok = {config.num_experts_per_tok} and topk_group = "
-                f"{config.topk_group}: Megatron ranks groups by as many experts as their ratio, the model by two."
+                f"num_experts_per_tok = {config.num_experts_per_tok} and topk_group = {config.topk_group} in the "
+                "model's config.json: Megatron ranks groups by as many experts as their ratio, the model by two."
             )
         options |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
     if config.n_shared_experts:
@@ -310,7 +313,7 @@ def sigmoid_moe_weights() -> dict[str, Weight]:
 
 
 def choosers_of(kinds: Sequence[str]) -> tuple[int, ...]:
-    """Numbers, from 1, of the layers whose choice each layer takes. `kinds`: "full" or "shared"."""
+    """Numbers, from 1, of the layers whose choice each layer uses. `kinds`: "full" or "shared"."""
     found: list[int] = []
     for number, kind in enumerate(kinds, 1):
         found.append(found[-1] if kind == "shared" and found else number)

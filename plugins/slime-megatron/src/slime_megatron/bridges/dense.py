@@ -14,7 +14,7 @@ from slime_megatron.bridges.weight import GateUp, Plain, Swapped, Weight
 class Llama(Bridge):
     def architecture(self) -> Architecture:
         if self.config.attention_bias or self.config.mlp_bias:
-            raise ModelError("the model's config.json asks for biases in attention or MLP: not computed for llama.")
+            raise ModelError("the model's config.json sets biases in attention or MLP: not computed for llama.")
         return self.common_architecture(self.common_options())
 
 
@@ -33,14 +33,16 @@ class Mimo(Qwen2):
 
     def architecture(self) -> Architecture:
         if not getattr(self.config, "attention_bias", True):
-            raise ModelError("the model's config.json says attention_bias = false: not computed for mimo.")
+            raise ModelError(
+                "attention_bias = false in the model's config.json: backend megatron does not compute it for mimo."
+            )
         return super().architecture()
 
     def prediction_weights(self) -> Mapping[str, Weight]:
         return {
             "enorm.weight": Plain(names=("token_layernorm.weight",)),
             "hnorm.weight": Plain(names=("hidden_layernorm.weight",)),
-            # It reads the hidden state before the embedding.
+            # In the input of its projection the hidden state comes before the embedding.
             "eh_proj.weight": Swapped(names=("input_proj.weight",)),
             "final_layernorm.weight": Plain(names=("final_layernorm.weight",)),
         }
@@ -54,13 +56,15 @@ class Mimo(Qwen2):
 class Qwen3(Bridge):
     def architecture(self) -> Architecture:
         if self.config.attention_bias:
-            raise ModelError("the model's config.json says attention_bias = true: not computed for qwen3.")
+            raise ModelError(
+                "attention_bias = true in the model's config.json: backend megatron does not compute it for qwen3."
+            )
         return self.common_architecture({**self.common_options(), "qk_layernorm": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4(Bridge):
-    """GLM-4-0414 and Z1: norms on both sides of attention and MLP, interleaved partial rotary, one gate-up tensor."""
+    """GLM-4-0414 and Z1: norms before and after attention and MLP, interleaved partial rotary, one gate-up tensor."""
 
     def architecture(self) -> Architecture:
         options = {

@@ -19,13 +19,13 @@ from slime_megatron.bridges.weight import Plain, Weight
 
 
 def softmax_experts(config: Any, family: str) -> Moe:
-    """The experts of Qwen3's families. Raises ModelError for what their configs allow and this backend does not compute."""
+    """The experts of Qwen3's families. Raises ModelError for values of their configs that this backend does not compute."""
     if config.attention_bias or config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise ModelError(
             "the model's config.json has attention_bias, mlp_only_layers or decoder_sparse_step: not computed for "
             f"{family}."
         )
-    # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+    # Softmax over the chosen experts equals softmax over all of them, normalized over the chosen.
     return Moe(config=config, options={"moe_router_pre_softmax": not config.norm_topk_prob})
 
 
@@ -42,7 +42,7 @@ class Qwen3Moe(Bridge):
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(Bridge):
-    """GLM-4.5, 4.6 and 4.7. What nothing is made of in the layer behind the last one stays as the folder has it."""
+    """GLM-4.5, 4.6 and 4.7. Tensors behind the last layer that are not loaded are saved unchanged."""
 
     ignored = (*Bridge.ignored, r"^model\.layers\.{layers_behind}\.")
 

@@ -1,4 +1,4 @@
-"""Families of models: what an entry point of `slime_megatron.bridges` names, and which ones are installed."""
+"""Families of models: the classes of the entry points in `slime_megatron.bridges`, and which ones are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from slime_core.errors import near_matches
 
 if TYPE_CHECKING:
-    # It needs torch.
+    # Imports torch.
     from slime_megatron.bridges.bridge import Bridge
 
 BRIDGES: Final = "slime_megatron.bridges"
@@ -24,7 +24,7 @@ class Family(ABC):
     @classmethod
     @abstractmethod
     def load(cls) -> type[Bridge]:
-        """Heavy imports happen here."""
+        """Imports and returns the bridge; heavy imports happen here."""
 
 
 @cache
@@ -41,6 +41,6 @@ def family_problems(model_config: Mapping[str, Any]) -> list[str]:
     close = near_matches(model_type, families())
     hint = f"; close: {', '.join(close)}" if close else ""
     return [
-        f'the model\'s config.json says model_type = "{model_type}": backend megatron has no bridge for this family{hint}. '
-        f"Bridges: {', '.join(families())}. A distribution may offer one in the group {BRIDGES}."
+        f'model_type = "{model_type}" in the model\'s config.json: backend megatron has no bridge for this family{hint}. '
+        f"Bridges: {', '.join(families())}. A distribution can register one in the entry-point group {BRIDGES}."
     ]

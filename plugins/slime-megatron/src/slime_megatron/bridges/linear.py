@@ -79,7 +79,7 @@ class Qwen3Next(Bridge):
         def by_head(*names: str, sections: tuple[tuple[int, ...], ...]) -> ByHead:
             return ByHead(names=tuple(f"linear_attn.{name}.weight" for name in names), heads=heads, sections=sections)
 
-        # A head's rows already stand together in the projections, not in the convolution.
+        # The projections already hold a head's rows together, the convolution does not.
         return {
             "self_attention.in_proj.weight": by_head(
                 "in_proj_qkvz", "in_proj_ba", sections=((2 * keys + 2 * values,), (2 * repeats,))

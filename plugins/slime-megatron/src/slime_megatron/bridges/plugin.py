@@ -1,4 +1,4 @@
-"""What the entry points of `slime_megatron.bridges` name: families, without importing what they need."""
+"""Drivers of the entry points in `slime_megatron.bridges`: families, without heavy imports."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Glm4MoeLite(Family):
 
     @classmethod
     def load(cls) -> type[Bridge]:
-        from slime_megatron.bridges.latent import Glm4MoeLite
+        from slime_megatron.bridges.mla import Glm4MoeLite
 
         return Glm4MoeLite
 
@@ -105,7 +105,7 @@ class GlmMoeDsa(Family):
 
     @classmethod
     def load(cls) -> type[Bridge]:
-        from slime_megatron.bridges.latent import GlmMoeDsa
+        from slime_megatron.bridges.mla import GlmMoeDsa
 
         return GlmMoeDsa
 
@@ -115,7 +115,7 @@ class DeepseekV32(Family):
 
     @classmethod
     def load(cls) -> type[Bridge]:
-        from slime_megatron.bridges.latent import DeepseekV32
+        from slime_megatron.bridges.mla import DeepseekV32
 
         return DeepseekV32
 
@@ -125,6 +125,6 @@ class DeepseekV3(Family):
 
     @classmethod
     def load(cls) -> type[Bridge]:
-        from slime_megatron.bridges.latent import DeepseekV3
+        from slime_megatron.bridges.mla import DeepseekV3
 
         return DeepseekV3

@@ -1,4 +1,4 @@
-"""Weight: how tensors of a Hugging Face folder and one parameter of Megatron become each other.
+"""Weight: converts tensors of a Hugging Face folder to one parameter of Megatron, and back.
 
 Legend: a "whole" tensor is a parameter of Megatron before it is cut over tensor-parallel ranks.
 """
@@ -16,23 +16,23 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class Weight(ABC):
     names: tuple[str, ...]
-    """In the folder."""
+    """Names in the folder."""
 
     @abstractmethod
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The folder's tensors, in the order of `names`, to the whole one."""
+        """Joins the folder's tensors, in the order of `names`, to the whole tensor."""
 
     @abstractmethod
     def part(self, whole: Tensor) -> list[Tensor]:
         """The inverse of `join`."""
 
     def shapes(self, whole: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Of the folder's tensors, by their names. `whole`: the whole tensor's."""
+        """Shapes of the folder's tensors, by their names. `whole`: the whole tensor's."""
         parts = self.part(torch.empty(tuple(whole), device="meta"))
         return {name: tuple(part.shape) for name, part in zip(self.names, parts, strict=True)}
 
     def shard(self, whole: Tensor, dim: int, count: int) -> list[Tensor]:
-        """What each of `count` tensor-parallel ranks holds."""
+        """The part of each of `count` tensor-parallel ranks."""
         return list(whole.chunk(count, dim))
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
@@ -41,7 +41,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Weight):
-    """One tensor, as it is."""
+    """One tensor, unchanged."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
@@ -52,7 +52,7 @@ class Plain(Weight):
 
 @dataclass(frozen=True, kw_only=True)
 class Swapped(Weight):
-    """The two halves of its columns change places."""
+    """The two halves of the columns are swapped."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(tensors[0].chunk(2, dim=1)[::-1], dim=1)
@@ -81,7 +81,7 @@ class Qkv(Weight):
 
 @dataclass(frozen=True, kw_only=True)
 class GateUp(Weight):
-    """Gate above up; each rank has its part of both. Two tensors in the folder, or one that holds both."""
+    """Gate above up; each rank has its part of both. The folder has two tensors, or one with both."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors), 0)
@@ -100,7 +100,7 @@ class GateUp(Weight):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedQkv(Qkv):
-    """As `Qkv`, with gates of the output behind the group's queries. The folder has each head's query and gate together."""
+    """`Qkv` with gates of the output behind the group's queries. The folder has each head's query and gate together."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         both = tensors[0].unflatten(0, (self.groups, self.queries_per_group, 2, self.head_dim))
@@ -119,11 +119,12 @@ class GatedQkv(Qkv):
 
 @dataclass(frozen=True, kw_only=True)
 class ByHead(Weight):
-    """All rows of a head together, so that ranks share heads."""
+    """All rows of a head are contiguous, so that ranks share heads."""
 
     heads: int
     sections: tuple[tuple[int, ...], ...]
-    """Of each of the folder's tensors: rows a head in each of its parts, which stand one after the other for all heads."""
+    """For each tensor of the folder: rows per head of each of its parts. A part holds the rows of all heads, then the next
+    follows."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = [

@@ -16,7 +16,7 @@ app = typer.Typer()
 USAGE = """\
 usage: slime convert SOURCE TARGET --to NAME [--option value ...] [--workers N]
 
-Converts a model folder, piece by piece, over worker processes; a conversion that was killed goes on when the same command is
+Converts a model folder, piece by piece, over worker processes; a conversion that was killed continues when the same command is
 given again. Everything is read back and compared by checksum before TARGET is there.
 `slime plugins show NAME` lists a converter's options; installed converters:"""
 
@@ -29,7 +29,7 @@ def convert(context: typer.Context) -> None:
     if not words or "--help" in words:
         typer.echo(f"{USAGE} {', '.join(installed()) or 'none'}")
         return
-    carry_out(words)
+    run_command(words)
 
 
 def installed() -> list[str]:
@@ -39,10 +39,10 @@ def installed() -> list[str]:
     return sorted({entry.name for entry in Registry.from_environment().entries(groups.CONVERTERS)})
 
 
-def carry_out(words: list[str]) -> None:
+def run_command(words: list[str]) -> None:
     from slime_core import groups
     from slime_core.config.flags import FlagTable, option_flags
-    from slime_core.config.part import PartSpec
+    from slime_core.config.part import PluginSpec
     from slime_core.registry import Registry
 
     own, rest = taken(words, ("to", "workers"))
@@ -56,13 +56,13 @@ def carry_out(words: list[str]) -> None:
         option_flags(resolved.driver.Config, (), resolved.entry.provenance), listed_by=f"slime plugins show {name}"
     )
     options: Mapping[str, Any] = {path[0]: value for path, value in flags.parse(rest[2:])}
-    part = PartSpec(group=groups.CONVERTERS, name=name, options=options).resolve(registry)
+    part = PluginSpec(group=groups.CONVERTERS, name=name, options=options).resolve(registry)
 
     from slime_models.convert import convert as run_conversion
 
     source, target = (Path(place) for place in places)
     with ProgressBar() as bar:
-        done = run_conversion(part, source, target, workers=workers_of(own.get("workers")), tell=bar.tell)
+        done = run_conversion(part, source, target, workers=workers_of(own.get("workers")), report=bar.report)
     again = f", {done.num_resumed} of them by an earlier start" if done.num_resumed else ""
     typer.echo(f"{target}: {done.num_tensors} tensors in {done.num_pieces} pieces{again}; read back and equal")
 
@@ -78,7 +78,7 @@ def taken(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], lis
         if words[position - 1].startswith("--") and name in names:
             if not has_value:
                 if position == len(words):
-                    raise ConfigError(f"--{name} wants a value.")
+                    raise ConfigError(f"--{name} requires a value.")
                 value, position = words[position], position + 1
             own[name] = value
         else:
@@ -90,7 +90,7 @@ def workers_of(text: str | None) -> int:
     if text is None:
         return min(8, os.cpu_count() or 1)
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--workers {text}: a number of processes is wanted, such as 4.")
+        raise ConfigError(f"--workers {text}: not a number of processes. Pass one, such as 4.")
     return int(text)
 
 
@@ -110,7 +110,7 @@ class ProgressBar:
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def report(self, what: str, done: int, total: int) -> None:
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total)
         self._progress.update(self._tasks[what], completed=done)

@@ -1,4 +1,4 @@
-"""Shapes of published models, and models with random weights."""
+"""Shapes of public models, and models with random weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 from slime_core.errors import ConfigError
 
-app = typer.Typer(help="Shapes of published models, and models with random weights.", no_args_is_help=True)
+app = typer.Typer(help="Shapes of public models, and models with random weights.", no_args_is_help=True)
 
 
 @app.callback()
 def models() -> None:
-    """Shapes of published models, and models with random weights."""
+    """Shapes of public models, and models with random weights."""
 
 
 @app.command("list")
@@ -37,7 +37,7 @@ def list_presets() -> None:
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="A preset, as `slime models list` has it.")]) -> None:
-    """A preset's config, as JSON: what a config.json says of the shape."""
+    """Prints a preset's config as JSON: the keys of config.json that set the shape."""
     from slime_models.model_presets import find_preset
 
     preset = find_preset(name)
@@ -52,16 +52,18 @@ def new(
         list[str] | None, typer.Option(help="A longer piece of text that is one token; can be repeated.")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="Shape of a published model, in bfloat16; instead of what follows.")
+        str | None, typer.Option(help="Shape of a public model, in bfloat16; instead of the options below.")
     ] = None,
-    architecture: Annotated[str | None, typer.Option(help="A causal architecture of transformers; else qwen3.")] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="128, if not said.")] = None,
-    num_layers: Annotated[int | None, typer.Option(help="3, if not said.")] = None,
-    num_heads: Annotated[int | None, typer.Option(help="4, if not said.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="2, if not said.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="384, if not said.")] = None,
+    architecture: Annotated[
+        str | None, typer.Option(help="A causal architecture of transformers; qwen3 if not set.")
+    ] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="128 if not set.")] = None,
+    num_layers: Annotated[int | None, typer.Option(help="3 if not set.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="4 if not set.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="2 if not set.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="384 if not set.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together; 512, if not said.")
+        int | None, typer.Option(help="Tokens of prompt and response together; 512 if not set.")
     ] = None,
     seed: int = 0,
 ) -> None:
@@ -69,7 +71,7 @@ def new(
     from slime_models.model_presets import find_preset
     from slime_models.new_model import ModelSizes, new_model, new_preset
 
-    said = {
+    stated = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,
@@ -77,7 +79,7 @@ def new(
         "intermediate_size": intermediate_size,
         "max_length": max_length,
     }
-    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
     if preset is not None:
         if given or architecture:
             raise ConfigError("--preset: it decides the architecture and all sizes; leave those out, or leave it out.")

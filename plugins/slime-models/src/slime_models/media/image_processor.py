@@ -1,4 +1,4 @@
-"""ImageProcessor: what a model folder says of images: how many tokens one is, and its pixels."""
+"""ImageProcessor: the image settings of a model folder: an image's number of tokens, and its pixels."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Pixels:
 
 
 class ImageProcessor:
-    """transformers' image processor of a model folder, and the token that stands for an image's features."""
+    """transformers' image processor of a model folder, and the token that an image's features replace."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        """ModelError if the model takes no images, or its folder lacks what says how."""
+        """ModelError if the model takes no images, or its folder lacks the processor's config."""
         config = read_model_config(folder)
         token_id = config.get("image_token_id")
         if "vision_config" not in config or token_id is None:
@@ -53,7 +53,7 @@ class ImageProcessor:
                 "with an image_token_id). Use a model of the Qwen-VL family, or leave out --multimodal-keys."
             )
         if not (folder / FILE).is_file() and not (folder / "processor_config.json").is_file():
-            raise ModelError(f"{folder}: no {FILE} in it, which says how images become pixels. Copy it there.")
+            raise ModelError(f"{folder}: no {FILE} in it, which defines how images become pixels. Copy it there.")
         if importlib.util.find_spec("PIL") is None:
             raise ModelError('images are decoded by Pillow, which is not installed: pip install "slime-rl[images]"')
         # The name that transformers exports asks for torchvision; without it, this one takes the processor made with PIL.
@@ -80,11 +80,11 @@ class ImageProcessor:
         return [name for name in names if getattr(self._processor, name) != getattr(videos, name)]
 
     def token_of(self, image: Image) -> int:
-        """The token that stands for its features."""
+        """Id of the token that its features replace."""
         return self.video_token_id if image.frames else self.token_id
 
     def num_tokens(self, image: Image) -> int:
-        """Of an image that `read_image` gave; from its size alone."""
+        """Number of tokens of an image from `read_image`, computed from its size."""
         width, height = opened(image).size
         if image.frames:
             return width * (height // 2) // (self._patches_of_token * int(self._processor.patch_size) ** 2)
@@ -106,7 +106,7 @@ class ImageProcessor:
         )
 
     def _video_pixels(self, video: Image) -> Pixels:
-        """Of two frames as of one picture, whose patches hold it twice: here the second frame stands in the second half."""
+        """Pixels of two frames. Patches of one picture hold it twice; here the second half is the second frame's."""
         whole = opened(video).convert("RGB")
         width, height = whole.size[0], whole.size[1] // video.frames
         frames = [whole.crop((0, top, width, top + height)) for top in range(0, height * video.frames, height)]
@@ -131,8 +131,8 @@ def opened(image: Image) -> PIL.Image.Image:
 
 
 def read_image(data: bytes, name: str) -> Image:
-    """Decodes it once, so that whoever computes its pixels later can. One that its camera held otherwise is turned upright
-    here: engines and trainers would each do it their own way. DataError if it is no image, or a damaged one."""
+    """Decodes it once, so that its pixels can be computed later. An image with an EXIF rotation is turned upright here:
+    engines and trainers would each do it differently. DataError if it is no image, or a damaged one."""
     import PIL.Image
     import PIL.ImageOps
 

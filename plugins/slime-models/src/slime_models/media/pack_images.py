@@ -1,4 +1,4 @@
-"""Images of a shard to what a micro-batch carries: pixels of each distinct one, and which token stands for what.
+"""Images of a shard to what a micro-batch carries: pixels of each distinct one, and the feature of each token.
 
 Legend: N packed tokens, T tokens of a sample.
 """
@@ -85,8 +85,8 @@ class Seen(NamedTuple):
 
 
 def token_features(batch: Batch, sample: int, seen: Sequence[Seen], token_id: int) -> Int64:
-    """(T,) of one sample: which row of features a token stands for; -1 elsewhere. Where nothing else is known, the prompt's
-    image tokens stand for the rows, in order. What the model wrote stands for itself, image tokens too."""
+    """(T,) of one sample: the row of features that a token gets; -1 where it gets none. Without `places`, the prompt's image
+    tokens get the rows, in order. Tokens that the model wrote get none, image tokens too."""
     start, prompt_length = batch.token_offsets[sample], int(batch.prompt_length[sample])
     tokens = batch.tokens[start : start + int(batch.total_length[sample])]
     of_token = np.full(len(tokens), -1, np.int64)
@@ -96,8 +96,8 @@ def token_features(batch: Batch, sample: int, seen: Sequence[Seen], token_id: in
     rows = np.concatenate([image.rows for image in seen])
     if all(image.places for image in seen):
         places = np.concatenate([places_of(image) for image in seen])
-        wanted = np.repeat([image.token_id for image in seen], [len(image.rows) for image in seen])
-        fits = len(places) == len(rows) and places.max() < len(tokens) and bool((tokens[places] == wanted).all())
+        expected = np.repeat([image.token_id for image in seen], [len(image.rows) for image in seen])
+        fits = len(places) == len(rows) and places.max() < len(tokens) and bool((tokens[places] == expected).all())
     else:
         places = np.flatnonzero(tokens[:prompt_length] == token_id)
         fits = len(places) == len(rows)
@@ -111,7 +111,7 @@ def token_features(batch: Batch, sample: int, seen: Sequence[Seen], token_id: in
 
 
 def places_of(image: Seen) -> Int64:
-    """Of each feature."""
+    """Place of each feature in the tokens of the sample."""
     each = len(image.rows) // len(image.places)
     found: Int64 = (np.array(image.places, np.int64)[:, None] + np.arange(each)).reshape(-1)
     return found

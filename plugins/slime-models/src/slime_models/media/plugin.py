@@ -20,12 +20,12 @@ class QwenVlDriver(MediaDriver):
 
 
 class Images(QwenVlDriver):
-    """Pictures, each where `<image>` stands in the messages."""
+    """Pictures, each where `<image>` is in the messages."""
 
     needs: ClassVar[Capability] = Capability.IMAGES
 
 
 class Videos(QwenVlDriver):
-    """Videos, each where `<video>` stands in the messages."""
+    """Videos, each where `<video>` is in the messages."""
 
     needs: ClassVar[Capability] = Capability.VIDEOS

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class QwenVlRenderer(MediaRenderer):
-    """Images go where `<image>` stands in the messages, or where the model's image token stands in a whole prompt; in the
+    """Images go where `<image>` is in the messages, or where the model's image token is in a whole prompt; in the
     token ids that token is repeated for each of an image's features. `Prompt.text` has it once. Videos go where `<video>` or
-    the video token stands, once for each two frames with their time before it.
+    the video token is, once for each two frames with their time before it.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def encoded(entry: Any, place: str, folder: Path | None) -> tuple[bytes, str]:
     if entry.startswith("data:"):
         head, comma, body = entry.partition(",")
         if not comma or not head.endswith(";base64"):
-            raise DataError(f"{place}: a data URL must say ;base64; found {entry[:40]!r}")
+            raise DataError(f"{place}: a data URL must contain ;base64; found {entry[:40]!r}")
         return from_base64(body, place), ""
     if "://" in entry[:16] and not entry.startswith("file://"):
         raise DataError(f"{place}: {entry[:100]}: images are read from files alone; download it, and name the file")
@@ -112,7 +112,7 @@ def from_base64(text: str, place: str) -> bytes:
 
 
 def with_images(messages: Sequence[Message], held: Mapping[Kind, int], origin: str) -> list[Message]:
-    """The messages with a content part for every image and video: where `<image>` or `<video>` stands in a text, or where a
+    """The messages with a content part for every image and video: where `<image>` or `<video>` is in a text, or where a
     part of that type already is. `held`: how many there are, of kinds that have a column. DataError if there are not exactly
     as many places."""
     marks = {mark: kind for mark, kind in PLACEHOLDERS.items() if kind in held}

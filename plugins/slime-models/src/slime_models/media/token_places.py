@@ -21,8 +21,8 @@ VIDEO_MARK: Final = "<|vision_start|><|video_pad|><|vision_end|>"
 def with_features(
     token_ids: TokenIds, is_place: npt.NDArray[np.bool_], images: Sequence[Image]
 ) -> tuple[TokenIds, tuple[Image, ...]]:
-    """The ids with the token at each place, `Image.num_places` of an image, as often as features stand there; and the images
-    with their places in that."""
+    """The ids with the token at each place, `Image.num_places` of an image, repeated for each feature; and the images with
+    their places in these ids."""
     repeats = np.ones(len(token_ids), np.int64)
     repeats[is_place] = [image.num_tokens // image.num_places for image in images for _ in range(image.num_places)]
     starts = iter((np.cumsum(repeats) - repeats)[is_place].tolist())
@@ -43,5 +43,5 @@ def with_times(text: str, videos: Sequence[Image], origin: str) -> str:
 
 
 def timed_mark(video: Image) -> str:
-    """What stands for a video in the text."""
+    """The text that is put in for a video."""
     return "".join(f"<{second:.1f} seconds>{VIDEO_MARK}" for second in video.seconds)

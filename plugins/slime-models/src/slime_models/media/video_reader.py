@@ -1,4 +1,4 @@
-"""VideoReader: videos to frames as the model wants them: which ones, of what size, and when they were."""
+"""VideoReader: videos to frames as the model requires them: which ones, of what size, and when they were."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TOGETHER: Final = 2
 
 
 class VideoReader:
-    """What transformers' video processor of a model folder says of sampling and sizes, and PyAV for files.
+    """Sampling and sizes by transformers' video processor of a model folder; files are decoded by PyAV.
 
     Frames are resized by PIL, as pictures are, and kept as one lossless picture: engines and trainers see the same pixels.
     """
 
     def __init__(self, folder: Path, images: ImageProcessor) -> None:
-        """`images`: of the same folder, which makes numbers of the frames. ModelError if the model takes no videos, or its
-        folder lacks what says how."""
+        """`images`: of the same folder; it computes the pixels of the frames. ModelError if the model takes no videos, or its
+        folder lacks the processor's config."""
         config = read_model_config(folder)
         if config.get("model_type") != "qwen3_vl":
             raise ModelError(
@@ -38,7 +38,7 @@ class VideoReader:
                 "out the key of videos in --multimodal-keys."
             )
         if not any((folder / name).is_file() for name in FILES):
-            raise ModelError(f"{folder}: no {FILES[0]} in it, which says how videos become frames. Copy it there.")
+            raise ModelError(f"{folder}: no {FILES[0]} in it, which defines how videos become frames. Copy it there.")
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
         try:
@@ -50,13 +50,13 @@ class VideoReader:
                 f"{folder}: a video processor with temporal_patch_size {self._processor.temporal_patch_size}; only "
                 f"{TOGETHER} is computed."
             )
-        if told := images.differs_from(self._processor):
+        if different := images.differs_from(self._processor):
             raise ModelError(
-                f"{folder}: its processors of images and of videos differ in {', '.join(told)}; they must agree."
+                f"{folder}: its processors of images and of videos differ in {', '.join(different)}; they must agree."
             )
 
     def read_file(self, data: bytes, name: str) -> Image:
-        """Of a video file, so many frames a second as the processor says. DataError if it does not decode."""
+        """Frames of a video file at the processor's rate. DataError if it cannot be decoded."""
         frames, fps, indices = self._decode(data, name)
         return self._image(frames, [index / fps for index in indices], name)
 
@@ -88,25 +88,27 @@ class VideoReader:
                 stream = next(iter(container.streams.video), None)
                 if stream is None:
                     raise DataError(f"{name}: a file without a video in it")
-                # What the header says of their number is not always so.
+                # The number of frames in the header is not always right.
                 times = [packet.pts for packet in container.demux(stream) if packet.size]
                 total, fps = len(times), float(stream.average_rate or 0)
                 last = max((time for time in times if time is not None), default=0) * float(stream.time_base or 0)
-                said = (container.duration or 0) / av.time_base
+                given = (container.duration or 0) / av.time_base
             if not total or not fps:
                 raise DataError(f"{name}: a video of {total} frames at {fps:g} a second")
-            if said - last > 1 + 2 / fps:
-                raise DataError(f"{name}: cut short: it says {said:.1f} s, and its last frame is at {last:.1f} s")
+            if given - last > 1 + 2 / fps:
+                raise DataError(
+                    f"{name}: cut short: its header has {given:.1f} s, and its last frame is at {last:.1f} s"
+                )
             metadata = VideoMetadata(total_num_frames=total, fps=fps)
             indices = [int(index) for index in self._processor.sample_frames(metadata)]
-            wanted, found = set(indices), {}
+            requested, found = set(indices), {}
             with av.open(io.BytesIO(data), mode="r") as container:
                 for number, frame in enumerate(container.decode(video=0)):
-                    if number in wanted:
+                    if number in requested:
                         found[number] = PIL.Image.fromarray(frame.to_ndarray(format="rgb24"))
         except av.FFmpegError as error:
             raise DataError(f"{name}: {len(data)} bytes that cannot be decoded as a video: {error}") from error
-        if missing := sorted(wanted - found.keys()):
+        if missing := sorted(requested - found.keys()):
             raise DataError(
                 f"{name}: frame {missing[0]} of {total} cannot be decoded: the file is damaged or cut short"
             )
@@ -130,7 +132,7 @@ class VideoReader:
             )
         except ValueError as error:
             raise DataError(f"{name}: a video of {width} x {height} pixels: {error}") from error
-        # An odd last frame stands for two.
+        # An odd last frame is used twice.
         shown = [*frames, *frames[-1:]] if len(frames) % TOGETHER else list(frames)
         moments = [*times, *times[-1:]] if len(times) % TOGETHER else list(times)
         whole = PIL.Image.new("RGB", (width, height * len(shown)))

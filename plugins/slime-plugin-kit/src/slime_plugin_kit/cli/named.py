@@ -12,16 +12,16 @@ from slime_core.registry.install_hints import install_hint
 
 
 def named(registry: Registry, asked: str, group: str | None) -> Sequence[Entry]:
-    """All entries called so, in one group or in all. PluginError if there is none."""
-    wanted = group_called(registry, group) if group else None
+    """All entries of this name, in one group or in all. PluginError if there is none."""
+    in_group = group_called(registry, group) if group else None
     dist, _, name = asked.rpartition("/")
-    there = registry.entries(wanted)
+    there = registry.entries(in_group)
     found = [entry for entry in there if entry.name == name and (not dist or entry.is_from(dist))]
     if not found:
-        searched = [wanted] if wanted else list(groups.DRIVER_GROUPS)
+        searched = [in_group] if in_group else list(groups.DRIVER_GROUPS)
         hint = next((hint for where in searched if (hint := install_hint(where, name))), "")
         known = [*dict.fromkeys(entry.name for entry in there)]
-        kind = groups.NOUNS.get(wanted, "plugin") if wanted else "plugin"
+        kind = groups.NOUNS.get(in_group, "plugin") if in_group else "plugin"
         raise PluginError(
             unknown_name("NAME", asked, kind, known, listing=by_distribution(there), hint=hint and hint + ".")
         )

@@ -32,7 +32,7 @@ def new(
             raise ConfigError(f"slime new --from {plugin}: the names are those in the file; leave out {kind}.")
         plan = plan_from(plugin, dist)
     elif kind is None or name is None:
-        raise ConfigError(f"slime new wants a kind and a name: slime new reward NAME. Kinds: {', '.join(kinds())}.")
+        raise ConfigError(f"slime new requires a kind and a name: slime new reward NAME. Kinds: {', '.join(kinds())}.")
     else:
         plan = plan_new(kind, name, dist)
     folder = into or Path(plan.dist)

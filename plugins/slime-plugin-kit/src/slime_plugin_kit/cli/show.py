@@ -1,4 +1,4 @@
-"""Describe a plugin: what it does, whose it is, and its options."""
+"""Describe a plugin: what it does, its distribution, and its options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show(
     group: Annotated[str | None, typer.Option("--group", help="Only in this group, such as slime.rewards.")] = None,
     plugin: PluginOption = None,
 ) -> None:
-    """Describe a plugin: what it does, whose it is, and its options."""
+    """Describe a plugin: what it does, its distribution, and its options."""
     registry = Registry.from_environment(plugin or ())
     console = Console(markup=False, highlight=False, soft_wrap=True)
     for position, entry in enumerate(named(registry, name, group)):
@@ -107,11 +107,11 @@ def trait_text(value: Any) -> str:
 
 
 def show_recipe(console: Console, registry: Registry, entry: Entry, recipe: Recipe) -> None:
-    from slime_plugin_kit.algorithm_card import recipe_card
+    from slime_plugin_kit.algorithm_card import algorithm_card
 
     print_recipe(console, recipe)
     try:
-        card = recipe_card(registry, entry)
+        card = algorithm_card(registry, entry)
     except ConfigError as error:
         console.print("it cannot run as it is:")
         for problem in error.problems:
@@ -124,7 +124,7 @@ def show_recipe(console: Console, registry: Registry, entry: Entry, recipe: Reci
 
 
 def print_recipe(console: Console, recipe: Recipe) -> None:
-    """What the recipe says of itself."""
+    """Prints the recipe's own description."""
     lines = {
         "paper": recipe.paper,
         "relative": recipe.relative or "",

@@ -61,7 +61,7 @@ def test_anchored_by_hand(case: Case) -> None:
         "slime_core.contracts.example.AdvantageExample"
     )
     for of, example in anchors:
-        told = f"with {of.label or 'its defaults'}"
+        label = f"with {of.label or 'its defaults'}"
         batch = example_batch(example.samples)
         penalty = None
         if is_given(example.samples, "kl_penalty"):
@@ -73,7 +73,7 @@ def test_anchored_by_hand(case: Case) -> None:
             expected["returns"] = flat(example.returns)
         returned = {"advantages": got.advantages, "returns": got.advantages if got.returns is None else got.returns}
         for name, numbers in expected.items():
-            require_same(f"{name} {told}", returned[name][there.mask], numbers[there.mask], tolerance=FLOAT32)
+            require_same(f"{name} {label}", returned[name][there.mask], numbers[there.mask], tolerance=FLOAT32)
 
 
 def test_equal_rewards_give_zero(case: Case, trial: Trial) -> None:
@@ -86,7 +86,7 @@ def test_comparing_is_declared(case: Case, trial: Trial) -> None:
     equal = replace(trial, batch=replace(trial.batch, reward=np.full(trial.batch.num_samples, 0.3)))
     teaches, silent = (credit(case, of).advantages[of.mask].any() for of in (trial, equal))
     assert silent or not teaches, (
-        "with equal rewards all advantages are 0: it compares, and one answer per prompt would teach nothing. Let "
+        "with equal rewards all advantages are 0: it compares, and one response per prompt would teach nothing. Let "
         "`compares_group` of its driver return True"
     )
 
@@ -98,7 +98,7 @@ def test_masked_tokens_change_nothing(case: Case, trial: Trial) -> None:
 
 
 def test_masked_tokens_are_skipped(case: Case, trial: Trial) -> None:
-    """As if tools had written nothing: no discount, no place for a reward, no share in a mean."""
+    """Without the tokens of tools the result is the same: they cost no discount, get no reward and count in no mean."""
     short = trial.without_masked()
     what = "without the masked tokens"
     require_same_credit(what, columns_of(credit(case, trial), trial), columns_of(credit(case, short), short), FLOAT32)
@@ -120,7 +120,7 @@ def replace_columns(given: Credit, rows: np.ndarray[tuple[int], np.dtype[np.int6
 def test_odd_samples_are_harmless(case: Case, trial: Trial) -> None:
     alone = (10,)
     empty = (4,)
-    for told, there in {
+    for label, there in {
         "the whole batch": trial,
         "a fully masked batch": trial.masked(),
         "a group of one": trial.taken(alone),
@@ -128,16 +128,16 @@ def test_odd_samples_are_harmless(case: Case, trial: Trial) -> None:
     }.items():
         got = credit(case, there)
         for name, column in columns_of(got, there).items():
-            assert np.isfinite(column).all(), f"{told}: {name} of trained tokens are not finite: {column}"
+            assert np.isfinite(column).all(), f"{label}: {name} of trained tokens are not finite: {column}"
 
 
 def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     expected = credit(case, trial)
     needs = case.driver.needs
     alone = replace(trial, columns=trial.columns.only({need.value for need in needs}))
-    with with_declared_alone(needs) as told:
+    with with_declared_alone(needs) as label:
         got = credit(case, alone)
-    require_same_credit(told, columns_of(got, trial), columns_of(expected, trial), tolerance=0)
+    require_same_credit(label, columns_of(got, trial), columns_of(expected, trial), tolerance=0)
 
 
 def test_declared_needs_are_read(case: Case, trial: Trial) -> None:
@@ -171,7 +171,7 @@ def test_inputs_are_left_alone(case: Case, trial: Trial) -> None:
         for f in fields(holder):
             column = getattr(holder, f.name)
             if isinstance(column, np.ndarray):
-                # As in shared memory: whoever writes gets a ValueError.
+                # As in shared memory: a write raises ValueError.
                 column.flags.writeable = False
     first, second = credit(case, trial), credit(case, trial)
-    require_same_credit("asked twice", columns_of(second, trial), columns_of(first, trial), tolerance=0)
+    require_same_credit("called twice", columns_of(second, trial), columns_of(first, trial), tolerance=0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime_core.algorithm.advantages import CreditRules, assign_credit
+from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.algorithm.loss import MAX_LOG_RATIO, TokenObjective
 from slime_core.config.algo import AlgoConfig
 from slime_core.contracts.aggregation import Aggregation
@@ -49,7 +49,7 @@ def steps(case: Case, trial: Trial) -> Iterator[tuple[TokenObjective, Trial]]:
             try:
                 yield objective, way.credited(trial, role=role)
             except AssertionError as error:
-                error.add_note(f"the {role}'s objective, {way.told}")
+                error.add_note(f"the {role}'s objective, {way.setting}")
                 raise
 
 
@@ -78,8 +78,8 @@ def test_every_option_has_an_owner(case: Case) -> None:
 def test_aggregation_is_anchored_by_hand(case: Case, trial: Trial) -> None:
     (aggregation,) = {way.aggregation for way in dressed(case)}
     batch = example_batch(WEIGHED)
-    rules = CreditRules(advantage=None, aggregation=aggregation, rollouts_per_step=3, max_response_len=8)
-    columns = assign_credit(batch, TokenColumns(), rules).columns
+    rules = AdvantageConfig(advantage=None, aggregation=aggregation, rollouts_per_step=3, max_response_len=8)
+    columns = compute_advantages_and_returns(batch, TokenColumns(), rules).columns
     objective = TokenObjective(loss=LogProbs(), needs=EVERY_NEED, report_entropy=False)
     log_probs = np.array([number for sample in WEIGHED for number in sample.log_probs or ()])
     policy = replace(trial.policy, log_probs=log_probs, entropy=0 * log_probs, values=0 * log_probs)
@@ -91,7 +91,7 @@ def test_loss_is_the_weighted_sum_of_its_parts(case: Case, trial: Trial) -> None
     for way in dressed(case):
         credited = way.credited(trial)
         got = credited.train(way.actor())
-        require_same(f"loss, {way.told}", got.loss, sum_of_parts(way, credited), tolerance=1e-6)
+        require_same(f"loss, {way.setting}", got.loss, sum_of_parts(way, credited), tolerance=1e-6)
 
 
 def sum_of_parts(way: Dressed, trial: Trial) -> float:
@@ -200,11 +200,11 @@ def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
         given = replace(trial, columns=trial.columns.only({need.value for need in declared}))
         for (role, everything), (_, alone) in zip(way.objectives(), way.objectives(everything=False), strict=True):
             expected = way.credited(trial, role=role).train(everything)
-            with with_declared_alone(declared) as told:
+            with with_declared_alone(declared) as which:
                 got = way.credited(given, role=role, everything=False).train(alone)
-            require_same(f"{role}'s loss {told}", got.loss, expected.loss, tolerance=0)
+            require_same(f"{role}'s loss {which}", got.loss, expected.loss, tolerance=0)
             for name, column in expected.gradient.items():
-                require_same(f"gradient of the {name} {told}", got.gradient[name], column, tolerance=0)
+                require_same(f"gradient of the {name} {which}", got.gradient[name], column, tolerance=0)
 
 
 def test_old_log_probs_may_be_the_current_ones(case: Case, trial: Trial) -> None:
@@ -216,4 +216,4 @@ def test_old_log_probs_may_be_the_current_ones(case: Case, trial: Trial) -> None
         explicit = way.credited(replace(trial, policy=policy))
         implied = replace(explicit, columns=replace(explicit.columns, old_log_probs=None))
         got = implied.train(replace(way.actor(), old_from_current=True))
-        require_same_step(f"{way.told}, without a column of old log-probs", got, explicit.train(way.actor()), 1e-7)
+        require_same_step(f"{way.setting}, without a column of old log-probs", got, explicit.train(way.actor()), 1e-7)

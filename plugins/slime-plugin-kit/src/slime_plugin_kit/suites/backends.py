@@ -114,15 +114,17 @@ def test_a_step_repeats_to_the_bit(case: Case, model: Path, training: TrainingBa
 def test_any_layout_trains_as_one_rank(
     case: Case, model: Path, training: TrainingBatch, rank_server: RankServer, tmp_path: Path
 ) -> None:
-    world_size = max([2, case.driver.least_ranks(case.config), *(e.world_size for e in case.examples(BackendExample))])
-    told = {
+    world_size = max(
+        [2, case.driver.min_world_size(case.config), *(e.world_size for e in case.examples(BackendExample))]
+    )
+    request = {
         "part": case.part.spec().to_json(),
         "files": [str(file.path) for file in case.subject.registry.plugin_files],
         "model": str(model),
         "out": str(tmp_path),
         "world_size": world_size,
     }
-    rank_server.run(told)
+    rank_server.run(request)
     ranks = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(world_size)]
 
     plain = load_plain(model)
@@ -134,7 +136,9 @@ def test_any_layout_trains_as_one_rank(
         held = ~np.isnan(of_rank)
         found[held] = of_rank[held]
     apart = np.abs(found - expected).max()
-    assert apart <= FLOAT32, f"log-probs of {world_size} ranks are off by {apart:.3g} nats (NaN: nobody held the token)"
+    assert apart <= FLOAT32, (
+        f"log-probs of {world_size} ranks are off by {apart:.3g} nats (NaN: no rank held the token)"
+    )
 
     # One rank's step, by transformers: this layout may not be possible on one.
     before = {name: tensor.clone() for name, tensor in named_weights(load_plain(model, torch.float32)).items()}
@@ -158,7 +162,7 @@ def steps(one: Opened, training: TrainingBatch, count: int) -> list[float]:
     return [one.backend.train_step(micros[n % len(micros)], objective_of()).grad_norm for n in range(count)]
 
 
-def test_saved_and_loaded_it_goes_on_to_the_bit(
+def test_saved_and_loaded_it_continues_to_the_bit(
     case: Case, model: Path, training: TrainingBatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
@@ -243,19 +247,19 @@ def test_a_step_that_is_not_finite_changes_nothing(case: Case, model: Path, trai
             require_same_weights(f"after a loss of {poison}", one.weights(), before)
         report = one.backend.train_step(training.micros(SPLITS[0]), objective_of())
         assert not report.skipped, "the step after a skipped one is skipped too"
-        # Optimiser and schedule have not moved either.
+        # Optimizer and schedule have not moved either.
         require_same_weights("after a step, two skipped ones and a step", one.weights(), expected)
 
 
 def test_copies_stay_frozen(case: Case, model: Path, training: TrainingBatch) -> None:
-    with opened(case.build(), Place(model=model), copies={REFERENCE: model}) as one:
+    with opened(case.build(), Place(model=model), frozen_models={REFERENCE: model}) as one:
         at_start = one.scores(training)["log_probs"]
         require_same("the reference's log-probs", reference(one, training), at_start, tolerance=0)
         one.backend.train_step(training.micros(), objective_of())
         trained = one.scores(training)["log_probs"]
         assert np.abs(trained - at_start).max() > 1e-3, "a step changes nothing"
         require_same("the reference's log-probs after a step", reference(one, training), at_start, tolerance=0)
-        one.backend.refresh_copy(REFERENCE)
+        one.backend.update_frozen_model(REFERENCE)
         require_same("the reference's log-probs, refreshed", reference(one, training), trained, tolerance=0)
         one.backend.train_step(training.micros(), objective_of())
         require_same("the refreshed reference's log-probs", reference(one, training), trained, tolerance=0)
@@ -284,24 +288,24 @@ def nap(one: Opened, trained: dict[str, Tensor]) -> None:
     one.backend.sleep(keep_weights=True)
     require_same_weights("the weights alone", one.weights(), trained)
     one.backend.sleep()
-    one.backend.wake(weights_only=True)
+    one.backend.wake_up(weights_only=True)
     require_same_weights("the weights alone, after sleep", one.weights(), trained)
     one.backend.sleep()
-    one.backend.wake()
+    one.backend.wake_up()
     require_same_weights("the weights after sleep", one.weights(), trained)
 
 
 def test_layouts_cover_the_ranks(case: Case) -> None:
-    least = case.driver.least_ranks(case.config)
+    least = case.driver.min_world_size(case.config)
     for world_size in (least, 2 * least, 4 * least):
         layouts = [case.driver.layout(case.config, rank, world_size) for rank in range(world_size)]
-        told = f"with {world_size} ranks the layouts are {layouts}"
+        label = f"with {world_size} ranks the layouts are {layouts}"
         sizes = {(layout.dp_size, layout.cp_size) for layout in layouts}
-        assert len(sizes) == 1, f"{told}: ranks disagree about their number"
+        assert len(sizes) == 1, f"{label}: ranks disagree about their number"
         (dp_size, cp_size), *_ = sizes
         reporting = sorted((layout.dp_rank, layout.cp_rank) for layout in layouts if layout.reports)
         expected = [(dp_rank, cp_rank) for dp_rank in range(dp_size) for cp_rank in range(cp_size)]
-        assert reporting == expected, f"{told}: each part of the tokens is to be reported by one rank"
+        assert reporting == expected, f"{label}: each part of the tokens is to be reported by one rank"
 
 
 def test_a_critic_learns(case: Case, model: Path, training: TrainingBatch) -> None:

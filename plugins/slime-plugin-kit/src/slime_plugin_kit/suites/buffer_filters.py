@@ -48,7 +48,7 @@ def test_chooses_positions_that_are_there(case: Case) -> None:
     for count, age in itertools.product((0, 1, 3, len(waiting(case)), 100), ages):
         for items in (waiting(case), finished, waiting(case)[:1], []):
             chosen = case.build().select(items, count, versions_of(items, **age))
-            assert len(chosen) <= count, f"asked for {count} it chooses {len(chosen)}"
+            assert len(chosen) <= count, f"of {count} requested it chooses {len(chosen)}"
             assert len(set(chosen)) == len(chosen), f"it chooses a position twice: {chosen}"
             assert set(chosen) <= set(range(len(items))), f"of {len(items)} items it chooses {chosen}"
 
@@ -59,7 +59,7 @@ def test_chooses_the_same_twice(case: Case) -> None:
     first = one.select(items, 4, versions)
     # A choice that depends on the ones before would not be repeated by a replay.
     one.select(items[:2], 1, versions_of(items[:2], trained=3))
-    assert one.select(items, 4, versions) == first, "asked again it chooses others"
+    assert one.select(items, 4, versions) == first, "called again it chooses others"
     assert other.select(waiting(case), 4, versions) == first, "another instance chooses others"
 
 

@@ -102,12 +102,12 @@ def runner_of(shape: CollectorExample) -> GroupRunner:
     )
 
 
-def test_a_step_has_the_groups_that_were_asked_for(case: Case) -> None:
+def test_a_step_has_the_requested_groups(case: Case) -> None:
     shape = shape_of(case)
     for groups in collect(case).steps:
         sizes = [len(group.samples) for group in groups]
         assert sizes == [shape.n_samples_per_prompt] * shape.rollout_batch_size, (
-            f"asked for {shape.rollout_batch_size} groups of {shape.n_samples_per_prompt}, it gives groups of {sizes}"
+            f"for {shape.rollout_batch_size} groups of {shape.n_samples_per_prompt} it gives groups of {sizes}"
         )
         order = [group.samples[0].index for group in groups]
         assert order == sorted(order), f"groups come in the order {order}, not as they were submitted"
@@ -119,10 +119,10 @@ def test_collects_the_same_twice(case: Case) -> None:
     for one, other in zip(first.steps, second.steps, strict=True):
         for group, again in zip(one, other, strict=True):
             for sample, repeated in zip(group.samples, again.samples, strict=True):
-                assert np.array_equal(sample.tokens, repeated.tokens), "the same prompts get other answers"
+                assert np.array_equal(sample.tokens, repeated.tokens), "the same prompts get other responses"
 
 
-def test_its_observer_hears_of_every_step(case: Case) -> None:
+def test_its_observer_gets_every_step(case: Case) -> None:
     found = collect(case)
     heard = [(step, [group.group_index for group in groups]) for step, groups in found.observed]
     given = [(step, [group.group_index for group in groups]) for step, groups in enumerate(found.steps)]
@@ -145,10 +145,10 @@ def test_refused_groups_are_replaced(case: Case) -> None:
     assert all(number % 3 != 1 for number in found.prompts), (
         f"a filter drops every third group; it gives {found.prompts}"
     )
-    wanted = shape_of(case).rollout_batch_size * shape_of(case).num_steps
-    assert len(found.prompts) == wanted, f"{len(found.prompts)} groups, not {wanted}"
+    expected = shape_of(case).rollout_batch_size * shape_of(case).num_steps
+    assert len(found.prompts) == expected, f"{len(found.prompts)} groups, not {expected}"
 
 
-def test_the_end_of_the_data_is_told(case: Case) -> None:
+def test_the_end_of_the_data_is_an_error(case: Case) -> None:
     with pytest.raises(SlimeError):
         collect(case, end=1)

@@ -55,7 +55,7 @@ def corrected(case: Case, trial: Trial, needs: frozenset[Need] = EVERY_NEED) -> 
 
 
 def of_batch(case: Case, trial: Trial, needs: frozenset[Need]) -> Corrected:
-    batch, columns = credit.withhold(trial.batch, trial.columns, needs)
+    batch, columns = credit.restrict_inputs(trial.batch, trial.columns, needs)
     got = case.build().correct_batch(batch, columns)
     shape = trial.batch.mask.shape
     for name, column in {"weights": got.weights, "keep": got.keep, **got.metrics}.items():
@@ -72,7 +72,7 @@ def of_loss(case: Case, trial: Trial, needs: frozenset[Need]) -> Corrected:
     micro, _ = packed(trial.batch, trial.columns, np.arange(trial.batch.num_samples))
     everything = everything_of(micro, leaves_of(trial.policy, objective_of(case), torch.float64))
     got = case.build().correct_loss(
-        loss.withhold(everything, needs, False), LocalSegments(micro.segments, micro.num_samples)
+        loss.restrict_inputs(everything, needs, False), LocalSegments(micro.segments, micro.num_samples)
     )
     shape = tuple(micro.mask.shape)
     for name, tensor in {"weights": got.weights, **got.metrics}.items():
@@ -146,13 +146,13 @@ def test_context_parallel_shards_change_nothing(case: Case, trial: Trial) -> Non
 
 
 def test_odd_samples_are_harmless(case: Case, trial: Trial) -> None:
-    for told, there in {
+    for label, there in {
         "a fully masked step": trial.masked(),
         "a step of one empty response": trial.taken((4,)),
         "a step of one token": trial.taken((7,)),
     }.items():
         weights = corrected(case, there).weights[there.mask]
-        assert np.isfinite(weights).all(), f"{told}: weights of trained tokens are {weights}"
+        assert np.isfinite(weights).all(), f"{label}: weights of trained tokens are {weights}"
 
 
 def test_extreme_log_ratios_stay_finite(case: Case, trial: Trial) -> None:
@@ -167,9 +167,9 @@ def test_extreme_log_ratios_stay_finite(case: Case, trial: Trial) -> None:
 def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     needs = frozenset(case.driver.needs)
     expected = corrected(case, trial)
-    with with_declared_alone(needs) as told:
+    with with_declared_alone(needs) as label:
         got = corrected(case, trial, needs)
-    require_same(f"weights {told}", got.weights[trial.mask], expected.weights[trial.mask], tolerance=0)
+    require_same(f"weights {label}", got.weights[trial.mask], expected.weights[trial.mask], tolerance=0)
 
 
 def test_declared_needs_are_read(case: Case, trial: Trial) -> None:
@@ -191,4 +191,4 @@ def test_inputs_are_left_alone(case: Case, trial: Trial) -> None:
     first = corrected(case, trial)
     written = [name for name, column in columns.items() if not np.array_equal(column, before[name])]
     assert not written, f"it writes into {', '.join(written)}"
-    require_same("weights, asked twice", corrected(case, trial).weights, first.weights, tolerance=0)
+    require_same("weights, called twice", corrected(case, trial).weights, first.weights, tolerance=0)

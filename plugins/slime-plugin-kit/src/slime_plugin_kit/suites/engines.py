@@ -41,12 +41,12 @@ from slime_plugin_kit.tiny_serving import (
 
 A_WHILE_S = 0.05
 DELAYS_S = (A_WHILE_S, 0.01, 0.3)
-"""Tried in turn, until new weights come in the middle of an answer."""
+"""Tried in turn, until new weights come in the middle of a response."""
 
 
 COMPANY = 96
 WAYS: Sequence[dict[str, Any]] = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 4})
-"""Of sampling; engines may have code of its own for each."""
+"""Sampling parameters; an engine may have separate code for each."""
 
 
 @pytest.fixture(scope="module")
@@ -82,32 +82,32 @@ def test_temperature_zero_takes_the_likeliest_token(case: Case, model: Path) -> 
     play(case, model, scene)
 
 
-def test_answers_come_in_the_order_of_requests(case: Case, model: Path) -> None:
+def test_responses_come_in_the_order_of_requests(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         requests = [ask(n, prompt, max_new_tokens=2 + 5 * (n % 3)) for n, prompt in enumerate(prompts(9, seed=2))]
-        answers = await engine.generate(requests)
-        names = [answer.request_id for answer in answers]
-        assert names == [request.request_id for request in requests], f"answers come in the order {names}"
-        for request, answer in zip(requests, answers, strict=True):
-            count = len(answer.token_ids)
+        responses = await engine.generate(requests)
+        names = [response.request_id for response in responses]
+        assert names == [request.request_id for request in requests], f"responses come in the order {names}"
+        for request, response in zip(requests, responses, strict=True):
+            count = len(response.token_ids)
             assert count <= request.sampling.max_new_tokens, f"{count} tokens of {request.sampling.max_new_tokens}"
-            spans = [(start, end) for _, start, end in answer.spans]
+            spans = [(start, end) for _, start, end in response.spans]
             covered = [token for start, end in spans for token in range(start, end)]
             assert covered == list(range(count)), f"spans {spans} do not cover its {count} tokens in order"
 
     play(case, model, scene)
 
 
-def test_its_stream_has_every_answer_once(case: Case, model: Path) -> None:
+def test_its_stream_has_every_response_once(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         requests = [ask(n, prompt, max_new_tokens=2 + 5 * (n % 3)) for n, prompt in enumerate(prompts(9, seed=2))]
-        whole = {answer.request_id: tokens_of(answer) for answer in await engine.generate(requests)}
-        streamed = [answer async for answer in engine.stream(requests)]
-        names = sorted(answer.request_id for answer in streamed)
-        assert names == sorted(whole), f"the stream answers {names}"
-        for answer in streamed:
-            same = tokens_of(answer) == whole[answer.request_id]
-            assert same, f"streamed, {answer.request_id} has other tokens than generated"
+        whole = {response.request_id: tokens_of(response) for response in await engine.generate(requests)}
+        streamed = [response async for response in engine.stream(requests)]
+        names = sorted(response.request_id for response in streamed)
+        assert names == sorted(whole), f"the stream returns {names}"
+        for response in streamed:
+            same = tokens_of(response) == whole[response.request_id]
+            assert same, f"streamed, {response.request_id} has other tokens than generated"
 
     play(case, model, scene)
 
@@ -143,9 +143,9 @@ def test_company_changes_no_draw(case: Case, model: Path) -> None:
             late.append(asyncio.ensure_future(engine.generate([request])))
             if number % 5 == 0:
                 await asyncio.sleep(0.01)
-        one_by_one = [answer for answers in await asyncio.gather(*late) for answer in answers]
-        for how, answers in (("with those of its kind alone", in_turn), ("one after another", one_by_one)):
-            found = {answer.request_id: answer for answer in answers}
+        one_by_one = [response for responses in await asyncio.gather(*late) for response in responses]
+        for how, responses in (("with those of its kind alone", in_turn), ("one after another", one_by_one)):
+            found = {response.request_id: response for response in responses}
             pairs = [(one, found[one.request_id]) for one in together]
             apart = [one.request_id for one, two in pairs if tokens_of(one) != tokens_of(two)]
             assert not apart, (
@@ -157,20 +157,20 @@ def test_company_changes_no_draw(case: Case, model: Path) -> None:
     play(case, model, scene)
 
 
-def test_an_answer_ends_where_it_should(case: Case, model: Path) -> None:
+def test_a_response_ends_where_it_should(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         async def alone(number: int, prompt: npt.ArrayLike, **sampling: Any) -> Completion:
             # One at a time: what runs beside a request may change its last bits.
-            (answer,) = await engine.generate([ask(number, prompt, **sampling)])
-            return answer
+            (response,) = await engine.generate([ask(number, prompt, **sampling)])
+            return response
 
         for number, prompt in enumerate(prompts(4, seed=4)):
-            answer = await alone(number, prompt, max_new_tokens=24)
-            tokens = tokens_of(answer)
-            ended = answer.finish_reason is FinishReason.STOP
-            assert ended or len(tokens) == 24, f"it ends with {answer.finish_reason} after {len(tokens)} of 24 tokens"
-            assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            # The first token that had not come before: with it as a stop, the answer ends there.
+            response = await alone(number, prompt, max_new_tokens=24)
+            tokens = tokens_of(response)
+            ended = response.finish_reason is FinishReason.STOP
+            assert ended or len(tokens) == 24, f"it ends with {response.finish_reason} after {len(tokens)} of 24 tokens"
+            assert response.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            # The first token that had not come before: with it as a stop, the response ends there.
             last = max(place for place, token in enumerate(tokens) if token not in tokens[:place])
             stopped = await alone(number, prompt, max_new_tokens=24, stop_token_ids=(tokens[last],))
             short = await alone(number, prompt, max_new_tokens=max(last, 1))
@@ -184,7 +184,7 @@ def test_an_answer_ends_where_it_should(case: Case, model: Path) -> None:
     play(case, model, scene)
 
 
-def test_stop_strings_end_an_answer(case: Case, model: Path) -> None:
+def test_stop_strings_end_a_response(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         def text(tokens: Sequence[int]) -> str:
             # One token per character; the end of the sequence is no character.
@@ -225,7 +225,7 @@ def test_an_abort_returns_what_there_is(case: Case, model: Path) -> None:
             await engine.abort()
         (last,) = await third
         assert len(last.log_probs) == len(last.token_ids)
-        # Ids may be used again, and the engine goes on.
+        # Ids may be used again, and the engine continues.
         (again,) = await engine.generate([replace(requests[0], sampling=SamplingParams(max_new_tokens=3))])
         require_true_log_probs(plain, requests[0], again, what="after an abort, log-probs")
 
@@ -243,15 +243,17 @@ def test_an_abort_at_once_does_no_harm(case: Case, model: Path) -> None:
                 # It may still have been on its way.
                 await engine.abort([request.request_id])
                 await asyncio.sleep(0.001)
-            (answer,) = await running
-            assert answer.finish_reason is FinishReason.ABORT, f"aborted after {turns} turns: {answer.finish_reason}"
+            (response,) = await running
+            assert response.finish_reason is FinishReason.ABORT, (
+                f"aborted after {turns} turns: {response.finish_reason}"
+            )
             (after,) = await engine.generate([ask(90 + turns, [3, 4], max_new_tokens=2)])
-            assert len(after.token_ids) > 0, f"after an abort in turn {turns} it answers with nothing"
+            assert len(after.token_ids) > 0, f"after an abort in turn {turns} it returns no token"
 
     play(case, model, scene)
 
 
-def test_pause_holds_every_answer(case: Case, model: Path) -> None:
+def test_pause_holds_every_response(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         for turns in range(3):
             # At once, and while the request is on its way in.
@@ -261,10 +263,10 @@ def test_pause_holds_every_answer(case: Case, model: Path) -> None:
                 await asyncio.sleep(0)
             await engine.pause()
             await asyncio.sleep(2 * A_WHILE_S)
-            assert not waiting.done(), "paused, it answers all the same"
+            assert not waiting.done(), "paused, it returns a response"
             await engine.resume()
-            (answer,) = await waiting
-            assert len(answer.token_ids) == 4, f"held for a while, it has {len(answer.token_ids)} of 4 tokens"
+            (response,) = await waiting
+            assert len(response.token_ids) == 4, f"held for a while, it has {len(response.token_ids)} of 4 tokens"
 
     play(case, model, scene)
 
@@ -277,16 +279,16 @@ def test_new_weights_are_used_under_their_version(case: Case, model: Path) -> No
             weights = named_weights(new)
             await engine.pause()
             for bucket in buckets_of(weights, version, 3):
-                assert await engine.version() != version, "a version that is partly loaded is said to be there"
+                assert await engine.version() != version, "a version that is partly loaded is reported as loaded"
                 await engine.load_bucket(bucket)
             await engine.resume()
-            assert await engine.version() == version, f"loaded {version}, it says {await engine.version()}"
+            assert await engine.version() == version, f"loaded {version}, it reports {await engine.version()}"
             assert await engine.checksum() == checksum_of(weights), "the checksum over all weights is another one"
             requests = [ask(n, prompt) for n, prompt in enumerate(prompts(4, seed=7))]
             for request, got in zip(requests, await engine.generate(requests), strict=True):
                 require_true_log_probs(new.double(), request, got, what=f"log-probs under version {version}")
-                said = {span.version for span in got.spans}
-                assert said <= {version}, f"under version {version} the spans say {said}"
+                given = {span.version for span in got.spans}
+                assert given <= {version}, f"under version {version} the spans have {given}"
 
     play(case, model, scene)
 
@@ -309,7 +311,7 @@ def test_a_damaged_bucket_is_refused(case: Case, model: Path) -> None:
     play(case, model, scene)
 
 
-def test_spans_tell_versions_apart(case: Case, model: Path) -> None:
+def test_spans_separate_versions(case: Case, model: Path) -> None:
     one, other = load_plain(model, torch.float32), moved(load_plain(model, torch.float32), 4)
     models = {number: (one, other)[number % 2] for number in range(2 * len(DELAYS_S))}
 
@@ -327,8 +329,8 @@ def test_spans_tell_versions_apart(case: Case, model: Path) -> None:
             running = asyncio.ensure_future(engine.generate([request]))
             await asyncio.sleep(delay)
             await load(engine, after)
-            (answer,) = await running
-            spans = [tuple(span) for span in answer.spans]
+            (response,) = await running
+            spans = [tuple(span) for span in response.spans]
             # Some engines take longer than others until the first token.
             if [version for version, _, _ in spans] == [before, after]:
                 break
@@ -336,8 +338,8 @@ def test_spans_tell_versions_apart(case: Case, model: Path) -> None:
             raise AssertionError(f"weights changed under it from {before} to {after}, and the spans are {spans}")
         for version, start, end in spans:
             with torch.no_grad():
-                exact = log_probs_of(models[version], request.token_ids.tolist(), tokens_of(answer))[0].numpy()
-            apart = np.abs(answer.log_probs[start:end] - exact[start:end]).max()
+                exact = log_probs_of(models[version], request.token_ids.tolist(), tokens_of(response))[0].numpy()
+            apart = np.abs(response.log_probs[start:end] - exact[start:end]).max()
             assert apart <= NATS, f"log-probs of the span of version {version} are off by {apart:.3g} nats"
 
     play(case, model, scene)
@@ -346,18 +348,18 @@ def test_spans_tell_versions_apart(case: Case, model: Path) -> None:
 def test_sleep_loses_nothing(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         requests = [ask(n, prompt) for n, prompt in enumerate(prompts(4, seed=8))]
-        before = [tokens_of(answer) for answer in await engine.generate(requests)]
+        before = [tokens_of(response) for response in await engine.generate(requests)]
         checksum = await engine.checksum()
         await engine.sleep()
-        await engine.wake()
+        await engine.wake_up()
         assert await engine.checksum() == checksum, "after sleep and wake the weights are others"
-        after = [tokens_of(answer) for answer in await engine.generate(requests)]
+        after = [tokens_of(response) for response in await engine.generate(requests)]
         assert after == before, "after sleep and wake it gives other tokens"
 
     play(case, model, scene)
 
 
-def test_the_loop_goes_on_meanwhile(case: Case, model: Path) -> None:
+def test_the_loop_continues_meanwhile(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         running = asyncio.ensure_future(engine.generate([long(0)]))
         turns = 0
@@ -369,7 +371,7 @@ def test_the_loop_goes_on_meanwhile(case: Case, model: Path) -> None:
     play(case, model, scene)
 
 
-def test_a_stopped_engine_says_so(case: Case, model: Path) -> None:
+def test_a_stopped_engine_fails_its_requests(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         await engine.health()
         running = asyncio.ensure_future(engine.generate([long(0)]))

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from slime_core.config.part import PartSpec
+from slime_core.config.part import PluginSpec
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry, bind
 from slime_core.registry.entry import Entry
@@ -18,7 +18,7 @@ UNKNOWN = "an_option_that_nothing_has"
 
 @functools.cache
 def findings(registry: Registry, entries: tuple[Entry, ...]) -> dict[Entry, Finding]:
-    """Of all entries at once: what they import is found out in a fresh interpreter for each distribution."""
+    """Findings of all entries. Their imports are found in a fresh interpreter for each distribution."""
     return {finding.entry: finding for finding in inspect_entries(registry, entries)}
 
 
@@ -37,7 +37,7 @@ def test_it_has_options_to_try(case: Case) -> None:
 
 def test_options_travel_to_workers(case: Case) -> None:
     spec = case.part.spec()
-    there = PartSpec.from_json(spec.to_json()).resolve(case.subject.registry)
+    there = PluginSpec.from_json(spec.to_json()).resolve(case.subject.registry)
     assert there.config == case.config, f"the options arrive as {there.config!r}, they were {case.config!r}"
     built, here = type(there.build()), type(case.build())
     assert built.__qualname__ == here.__qualname__, f"a worker builds a {built.__qualname__}, not a {here.__qualname__}"

@@ -26,7 +26,7 @@ def engine(**options: Any) -> ScriptedEngine:
     return ScriptedEngine(vocab_size=vocab_size(), **options)
 
 
-async def answer(generator: Generator, episode: EngineEpisode) -> Sequence[Sample]:
+async def generate(generator: Generator, episode: EngineEpisode) -> Sequence[Sample]:
     return check_samples(await generator.generate(episode), generator)
 
 
@@ -39,9 +39,9 @@ async def built(case: Case) -> AsyncIterator[Generator]:
         await generator.close()
 
 
-async def fresh_answer(case: Case, number: int = 3, **options: Any) -> Sequence[Sample]:
+async def fresh_samples(case: Case, number: int = 3, **options: Any) -> Sequence[Sample]:
     async with built(case) as generator:
-        return await answer(generator, episode_of(client_of(engine()), number, **options))
+        return await generate(generator, episode_of(client_of(engine()), number, **options))
 
 
 def require_same_samples(what: str, got: Sequence[Sample], expected: Sequence[Sample]) -> None:
@@ -53,15 +53,15 @@ def require_same_samples(what: str, got: Sequence[Sample], expected: Sequence[Sa
         assert one.status == other.status, f"{what}: status {one.status}, {other.status} otherwise"
 
 
-async def answers(case: Case, numbers: Sequence[int], **options: Any) -> list[Sample]:
-    """To one prompt after another, by one generator."""
+async def samples_of(case: Case, numbers: Sequence[int], **options: Any) -> list[Sample]:
+    """Samples of one prompt after another, by one generator."""
     async with built(case) as generator:
         episodes = (episode_of(client_of(engine()), number, **options) for number in numbers)
-        return [sample for episode in episodes for sample in await answer(generator, episode)]
+        return [sample for episode in episodes for sample in await generate(generator, episode)]
 
 
 def test_lengths_agree(case: Case) -> None:
-    for sample in run(answers(case, range(12))):
+    for sample in run(samples_of(case, range(12))):
         prompt = sample.prompt.token_ids
         assert np.array_equal(sample.tokens[: len(prompt)], prompt), "the tokens do not begin with the prompt's"
         length = sample.response_length
@@ -77,7 +77,7 @@ def test_trained_tokens_are_the_engines(case: Case) -> None:
         async with built(case) as generator:
             for number in range(12):
                 scripted = engine()
-                check(scripted, await answer(generator, episode_of(client_of(scripted), number)))
+                check(scripted, await generate(generator, episode_of(client_of(scripted), number)))
 
     def check(scripted: ScriptedEngine, samples: Sequence[Sample]) -> None:
         reported = Counter(
@@ -92,14 +92,14 @@ def test_trained_tokens_are_the_engines(case: Case) -> None:
             for _, start, end in sample.spans:
                 covered[start:end] = True
             unknown = np.flatnonzero((sample.loss_mask == 1) & ~covered)
-            assert not len(unknown), f"no span says which policy wrote the tokens {unknown.tolist()}"
+            assert not len(unknown), f"no span has the policy version of the tokens {unknown.tolist()}"
 
     run(scene())
 
 
 def test_the_budget_is_kept(case: Case) -> None:
     for budget in (1, 3, BUDGET):
-        for sample in run(answers(case, range(6), budget=budget)):
+        for sample in run(samples_of(case, range(6), budget=budget)):
             written = int(sample.loss_mask.sum())
             assert written <= budget, f"of a budget of {budget} tokens it has the model write {written}"
 
@@ -112,7 +112,7 @@ def test_an_abort_ends_it(case: Case) -> None:
         if before:
             stop.set()
         async with built(case) as generator:
-            task = asyncio.create_task(answer(generator, episode))
+            task = asyncio.create_task(generate(generator, episode))
             begun = asyncio.create_task(scripted.begun.wait())
             await asyncio.wait([task, begun], return_when=asyncio.FIRST_COMPLETED)
             begun.cancel()
@@ -125,13 +125,14 @@ def test_an_abort_ends_it(case: Case) -> None:
     for before in (False, True):
         samples = run(scene(before))
         aborted = [sample for sample in samples if sample.status is Status.ABORTED]
-        assert aborted, f"after an abort its samples are {[str(sample.status) for sample in samples]}: one must say so"
+        statuses = [str(sample.status) for sample in samples]
+        assert aborted, f"after an abort its samples are {statuses}: one must have the status aborted"
 
 
 def test_engine_errors_surface(case: Case) -> None:
     async def scene() -> Sequence[Sample]:
         async with built(case) as generator:
-            return await answer(generator, episode_of(client_of(engine(failure=EngineError("the engine died")))))
+            return await generate(generator, episode_of(client_of(engine(failure=EngineError("the engine died")))))
 
     try:
         samples = run(scene())
@@ -144,23 +145,23 @@ def test_episodes_keep_apart(case: Case) -> None:
     async def together() -> list[Sequence[Sample]]:
         client = client_of(engine())
         async with built(case) as generator:
-            return await asyncio.gather(*(answer(generator, episode_of(client, number)) for number in range(8)))
+            return await asyncio.gather(*(generate(generator, episode_of(client, number)) for number in range(8)))
 
     for number, got in enumerate(run(together())):
-        require_same_samples(f"prompt {number} beside seven others", got, run(fresh_answer(case, number)))
+        require_same_samples(f"prompt {number} beside seven others", got, run(fresh_samples(case, number)))
 
 
-def test_a_retry_repeats_the_answer(case: Case) -> None:
+def test_a_retry_repeats_the_response(case: Case) -> None:
     for number in range(4):
-        first, again = run(fresh_answer(case, number)), run(fresh_answer(case, number, attempt=1))
+        first, again = run(fresh_samples(case, number)), run(fresh_samples(case, number, attempt=1))
         require_same_samples("generated a second time", again, first)
 
 
-def test_a_partial_rollout_goes_on(case: Case) -> None:
+def test_a_partial_rollout_continues(case: Case) -> None:
     for number in range(4):
-        first, *others = run(fresh_answer(case, number))
+        first, *others = run(fresh_samples(case, number))
         if others:
-            # Answers of several samples start anew.
+            # Responses of several samples start anew.
             continue
         kept_length = first.response_length // 2
         kept = replace(
@@ -171,20 +172,20 @@ def test_a_partial_rollout_goes_on(case: Case) -> None:
             spans=(VersionSpan(1, 0, kept_length),),
             status=Status.ABORTED,
         )
-        sample, *_ = run(fresh_answer(case, number, kept=kept))
+        sample, *_ = run(fresh_samples(case, number, kept=kept))
         begun = sample.tokens[: len(kept.tokens)]
-        assert np.array_equal(begun, kept.tokens), f"it was given {kept.tokens} to go on from, and has {sample.tokens}"
+        assert np.array_equal(begun, kept.tokens), f"it was given {kept.tokens} to resume from, and has {sample.tokens}"
         begun_log_probs = sample.rollout_log_probs[:kept_length]
         assert np.array_equal(begun_log_probs, kept.rollout_log_probs), (
             "the kept tokens have other log-probs than before"
         )
-        assert not kept_length or sample.spans[0].version == 1, "the kept tokens are said to be another policy's"
+        assert not kept_length or sample.spans[0].version == 1, "the kept tokens have another policy version"
 
 
-def test_an_answer_without_room_is_a_sample(case: Case) -> None:
+def test_a_response_without_room_is_a_sample(case: Case) -> None:
     number = 3
     length = len(episode_of(client_of(engine()), number).prompt.token_ids)
-    samples = run(fresh_answer(case, number, max_context_len=length))
-    assert samples, "it returns no sample where the context has no room for an answer"
+    samples = run(fresh_samples(case, number, max_context_len=length))
+    assert samples, "it returns no sample where the context has no room for a response"
     written = [int(sample.loss_mask.sum()) for sample in samples]
     assert not any(written), f"there is no room for a token, and {written} are trained"

@@ -36,14 +36,14 @@ def test_anchored_by_hand(case: Case) -> None:
         "slime_core.contracts.example.KlExample"
     )
     for of, example in anchors:
-        told = f"with {of.label or 'its defaults'}"
+        label = f"with {of.label or 'its defaults'}"
         log_probs = torch.tensor(example.log_probs, dtype=torch.float64, requires_grad=True)
         reference = torch.tensor(example.ref_log_probs, dtype=torch.float64)
         ratio = None if example.ratio is None else torch.tensor(example.ratio, dtype=torch.float64)
         values = of.build()(log_probs, reference, ratio)
         (gradient,) = torch.autograd.grad(values.sum(), log_probs)
-        require_same(f"values {told}", values.detach().numpy(), example.values, tolerance=ROUNDING)
-        require_same(f"gradient {told}", gradient.numpy(), example.gradient, tolerance=ROUNDING)
+        require_same(f"values {label}", values.detach().numpy(), example.values, tolerance=ROUNDING)
+        require_same(f"gradient {label}", gradient.numpy(), example.gradient, tolerance=ROUNDING)
 
 
 def test_zero_at_equality(case: Case) -> None:
@@ -66,7 +66,7 @@ def test_positive_on_average(case: Case) -> None:
 
 def test_never_negative(case: Case) -> None:
     values = case.build()(*pair())
-    assert (values >= 0).all(), f"its driver says never_negative, and it gives {values.tolist()}"
+    assert (values >= 0).all(), f"its driver declares never_negative, and it gives {values.tolist()}"
 
 
 def test_gradient_equals_finite_differences(case: Case) -> None:
@@ -80,9 +80,9 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
 
         leaf = log_probs.clone().requires_grad_()
         (got,) = torch.autograd.grad(function(leaf), leaf)
-        told = "with a ratio" if ratio is not None else "without a ratio"
-        require_same(f"gradient {told}", got.numpy(), gradient_by_differences(function, log_probs), tolerance=ROUNDING)
-        assert got.abs().max() > 1e-4, f"the gradient {told} is zero everywhere"
+        label = "with a ratio" if ratio is not None else "without a ratio"
+        require_same(f"gradient {label}", got.numpy(), gradient_by_differences(function, log_probs), tolerance=ROUNDING)
+        assert got.abs().max() > 1e-4, f"the gradient {label} is zero everywhere"
 
 
 def test_float32_agrees_with_float64(case: Case) -> None:
@@ -126,7 +126,7 @@ def test_extreme_log_probs_stay_finite(case: Case) -> None:
         assert torch.isfinite(gradient).all(), f"at gaps {gaps.tolist()} its gradient is {gradient.tolist()}"
 
 
-def test_every_token_stands_alone(case: Case) -> None:
+def test_tokens_are_independent(case: Case) -> None:
     estimator = case.build()
     log_probs, reference = pair()
     whole = estimator(log_probs, reference)
@@ -148,4 +148,4 @@ def test_inputs_are_left_alone(case: Case) -> None:
     first = estimator(log_probs, reference, ratio).clone()
     written = [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]
     assert not written, f"it writes into {', '.join(written)}"
-    assert torch.equal(estimator(log_probs, reference, ratio), first), "asked twice, it gives two answers"
+    assert torch.equal(estimator(log_probs, reference, ratio), first), "called twice, it gives two results"

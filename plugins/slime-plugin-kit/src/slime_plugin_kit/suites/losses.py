@@ -61,10 +61,10 @@ def test_anchored_by_hand(case: Case) -> None:
     )
     leaf_name = "values" if case.driver.trains_values else "log_probs"
     for of, example in anchors:
-        told = f"with {of.label or 'its defaults'}"
+        label = f"with {of.label or 'its defaults'}"
         names = [f.name for f in fields(LossInputs) if f.name != "mask" and is_given(example.samples, f.name)]
         given = {name: torch.tensor(column_of(example.samples, name)) for name in names}
-        assert leaf_name in given, f"the samples of its LossExample {told} give no {leaf_name}"
+        assert leaf_name in given, f"the samples of its LossExample {label} give no {leaf_name}"
         leaf = given[leaf_name].requires_grad_()
         batch = example_batch(example.samples)
         trained = batch.mask.astype(np.bool_)
@@ -74,9 +74,9 @@ def test_anchored_by_hand(case: Case) -> None:
         torch.where(mask, output.values, 0.0).sum().backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None, f"its values do not depend on the {leaf_name}"
         got = output.values.detach().double().numpy()
-        require_same(f"values {told}", got[trained], flat(example.values)[trained], tolerance=ROUNDING)
+        require_same(f"values {label}", got[trained], flat(example.values)[trained], tolerance=ROUNDING)
         gradient = np.where(trained, flat(example.gradient), 0.0)
-        require_same(f"gradient of the {leaf_name} {told}", leaf.grad.numpy(), gradient, tolerance=ROUNDING)
+        require_same(f"gradient of the {leaf_name} {label}", leaf.grad.numpy(), gradient, tolerance=ROUNDING)
 
 
 def test_gradient_equals_finite_differences(case: Case, trial: Trial) -> None:
@@ -139,9 +139,9 @@ def test_undeclared_inputs_are_not_needed(case: Case, trial: Trial) -> None:
     expected = trial.train(objective_of(case))
     if not case.driver.uses_advantages:
         trial = replace(trial, columns=replace(trial.columns, advantages=None, returns=None))
-    with with_declared_alone(needs) as told:
+    with with_declared_alone(needs) as label:
         got = trial.train(objective_of(case, needs))
-    require_same_step(told, got, expected, tolerance=0)
+    require_same_step(label, got, expected, tolerance=0)
 
 
 def test_declared_needs_are_read(case: Case) -> None:
@@ -195,7 +195,7 @@ def test_inputs_are_left_alone(case: Case, trial: Trial) -> None:
     written = [name for name, tensor in given.items() if not torch.equal(tensor.detach(), before[name])]
     assert not written, f"it writes into {', '.join(written)}"
     second = call(loss, micro, leaves)
-    assert torch.equal(first.values, second.values), "asked twice, it gives two answers: a loss keeps no state"
+    assert torch.equal(first.values, second.values), "called twice, it gives two results: a loss keeps no state"
 
 
 def tensors_of(micro: MicroBatch) -> dict[str, Tensor]:

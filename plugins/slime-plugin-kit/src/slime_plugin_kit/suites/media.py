@@ -60,7 +60,7 @@ def rows_of(prompt: Prompt) -> list[int]:
     ]
 
 
-def test_it_says_what_engines_must_offer(case: Case) -> None:
+def test_it_declares_an_engine_capability(case: Case) -> None:
     needs = getattr(case.driver, "needs", None)
     assert isinstance(needs, Capability), f"needs is {needs!r}"
 
@@ -74,9 +74,9 @@ def test_an_image_has_its_places(case: Case, model: Path) -> None:
     assert len(rows) == image.num_tokens, f"{image.num_tokens} features have {len(rows)} places"
     assert prompt.token_ids.dtype == np.int32, f"token ids are {prompt.token_ids.dtype}, not int32"
     found = set(prompt.token_ids[rows].tolist())
-    assert len(found) == 1, f"different tokens stand at its places: {sorted(found)}"
+    assert len(found) == 1, f"different tokens are at its places: {sorted(found)}"
     others = np.delete(prompt.token_ids, rows)
-    assert not np.isin(others, list(found)).any(), "its token stands elsewhere too"
+    assert not np.isin(others, list(found)).any(), "its token is at other places too"
     json.dumps(prompt.messages)
 
 
@@ -84,17 +84,17 @@ def test_pixels_fit_the_tokens(case: Case, model: Path) -> None:
     prompt = rendered(case, model)
     text = rendered(case, model, None)
     token = int(prompt.token_ids[rows_of(prompt)[0]])
-    # The second one writes such a token itself, which stands for itself.
+    # The second response contains such a token, which has no features.
     samples = [image_sample(prompt, 0, [9, 10]), image_sample(prompt, 1, [token, 9]), image_sample(text, 2, [9])]
     packer = case.build().packer(model, trust_remote_code=False)
     batch = image_batch(samples)
     micro = packer.pack(batch, np.array([1, 2, 0]))
     assert micro is not None, "there are no pixels"
     starts = np.cumsum([0, len(samples[1].tokens), len(samples[2].tokens)])
-    wanted = np.full(sum(len(sample.tokens) for sample in samples), -1)
+    expected = np.full(sum(len(sample.tokens) for sample in samples), -1)
     for start in (starts[0], starts[2]):
-        wanted[start + np.array(rows_of(prompt))] = np.arange(len(rows_of(prompt)))
-    np.testing.assert_array_equal(micro.feature_of_token.numpy(), wanted)
+        expected[start + np.array(rows_of(prompt))] = np.arange(len(rows_of(prompt)))
+    np.testing.assert_array_equal(micro.feature_of_token.numpy(), expected)
     patches = int(micro.grid_thw.prod(dim=1).sum())
     assert len(micro.pixel_values) == patches, f"{len(micro.pixel_values)} patches, and a grid of {patches}"
     assert packer.pack(batch, np.array([2])) is None, "there are pixels where no sample has an image"
@@ -102,9 +102,9 @@ def test_pixels_fit_the_tokens(case: Case, model: Path) -> None:
 
 def test_rows_without_media_are_text(case: Case, model: Path) -> None:
     plain = PromptRenderer(load_tokenizer(model, trust_remote_code=False), apply_chat_template=True)
-    wanted = plain.render({"input": "ab"}, group_index=0, origin=ORIGIN)
+    expected = plain.render({"input": "ab"}, group_index=0, origin=ORIGIN)
     found = rendered(case, model, None)
-    assert (found.text, found.token_ids.tolist()) == (wanted.text, wanted.token_ids.tolist())
+    assert (found.text, found.token_ids.tolist()) == (expected.text, expected.token_ids.tolist())
     assert found.images == ()
 
 
@@ -113,7 +113,7 @@ def test_renders_the_same_twice(case: Case, model: Path) -> None:
     assert (one.text, one.token_ids.tolist(), one.images) == (other.text, other.token_ids.tolist(), other.images)
 
 
-def test_damaged_media_are_told(case: Case, model: Path) -> None:
+def test_damaged_media_are_an_error(case: Case, model: Path) -> None:
     with pytest.raises(DataError) as caught:
         rendered(case, model, DAMAGED)
-    assert str(caught.value).startswith(f"{ORIGIN}: "), f"it says: {caught.value}"
+    assert str(caught.value).startswith(f"{ORIGIN}: "), f"the message is: {caught.value}"

@@ -17,7 +17,7 @@ from slime_plugin_kit.event_loop import run
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 
 KEPT = ("request_id", "token_ids", "sampling", "seed")
-"""Of a request; where it goes is a router's business."""
+"""Fields of a request that a middleware must keep; it may choose another engine."""
 
 
 def request_of(number: int) -> GenerateRequest:
@@ -74,7 +74,7 @@ def test_errors_surface(case: Case) -> None:
         except EngineError:
             pass
         else:
-            raise AssertionError(f"the engine died, and it answers {completion}")
+            raise AssertionError(f"the engine died, and it returned {completion}")
         # And the next request is served.
         await middleware(request_of(1), straight)
 
@@ -85,10 +85,13 @@ def test_requests_keep_apart(case: Case) -> None:
     async def scene() -> None:
         middleware: RouterMiddleware = case.build()
         requests = [request_of(number) for number in range(20)]
-        answers = await asyncio.gather(*(middleware(request, straight) for request in requests))
-        for request, answer in zip(requests, answers, strict=True):
+        responses = await asyncio.gather(*(middleware(request, straight) for request in requests))
+        for request, response in zip(requests, responses, strict=True):
             require_same(
-                f"beside others, the answer to {request.request_id}", answer, await straight(request), ("token_ids",)
+                f"beside others, the response to {request.request_id}",
+                response,
+                await straight(request),
+                ("token_ids",),
             )
 
     run(scene())
@@ -112,7 +115,7 @@ def test_a_cancelled_request_ends(case: Case) -> None:
         except asyncio.CancelledError:
             pass
         else:
-            raise AssertionError(f"its caller went away, and it answers {completion}")
+            raise AssertionError(f"its caller went away, and it returned {completion}")
         await middleware(request_of(1), straight)
 
     run(scene())

@@ -66,7 +66,7 @@ def test_the_learning_rate_is_that_of_the_groups(case: Case) -> None:
     require_equal("steps at lr = 0", trained.values(), start)
 
 
-def test_saved_and_loaded_it_goes_on_to_the_bit(case: Case) -> None:
+def test_saved_and_loaded_it_continues_to_the_bit(case: Case) -> None:
     straight, saved, loaded = Trained(case), Trained(case), Trained(case)
     straight.step(range(2 * STEPS))
     saved.step(range(STEPS))
@@ -80,12 +80,12 @@ def test_saved_and_loaded_it_goes_on_to_the_bit(case: Case) -> None:
     require_equal(f"{STEPS} steps, its state in a new one, and {STEPS} steps", loaded.values(), straight.values())
 
 
-def test_its_moments_are_as_told(case: Case) -> None:
+def test_its_moments_are_as_declared(case: Case) -> None:
     trained = Trained(case)
     trained.step([0])
     for weight, state in zip(trained.weights, trained.states(), strict=True):
         held = [name for name, tensor in state.items() if tensor.shape == weight.shape]
-        assert len(held) == len(case.driver.moments), f"it tells {case.driver.moments}, and holds {held}"
+        assert len(held) == len(case.driver.moments), f"it declares {case.driver.moments}, and holds {held}"
 
 
 def test_bfloat16_stays_bfloat16(case: Case) -> None:

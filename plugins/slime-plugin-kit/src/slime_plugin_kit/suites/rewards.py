@@ -1,4 +1,4 @@
-"""Rewards: one number for each answer to a prompt."""
+"""Rewards: one number for each response to a prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from slime_core.contracts.example import RewardExample
 from slime_core.rollout.rewards import RewardPool, rewarded
+from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import SampleGroup
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.compare import require_same
@@ -39,7 +40,7 @@ def pools() -> Iterator[dict[object, RewardPool]]:
 
 
 def examples(case: Case) -> list[RewardExample]:
-    """Its own, or else a sum with right, wrong and odd answers."""
+    """Its own, or else a sum with right, wrong and odd responses."""
     return case.examples(RewardExample) or [RewardExample(prompt="2+2=", label="4", responses=RESPONSES)]
 
 
@@ -64,13 +65,13 @@ def numbers(case: Case, group: SampleGroup) -> list[float]:
     return [sample.reward for sample in done if sample.reward is not None]
 
 
-def test_examples_earn_what_they_should(case: Case) -> None:
+def test_examples_get_their_rewards(case: Case) -> None:
     for of in case.subject.cases:
         for example in of.examples(RewardExample):
             if example.rewards is not None:
                 got = numbers(of, group_of(example.responses, example=example))
-                told = f"answers to {example.prompt!r} with {of.label or 'its defaults'}"
-                require_same(told, got, example.rewards, tolerance=1e-6)
+                label = f"responses to {example.prompt!r} with {of.label or 'its defaults'}"
+                require_same(label, got, example.rewards, tolerance=1e-6)
 
 
 def test_every_sample_gets_a_finite_number(case: Case) -> None:
@@ -81,7 +82,7 @@ def test_every_sample_gets_a_finite_number(case: Case) -> None:
         assert len(names) == 1, f"samples get different kinds of numbers: {names}"
         key = case.driver.reward_key
         assert key is None or key in (names.pop() or ()), (
-            f"its driver says reward_key {key!r}, which it does not return"
+            f"its driver declares reward_key {key!r}, which it does not return"
         )
 
 
@@ -99,7 +100,7 @@ def test_scores_the_same_twice(case: Case) -> None:
     reward, another = case.build(), case.build()
     for group in groups_of(case):
         first = list(reward.score(group))
-        assert list(reward.score(group)) == first, "asked again it gives other numbers"
+        assert list(reward.score(group)) == first, "called again it gives other numbers"
         assert list(another.score(group)) == first, "another instance gives other numbers"
 
 
@@ -123,7 +124,7 @@ def test_scores_the_same_in_a_worker_process(case: Case, pools: dict[object, Rew
     for group in groups_of(case):
         here = numbers(case, group)
         key = key_of(case, list(case.build().score(group)))
-        there = run(pools[files].judge(case.part.spec(), group, key))
-        assert not (failed := [verdict.failure for verdict in there if verdict.failure is not None]), failed
-        got = [verdict.value for verdict in there if verdict.value is not None]
+        alone = WeightedReward(spec=case.part.spec(), label=case.entry.name, reward_key=key)
+        there, _ = run(score_group(pools[files], ScoringPlan(rewards=(alone,)), group))
+        got = [sample.reward for sample in there.samples if sample.reward is not None]
         require_same("rewards from a worker process", got, here, tolerance=0)

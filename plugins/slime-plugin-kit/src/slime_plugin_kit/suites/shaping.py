@@ -63,4 +63,4 @@ def test_inputs_are_left_alone(case: Case, batch: Batch) -> None:
     for there, limit in trials(case, batch):
         there.reward.flags.writeable = False
         there.mask.flags.writeable = False
-        require_same("asked twice", shaped(case, there, limit), shaped(case, there, limit), tolerance=0)
+        require_same("called twice", shaped(case, there, limit), shaped(case, there, limit), tolerance=0)

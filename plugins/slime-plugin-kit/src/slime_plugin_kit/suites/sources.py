@@ -41,7 +41,7 @@ def epoch_of(source: DataSource) -> int:
     return source.num_rows or FEW
 
 
-def told(prompts: list[Prompt]) -> list[tuple[int, str, str]]:
+def content_of(prompts: list[Prompt]) -> list[tuple[int, str, str]]:
     return [(prompt.group_index, prompt.origin, prompt.text) for prompt in prompts]
 
 
@@ -53,28 +53,28 @@ def test_prompts_are_rendered(case: Case) -> None:
     for prompt in opened(case).take(3):
         assert prompt.token_ids.dtype == np.int32, f"token ids are {prompt.token_ids.dtype}, not int32"
         assert len(prompt.token_ids), f"{prompt.origin} has no tokens"
-        assert prompt.origin, "a prompt does not say where it comes from"
+        assert prompt.origin, "a prompt has no origin"
 
 
 def test_the_same_seed_gives_the_same_draws(case: Case) -> None:
     one, other = opened(case), opened(case)
     count = 2 * epoch_of(one) + 1
-    assert told(one.take(count)) == told(other.take(count)), "two sources with one seed draw differently"
+    assert content_of(one.take(count)) == content_of(other.take(count)), "two sources with one seed draw differently"
 
 
 def test_another_seed_gives_another_order(case: Case) -> None:
     count = epoch_of(opened(case))
     orders = {tuple(rows(opened(case, seed=seed).take(count))) for seed in range(6)}
     assert len(orders) > 1, (
-        f"six seeds give one order, {rows(opened(case).take(count))}, though its example says seeded"
+        f"six seeds give one order, {rows(opened(case).take(count))}, though its example declares seeded"
     )
 
 
 def test_draws_do_not_depend_on_how_many_are_taken(case: Case) -> None:
     one, other = opened(case), opened(case)
     count = epoch_of(one) + 4
-    together = told(one.take(count))
-    single = [entry for _ in range(count) for entry in told(other.take(1))]
+    together = content_of(one.take(count))
+    single = [entry for _ in range(count) for entry in content_of(other.take(1))]
     assert together == single, "taken one by one the prompts are others"
 
 
@@ -94,7 +94,7 @@ def test_an_epoch_has_every_row_once(case: Case) -> None:
     assert set(second) == set(first), f"the second epoch draws other rows: {sorted(set(second) ^ set(first))}"
 
 
-def test_a_restored_source_goes_on(case: Case) -> None:
+def test_a_restored_source_continues(case: Case) -> None:
     count = epoch_of(opened(case))
     for drawn in (0, 1, count - 1, count, count + 2):
         source = opened(case)
@@ -102,11 +102,11 @@ def test_a_restored_source_goes_on(case: Case) -> None:
         state = json.loads(json.dumps(source.state(), allow_nan=False))
         later = opened(case)
         later.restore(state)
-        expected, got = told(source.take(count + 2)), told(later.take(count + 2))
-        assert got == expected, f"restored after {drawn} draws it goes on with {got[:3]}, not with {expected[:3]}"
+        expected, got = content_of(source.take(count + 2)), content_of(later.take(count + 2))
+        assert got == expected, f"restored after {drawn} draws it continues with {got[:3]}, not with {expected[:3]}"
         # And it is possible to go back.
         source.restore(state)
-        assert told(source.take(count + 2)) == expected, f"put back to {drawn} draws it does not repeat what came then"
+        assert content_of(source.take(count + 2)) == expected, f"restored to {drawn} draws it draws others than before"
 
 
 def test_the_fingerprint_follows_the_data(case: Case) -> None:

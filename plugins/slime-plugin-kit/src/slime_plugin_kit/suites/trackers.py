@@ -38,7 +38,7 @@ def log_steps(tracker: Tracker, steps: Sequence[int]) -> None:
 
 
 def attempt(case: Case, folder: Path, steps: Sequence[int], **run: int) -> None:
-    """As a run does it, beside the kernel's own tracker."""
+    """Runs the tracker beside the kernel's own, as a run does."""
     trackers: list[Tracker] = [JsonlTracker(), case.build()]
     for tracker in trackers:
         tracker.start(run_of(folder, **run))
@@ -49,7 +49,7 @@ def attempt(case: Case, folder: Path, steps: Sequence[int], **run: int) -> None:
 
 
 def open_files(folder: Path) -> set[str]:
-    """What this process has open under `folder`, where the system tells."""
+    """Open files of this process under `folder`; empty where the system has no /proc."""
     listing = Path("/proc/self/fd")
     found = set()
     for link in listing.iterdir() if listing.is_dir() else ():
@@ -71,7 +71,7 @@ def test_it_logs_and_closes(case: Case, tmp_path: Path) -> None:
     assert not running, f"after finish its threads still run: {', '.join(running)}"
 
 
-def test_a_run_without_a_word_is_closed_too(case: Case, tmp_path: Path) -> None:
+def test_a_run_without_steps_is_closed_too(case: Case, tmp_path: Path) -> None:
     attempt(case, tmp_path, ())
     assert not open_files(tmp_path)
 
@@ -86,7 +86,7 @@ def test_metrics_are_left_alone(case: Case, tmp_path: Path) -> None:
     tracker.finish()
 
 
-def test_numbers_that_are_not_finite_are_taken(case: Case, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_accepted(case: Case, tmp_path: Path) -> None:
     tracker = case.build()
     tracker.start(run_of(tmp_path))
     odd = {"train/loss": float("nan"), "train/grad_norm": float("inf"), "rollout/raw_reward": float("nan")}
@@ -96,7 +96,7 @@ def test_numbers_that_are_not_finite_are_taken(case: Case, tmp_path: Path) -> No
     tracker.finish()
 
 
-def test_a_resumed_run_goes_on(case: Case, tmp_path: Path) -> None:
+def test_a_resumed_run_continues(case: Case, tmp_path: Path) -> None:
     attempt(case, tmp_path, range(4))
     attempt(case, tmp_path, range(2, 5), attempt=2, resumed_at=2)
     attempt(case, tmp_path, range(5, 6), attempt=3, resumed_at=5)

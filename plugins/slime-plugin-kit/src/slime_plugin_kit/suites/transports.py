@@ -19,7 +19,7 @@ from slime_core.contracts.example import TransportExample
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender, WeightTransport
 from slime_core.errors import EngineError
-from slime_core.types.report import PublishReport
+from slime_core.types.report import WeightUpdateReport
 from slime_core.types.weights import Bucket
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.event_loop import run
@@ -69,7 +69,7 @@ class Exporter:
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> Sequence[SentReport]:
         assert self.sender is not None, "the transport uses a sender, but its driver builds none"
 
-        def export(*, everywhere: bool) -> Iterator[Mapping[str, Tensor] | None]:
+        def export(*, all_ranks: bool) -> Iterator[Mapping[str, Tensor] | None]:
             for name, tensor in self._weights(version).items():
                 yield {name: torch.from_numpy(tensor.copy())}
 
@@ -77,7 +77,7 @@ class Exporter:
 
 
 class Engines:
-    """`slime_core.contracts.transport.EngineLink`."""
+    """`slime_core.contracts.transport.EngineGroup`."""
 
     def __init__(self, *engines: ScriptedEngine) -> None:
         self.engines = engines
@@ -86,14 +86,14 @@ class Engines:
     def num_engines(self) -> int:
         return len(self.engines)
 
-    async def each(self, method: str, *args: Any) -> Sequence[Any]:
+    async def call_all(self, method: str, *args: Any) -> Sequence[Any]:
         return await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
 
 
-def push(case: Case, engines: Engines, *versions: int, exporter: Exporter | None = None) -> list[PublishReport]:
+def push(case: Case, engines: Engines, *versions: int, exporter: Exporter | None = None) -> list[WeightUpdateReport]:
     trainers = exporter or Exporter()
 
-    async def scene() -> list[PublishReport]:
+    async def scene() -> list[WeightUpdateReport]:
         transport: WeightTransport = case.build()
         try:
             return [await transport.push(trainers, engines, version) for version in versions]
@@ -111,9 +111,9 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
         trainers.sender = case.driver.build_sender(case.config)
         if trainers.sender is not None:
             stack.callback(trainers.sender.close)
-            partner = require_partner(case)
+            mock_server = require_mock_server(case)
             for index, engine in enumerate(engines.engines):
-                url = stack.enter_context(partner(engine.receive))
+                url = stack.enter_context(mock_server(engine.receive))
                 engine.served_at = (EngineEndpoint(index=index, url=url, incarnation=url),)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             trainers.sender.setup(
@@ -122,14 +122,14 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
         yield
 
 
-def require_partner(case: Case) -> Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]:
+def require_mock_server(case: Case) -> Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]:
     examples = [example for example in case.subject.examples if isinstance(example, TransportExample)]
-    assert examples, "it has senders: its `examples` must give a TransportExample, whose partner they deliver to"
-    return examples[0].partner
+    assert examples, "it has senders: its `examples` must give a TransportExample, whose mock_server they deliver to"
+    return examples[0].mock_server
 
 
 def checksums(engines: Engines) -> list[str]:
-    return list(run(engines.each("checksum")))
+    return list(run(engines.call_all("checksum")))
 
 
 def exported(version: int) -> str:
@@ -141,7 +141,7 @@ def test_what_arrives_is_what_was_exported(case: Case) -> None:
     for version in (0, 1, 5):
         push(case, engines, version)
         assert checksums(engines) == [exported(version)] * 2, f"version {version} arrives as something else"
-        assert run(engines.each("version")) == [version] * 2
+        assert run(engines.call_all("version")) == [version] * 2
 
 
 def test_its_report_is_true(case: Case) -> None:
@@ -154,7 +154,7 @@ def test_its_report_is_true(case: Case) -> None:
     assert all(size > 0 for size in exporter.sizes), f"it asks for buckets of {exporter.sizes} bytes"
 
 
-def test_pushing_again_changes_nothing(case: Case) -> None:
+def test_sending_again_changes_nothing(case: Case) -> None:
     engines = Engines(ScriptedEngine())
     push(case, engines, 4)
     before = checksums(engines)

@@ -1,1 +1,1 @@
-"""The subcommands of `slime` that this distribution brings, one a module. A module's docstring is the help line."""
+"""The subcommands of `slime` in this distribution, one per module. A module's docstring is the help line."""

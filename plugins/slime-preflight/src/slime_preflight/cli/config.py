@@ -33,7 +33,7 @@ def explain(
     algo: Algo = None,
     reward: Reward = None,
 ) -> None:
-    """Say what a key does, its type, its default and who owns it; without a key, list all of them."""
+    """Explain what a key does, its type, default and owner; without a key, list all keys."""
     from slime_preflight.explain import explain_key, list_keys
 
     chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}

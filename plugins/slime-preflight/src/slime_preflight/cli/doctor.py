@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -15,15 +14,15 @@ app = typer.Typer()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Look at Python, packages, devices, Ray, plugins, ports, files and disks. The exit code is 1 if something is bad."""
     from slime_core.registry import Registry
-    from slime_preflight.examination import State, examine
+    from slime_preflight.examination import State, examine, found_json
 
     found = examine(Registry.from_environment())
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=1))
+        typer.echo(json.dumps([found_json(one) for one in found], indent=1))
     else:
         width = max(len(one.what) for one in found)
         for one in found:
-            typer.echo(f"{one.state:4}  {one.what:{width}}  {one.told}")
+            typer.echo(f"{one.state:4}  {one.what:{width}}  {one.detail}")
             if one.advice:
                 typer.echo(f"{'':4}  {'':{width}}  -> {one.advice}")
     if any(one.state is State.BAD for one in found):

@@ -28,14 +28,14 @@ def plan(context: typer.Context) -> None:
     if not words or "--help" in words:
         typer.echo(USAGE)
         return
-    from slime_core.cli.invocation import bind_invocation, take_apart
+    from slime_core.cli.invocation import bind_invocation, parse_words
 
-    typed = take_apart(words, switches=("json", "debug"), options=("device-memory",), command="plan")
+    typed = parse_words(words, switches=("json", "debug"), options=("device-memory",), command="plan")
     run = bind_invocation(typed)
-    # What counts brings torch: a mistake in the run file is told before.
-    from slime_preflight.planning import tell
+    # Counting imports torch: errors in the run file are reported before.
+    from slime_preflight.planning import print_plan
 
-    said = typed.own.get("device-memory")
-    fits = tell(run, None if said is None else str(said), as_json=bool(typed.own.get("json")))
+    given = typed.own.get("device-memory")
+    fits = print_plan(run, None if given is None else str(given), as_json=bool(typed.own.get("json")))
     if not fits:
         raise typer.Exit(1)

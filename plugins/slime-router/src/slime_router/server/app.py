@@ -14,42 +14,42 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.errors import ConfigError
 from slime_router.server.engines import Engines
 from slime_router.server.generate import Generate
-from slime_router.server.json_answer import json_answer, json_error
+from slime_router.server.json_response import json_error, json_response
 from slime_router.server.metrics import Metrics, MiddlewareCollector, UpstreamCollector
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstream, Upstreams
-from slime_serving.gate import Gate
+from slime_serving.bearer_auth import BearerAuth
 
 
 @runtime_checkable
 class HasRoutes(Protocol):
-    """A middleware that the router serves more of than /generate."""
+    """A middleware that adds paths to the router."""
 
     def routes(self) -> Sequence[BaseRoute]: ...
 
 
 class NewWorker(msgspec.Struct):
-    """What is posted to /workers; sglang-router takes more, which says nothing here."""
+    """Body of POST /workers. Further fields of sglang-router's are ignored."""
 
     url: str
     worker_type: str = "regular"
 
 
 class Abort(msgspec.Struct):
-    """What is posted to /abort_request, as SGLang reads it."""
+    """Body of POST /abort_request, as in SGLang."""
 
     rid: str | None = None
     abort_all: bool = False
 
 
 class RouterApp:
-    """Routes requests to the upstreams through middlewares, and answers for workers, health and metrics."""
+    """Routes requests to the upstreams through middlewares, and serves workers, health and metrics."""
 
-    def __init__(self, upstreams: Upstreams, parts: Sequence[Part], settings: Settings) -> None:
+    def __init__(self, upstreams: Upstreams, parts: Sequence[BoundPlugin], settings: Settings) -> None:
         """`parts`: the middlewares, outermost first."""
         self._upstreams = upstreams
         self._token = settings.token
@@ -75,7 +75,7 @@ class RouterApp:
         for middleware in self._middlewares:
             if isinstance(middleware, HasRoutes):
                 routes += middleware.routes()
-        return Gate(Starlette(routes=routes, lifespan=self._lifespan), self._token, refusal=refusal)
+        return BearerAuth(Starlette(routes=routes, lifespan=self._lifespan), self._token, refusal=refusal)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -85,7 +85,7 @@ class RouterApp:
 
     async def _health(self, request: Request) -> Response:
         up = sum(upstream.up for upstream in self._upstreams)
-        return json_answer({"status": "ok" if up else "no upstream is up", "up": up}, 200 if up else 503)
+        return json_response({"status": "ok" if up else "no upstream is up", "up": up}, 200 if up else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -93,43 +93,43 @@ class RouterApp:
     async def _workers(self, request: Request) -> Response:
         if request.method == "GET":
             listed = [shown(upstream) for upstream in self._upstreams]
-            return json_answer({"workers": listed, "total": len(listed), "stats": {"regular_count": len(listed)}})
+            return json_response({"workers": listed, "total": len(listed), "stats": {"regular_count": len(listed)}})
         try:
             upstream = self._upstreams.add(msgspec.json.decode(await request.body(), type=NewWorker).url)
         except msgspec.MsgspecError as error:
-            return json_error(422, f'{error}; {{"url": "http://HOST:PORT"}} is wanted')
+            return json_error(422, f'{error}. Send {{"url": "http://HOST:PORT"}}')
         except ConfigError as error:
             return json_error(422, str(error))
         location = f"/workers/{upstream.id}"
         accepted = {"status": "accepted", "worker_id": upstream.id, "url": upstream.url, "location": location}
-        return json_answer(accepted, 202, {"location": location})
+        return json_response(accepted, 202, {"location": location})
 
     async def _worker(self, request: Request) -> Response:
         upstream = self._upstreams.find(request.path_params["id"])
         if upstream is None:
-            return json_error(404, f"no worker {request.path_params['id']}; GET /workers lists them")
+            return json_error(404, f"no worker {request.path_params['id']}. GET /workers lists them")
         if request.method == "GET":
-            return json_answer(shown(upstream))
+            return json_response(shown(upstream))
         self._upstreams.remove(upstream)
-        return json_answer({"status": "accepted", "worker_id": upstream.id}, 202)
+        return json_response({"status": "accepted", "worker_id": upstream.id}, 202)
 
     async def _abort(self, request: Request) -> Response:
         body = await request.body()
         try:
             asked = msgspec.json.decode(body, type=Abort)
         except msgspec.MsgspecError as error:
-            return json_error(422, f'{error}; {{"rid": "NAME"}} or {{"abort_all": true}} is wanted')
+            return json_error(422, f'{error}. Send {{"rid": "NAME"}} or {{"abort_all": true}}')
         self._generate.abort(asked.rid or "", everything=asked.abort_all)
         self._engines.abort_everywhere(body)
-        return json_answer({"status": "accepted"})
+        return json_response({"status": "accepted"})
 
 
-def refusal(said: str) -> Response:
-    return json_error(401, said, {"www-authenticate": "Bearer"})
+def refusal(reason: str) -> Response:
+    return json_error(401, reason, {"www-authenticate": "Bearer"})
 
 
 def shown(upstream: Upstream) -> dict[str, object]:
-    """As sglang-router shows a worker."""
+    """A worker in sglang-router's form."""
     return {
         "id": upstream.id,
         "url": upstream.url,

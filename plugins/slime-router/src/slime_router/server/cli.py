@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from slime_core import groups
 from slime_core.config.binder import Binder
-from slime_core.config.part import Part
+from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
@@ -41,11 +41,11 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 30000,
     token_file: Annotated[
-        Path, typer.Option(help="File with the bearer token that callers must bring; made if it is not there.")
+        Path, typer.Option(help="File with the bearer token that callers must send; created if it does not exist.")
     ] = Path("slime-router.token"),
-    no_token: Annotated[bool, typer.Option("--no-token", help="Let everybody in who can reach the port.")] = False,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Serve all callers that reach the port.")] = False,
     upstream_token_file: Annotated[
-        Path | None, typer.Option(help="File with the bearer token that the upstreams want.")
+        Path | None, typer.Option(help="File with the bearer token that the upstreams require.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one request as a whole.", min=0.001)] = 14400.0,
     connect_timeout: Annotated[float, typer.Option(help="Seconds for connecting to an upstream.", min=0.001)] = 30.0,
@@ -58,10 +58,10 @@ def serve(
     """Middlewares in front of SGLang engines, or of sglang-router."""
     parts = bind_middlewares(middleware or [])
     if log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f'--log-level "{log_level}": one of debug, info, warning, error is wanted.')
+        raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
     if no_token and not is_loopback(host):
         raise ConfigError(
-            f"--no-token with --host {host}: whoever reaches this machine could use the engines. Leave it out."
+            f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
         )
 
     from slime_router.server.app import RouterApp
@@ -80,13 +80,13 @@ def serve(
     )
     asgi = RouterApp(Upstreams(upstream or [], settings), parts, settings).asgi()
     socket = listen(host, port, backlog=BACKLOG)
-    told = "no token asked" if no_token else f"token in {token_file}"
-    print(f"slime-router listens on {shown(socket, host)}, {told}", flush=True)
+    token = "no token required" if no_token else f"token in {token_file}"
+    print(f"slime-router listens on {shown(socket, host)}, {token}", flush=True)
     run(asgi, socket, log_level=log_level)
 
 
-def bind_middlewares(texts: list[str]) -> tuple[Part, ...]:
-    """ConfigError with everything that is wrong with them."""
+def bind_middlewares(texts: list[str]) -> tuple[BoundPlugin, ...]:
+    """The middlewares of `texts` (names or TOML tables), outermost first. Raises one ConfigError with all problems."""
     binder = Binder(Registry.from_environment(), Path.cwd(), [])
     tables = []
     for text in texts:
@@ -94,7 +94,7 @@ def bind_middlewares(texts: list[str]) -> tuple[Part, ...]:
             tables.append(PluginTable.model_validate(table_of(text)))
         except (tomllib.TOMLDecodeError, ValidationError):
             binder.problems.append(
-                f"--middleware '{text}': a name is wanted, or a TOML table such as {{ name = \"retry\", attempts = 5 }}."
+                f"--middleware '{text}': must be a name, or a TOML table such as {{ name = \"retry\", attempts = 5 }}."
             )
     parts = binder.parts(groups.MIDDLEWARES, tables, "--middleware")
     if binder.problems:

@@ -1,4 +1,4 @@
-"""Server-sent events on their way through."""
+"""Server-sent events that are forwarded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from slime_router.wire import answer_decoder
+from slime_router.wire import response_decoder
 
 END: Final = b"data: [DONE]\n\n"
 SEPARATOR: Final = b"\n\n"
@@ -14,8 +14,8 @@ PREFIX: Final = b"data: "
 
 
 class Stream:
-    """Cuts what arrives into whole events, and keeps what a middleware may want to read at the end: the last event, where
-    each repeats what came before (SGLang's default), else all of them."""
+    """Cuts the bytes of a stream into whole events. Keeps those that a middleware may read at the end: the last event, if
+    each event repeats all tokens so far (SGLang's default), else all events."""
 
     def __init__(self, *, index: int | None, keep: bool) -> None:
         self._rest = b""
@@ -24,10 +24,10 @@ class Stream:
         self._kept: list[bytes] = []
         self._repeats: bool | None = None
         self.ended = False
-        """The end was announced."""
+        """The event `[DONE]` has arrived."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What can be passed on: whole events, without the announcement of the end."""
+        """The whole events so far that were not yet returned, without `[DONE]`."""
         data = self._rest + chunk
         end = data.rfind(SEPARATOR)
         if end < 0:
@@ -40,7 +40,7 @@ class Stream:
         if self._keep and events:
             self._note(events)
         if self._stamp is not None and events:
-            # A blank line ends an event; within JSON there is none.
+            # A blank line ends an event; JSON of an event contains none.
             events = (SEPARATOR + events).replace(SEPARATOR + b"data: {", SEPARATOR + self._stamp)[len(SEPARATOR) :]
         return events
 
@@ -57,15 +57,15 @@ class Stream:
 
     @property
     def parts(self) -> list[bytes]:
-        """JSON that together makes the whole answer."""
+        """JSON of the kept events, which together are the whole response."""
         return [event.removeprefix(PREFIX) for event in self._kept]
 
 
 def repeats(second_event: bytes) -> bool:
-    """Whether it holds all tokens so far."""
+    """Whether the second event contains all tokens so far, not only its own."""
     try:
-        answer = answer_decoder.decode(second_event)
+        response = response_decoder.decode(second_event)
     except msgspec.MsgspecError:
         return True
-    completed = answer.meta_info.completion_tokens
-    return answer.output_ids is None or completed is None or len(answer.output_ids) >= completed
+    completed = response.meta_info.completion_tokens
+    return response.output_ids is None or completed is None or len(response.output_ids) >= completed

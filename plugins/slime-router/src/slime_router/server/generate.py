@@ -15,35 +15,35 @@ from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineUnavailable, SlimeError
 from slime_core.rollout.client import around
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
-from slime_router.errors import BadAnswer, BadRequest, Refused, TooManyRequests
+from slime_router.errors import BadRequest, BadResponse, Refused, TooManyRequests
 from slime_router.requests import Parsed, parse
 from slime_router.server.engines import Call, Engines
 from slime_router.server.events import END
-from slime_router.server.json_answer import error_body
+from slime_router.server.json_response import error_body
 from slime_router.server.metrics import Metrics
 from slime_router.server.session_key import SESSION_KEY
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstreams
-from slime_router.wire import WireRequest, answer_body
+from slime_router.wire import WireRequest, response_body
 
 T = TypeVar("T")
 JSON: Final = (b"content-type", b"application/json")
 EVENTS: Final = (b"content-type", b"text/event-stream; charset=utf-8")
 SESSION_HEADER: Final = SESSION_KEY.encode()
 RETRY_AFTER_S: Final = 1.0
-"""Where nothing better is known."""
+"""Default, for errors without a waiting time of their own."""
 
 
 class CallerGone(Exception):
-    """Nobody waits for the answer."""
+    """The caller has closed its connection."""
 
 
 class TooLarge(BadRequest):
-    """The body has more bytes than are taken."""
+    """The body has more bytes than the limit."""
 
 
 class Generate:
-    """An ASGI app of its own, since it is what all the time goes into."""
+    """ASGI app of POST /generate, without Starlette's overhead, since most of the time is spent here."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Generate:
         self._under_way: dict[asyncio.Future[Completion], tuple[str, Call]] = {}
 
     def abort(self, request_id: str, *, everything: bool) -> None:
-        """Ends what waits in a middleware; what is at an engine is for that to end, and is not sent again."""
+        """Cancels requests that wait in a middleware. A request at an engine is ended by the engine, and not sent again."""
         for work, (name, call) in list(self._under_way.items()):
             if everything or name == request_id:
                 call.aborted = True
@@ -71,22 +71,22 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = time.perf_counter()
-        answer = Answering(send)
+        writer = ResponseWriter(send)
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await self._serve(scope, receive, answer)
+                await self._serve(scope, receive, writer)
         except CallerGone:
-            answer.status = 499
+            writer.status = 499
         except (SlimeError, TimeoutError) as error:
-            await answer.fail(error, self._settings)
+            await writer.fail(error, self._settings)
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
-            self._metrics.count(answer.status, time.perf_counter() - begun)
+            self._metrics.count(writer.status, time.perf_counter() - begun)
 
-    async def _serve(self, scope: Scope, receive: Receive, answer: Answering) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         body = await read_body(receive, self._settings.max_body_bytes)
         if self._in_flight > self._settings.max_in_flight:
             raise EngineUnavailable(f"{self._settings.max_in_flight} requests are in flight already")
@@ -96,7 +96,7 @@ class Generate:
         assert task is not None
         watch = asyncio.create_task(cancel_when_gone(receive, task))
         try:
-            await (self._stream(parsed, answer) if parsed.stream else self._whole(parsed, answer))
+            await (self._stream(parsed, writer) if parsed.stream else self._whole(parsed, writer))
         except asyncio.CancelledError:
             if watch.done() and not watch.cancelled():
                 task.uncancel()
@@ -105,28 +105,28 @@ class Generate:
         finally:
             watch.cancel()
 
-    async def _whole(self, parsed: Parsed, answer: Answering) -> None:
+    async def _whole(self, parsed: Parsed, writer: ResponseWriter) -> None:
         if not parsed.batch:
-            await answer.whole(await self._one(parsed.requests[0], Call()))
+            await writer.whole(await self._one(parsed.requests[0], Call()))
             return
         async with Together() as together:
             works = [together.start(self._one(request, Call())) for request in parsed.requests]
-        await answer.whole(b"[" + b",".join(work.result() for work in works) + b"]")
+        await writer.whole(b"[" + b",".join(work.result() for work in works) + b"]")
 
-    async def _stream(self, parsed: Parsed, answer: Answering) -> None:
+    async def _stream(self, parsed: Parsed, writer: ResponseWriter) -> None:
         async with Together() as together:
             for number, request in enumerate(parsed.requests):
                 index = number if parsed.batch else None
-                call = Call(stream=True, index=index, send=answer.events, keep=bool(self._middlewares))
-                together.start(self._one_streamed(request, call, answer))
-        await answer.end()
+                call = Call(stream=True, index=index, send=writer.events, keep=bool(self._middlewares))
+                together.start(self._one_streamed(request, call, writer))
+        await writer.end()
 
-    async def _one_streamed(self, request: WireRequest, call: Call, answer: Answering) -> None:
+    async def _one_streamed(self, request: WireRequest, call: Call, writer: ResponseWriter) -> None:
         body = await self._one(request, call)
         if not call.sent:
-            # A middleware answered by itself, or the upstream did not stream.
+            # The response came from a middleware, or the upstream did not stream.
             stamp = b"" if call.index is None else b'"index":%d,' % call.index
-            await answer.events(b"data: {" + stamp + body.lstrip()[1:] + b"\n\n")
+            await writer.events(b"data: {" + stamp + body.lstrip()[1:] + b"\n\n")
 
     async def _one(self, request: WireRequest, call: Call) -> bytes:
         async def innermost(asked: GenerateRequest) -> Completion:
@@ -143,7 +143,7 @@ class Generate:
             chain = around(middleware, chain)
         asked = replace(request, engines=self._upstreams.in_turn())
         completion = await (self._abortable(chain, asked, call) if self._middlewares else chain(asked))
-        return b"" if call.sent else answer_body(completion, call.received)
+        return b"" if call.sent else response_body(completion, call.received)
 
     async def _abortable(self, chain: Next, asked: WireRequest, call: Call) -> Completion:
         work = asyncio.ensure_future(chain(asked))
@@ -160,7 +160,7 @@ class Generate:
 
 
 class Together:
-    """Work on the sequences of one POST: the first failure ends the others, and is raised as itself."""
+    """Tasks of the sequences of one POST: the first failure cancels the others, and is raised unchanged."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -182,8 +182,8 @@ class Together:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class Answering:
-    """The caller's side: sends a head once, then what there is."""
+class ResponseWriter:
+    """Writes the response to the caller: the head once, then the body or events."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -195,7 +195,7 @@ class Answering:
         await self._send({"type": "http.response.body", "body": body})
 
     async def events(self, events: bytes) -> None:
-        """Waits while the caller reads too slowly, and so makes the upstream wait."""
+        """Sends events. Waits while the caller reads too slowly, so the upstream waits too."""
         if not self._begun:
             await self._head(200, EVENTS, (b"cache-control", b"no-cache"))
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -206,9 +206,9 @@ class Answering:
     async def fail(self, error: SlimeError | TimeoutError, settings: Settings) -> None:
         self.status, text = status_of(error), str(error)
         if isinstance(error, TimeoutError):
-            text = f"no answer within {settings.timeout_s:g} s"
+            text = f"no response within {settings.timeout_s:g} s"
         if self._begun:
-            # The status is out; SGLang, too, tells of an error in an event.
+            # The status has been sent. As in SGLang, the error is an event.
             await self.events(b"data: " + error_body(self.status, text) + b"\n\n")
             await self.end()
             return
@@ -236,7 +236,7 @@ def status_of(error: SlimeError | TimeoutError) -> int:
         (BadRequest, 400),
         (TooManyRequests, 429),
         (EngineUnavailable, 503),
-        (BadAnswer, 502),
+        (BadResponse, 502),
         (EngineError, 502),
     )
     if isinstance(error, Refused):
@@ -261,7 +261,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
 
 
 async def cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
-    """Ends with the cancelling: who is cancelled by others sees this one still waiting."""
+    """Cancels `task` on disconnect, then returns: so a task that was cancelled for another reason sees this one running."""
     while (await receive())["type"] != "http.disconnect":
         pass
     task.cancel()

@@ -1,4 +1,4 @@
-"""What Prometheus is told on /metrics."""
+"""Prometheus metrics of GET /metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 6
 
 
 class Metrics:
-    """Of this router alone: a registry of its own, not the process's."""
+    """Metrics of this router, in a registry of its own and not the process's."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         name = "slime_router_"
-        self._requests = Counter(name + "requests", "Requests answered, by status.", ["status"], registry=self.registry)
+        self._requests = Counter(
+            name + "requests", "Requests with a response, by status.", ["status"], registry=self.registry
+        )
         self._seconds = Histogram(
             name + "request_seconds", "From the first byte to the last.", buckets=SECONDS, registry=self.registry
         )
@@ -33,7 +35,7 @@ class Metrics:
 
 
 class UpstreamCollector(Collector):
-    """Asked when somebody looks."""
+    """Collects the upstreams' counters when /metrics is read."""
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
@@ -41,9 +43,9 @@ class UpstreamCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         name = "slime_router_upstream_"
         up = GaugeMetricFamily(name + "up", "1 = can be reached.", labels=["url"])
-        in_flight = GaugeMetricFamily(name + "in_flight", "Requests that it works on.", labels=["url"])
-        sent = CounterMetricFamily(name + "requests", "Requests that it was sent.", labels=["url"])
-        failed = CounterMetricFamily(name + "failures", "Requests that it gave no answer to.", labels=["url"])
+        in_flight = GaugeMetricFamily(name + "in_flight", "Requests that it is serving.", labels=["url"])
+        sent = CounterMetricFamily(name + "requests", "Requests sent to it.", labels=["url"])
+        failed = CounterMetricFamily(name + "failures", "Requests without a response from it.", labels=["url"])
         for upstream in self._upstreams:
             up.add_metric([upstream.url], upstream.up)
             in_flight.add_metric([upstream.url], upstream.in_flight)

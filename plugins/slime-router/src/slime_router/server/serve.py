@@ -1,4 +1,4 @@
-"""The server around the app."""
+"""The uvicorn server that runs the app."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from slime_core.controller.gc_control import settled_heap
+from slime_core.controller.gc_control import frozen_gc
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_S: Final = 75
-"""Longer than clients keep their idle connections, so that it is they who close them."""
+"""Longer than clients keep idle connections, so that clients close them first."""
 GRACE_S: Final = 10
-"""For requests in flight when the router is told to stop."""
+"""Time for requests in flight when the router is stopped."""
 
 
 def run(app: ASGIApp, listener: socket.socket, *, log_level: str) -> None:
-    """Until SIGINT or SIGTERM."""
-    # Every request in flight takes two connections.
+    """Serves until SIGINT or SIGTERM."""
+    # Every request in flight uses two connections.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -34,6 +34,6 @@ def run(app: ASGIApp, listener: socket.socket, *, log_level: str) -> None:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    # A collection that walks through what was imported, or often through what is in flight, only holds requests up.
-    with settled_heap():
+    # Garbage collections that scan imported modules, or often the requests in flight, only delay requests.
+    with frozen_gc():
         uvicorn.Server(config).run(sockets=[listener])

@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Final
 
 SESSION_KEY: Final = "x-smg-routing-key"
-"""The header; it is passed on, so that a router behind this one sees it too."""
+"""The header. It is forwarded, so that a router behind this one sees it too."""

@@ -12,15 +12,15 @@ class Settings:
     timeout_s: float = 14400.0
     """For one request as a whole: waiting, attempts and generation."""
     connect_timeout_s: float = 30.0
-    """Where nobody listens, that shows at once; this is for an upstream that is slow to accept many callers."""
+    """For an upstream that is slow to accept many connections. A port without a listener fails at once."""
     health_interval_s: float = 5.0
-    """Between two probes of an upstream."""
+    """Time between two health probes of an upstream."""
     health_timeout_s: float = 5.0
-    """For one probe, and for telling an upstream to abort."""
+    """For one probe, and for one abort request to an upstream."""
     max_in_flight: int = 10_000
-    """Requests beyond this are turned away with status 503."""
+    """Further requests get status 503."""
     max_body_bytes: int = 64 * 2**20
     token: str | None = None
-    """What callers must bring; None: nothing."""
+    """Bearer token that callers must send. None: no token is required."""
     upstream_token: str | None = None
-    """What the upstreams want."""
+    """Bearer token that the upstreams require. None: no token is sent."""

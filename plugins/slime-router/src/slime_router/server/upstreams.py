@@ -20,22 +20,22 @@ MAX_MISSED: Final = 3
 
 @dataclass(slots=True, eq=False)
 class Upstream:
-    """One of them. Its number is what middlewares know it by, and is never given twice."""
+    """One upstream. Middlewares identify it by its number, which is never reused."""
 
     number: int
     url: str
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     up: bool = True
     missed: int = 0
-    """Probes in a row that were not answered in time."""
+    """Consecutive probes without a response in time."""
     in_flight: int = 0
     sent: int = 0
     failed: int = 0
 
 
 class Upstreams:
-    """Added and removed at run time. One that cannot be reached, or is silent for some probes, is down until a probe finds
-    it again."""
+    """Upstreams, which can be added and removed at run time. One that cannot be reached, or misses `MAX_MISSED` probes, is
+    down until a probe succeeds."""
 
     def __init__(self, urls: Sequence[str], settings: Settings) -> None:
         self._settings = settings
@@ -52,7 +52,8 @@ class Upstreams:
         return len(self._by_number)
 
     def add(self, url: str, *, where: str = "url") -> Upstream:
-        """The one of that address, a new one or one that was there. ConfigError if it is no address; `where`: its key."""
+        """The upstream of that address, created if it does not exist. Raises ConfigError if `url` is not an address.
+        `where`: the key or flag for the message."""
         url = checked(url, where)
         for upstream in self:
             if upstream.url == url:
@@ -65,18 +66,18 @@ class Upstreams:
         return next((upstream for upstream in self if upstream.id == upstream_id), None)
 
     def remove(self, upstream: Upstream) -> None:
-        """Nothing new is sent there; what runs there goes on."""
+        """Sends no new requests there; running requests continue."""
         self._by_number.pop(upstream.number, None)
 
     def in_turn(self) -> tuple[int, ...]:
-        """Those that are up, each time beginning with the next."""
+        """Numbers of the upstreams that are up, each call beginning with the next one (round robin)."""
         up = tuple(upstream.number for upstream in self if upstream.up)
         self._turn += 1
         cut = self._turn % len(up) if up else 0
         return up[cut:] + up[:cut]
 
     def choose(self, numbers: Sequence[int]) -> Upstream | None:
-        """The first that is there and up."""
+        """The first of `numbers` that exists and is up."""
         for number in numbers:
             upstream = self._by_number.get(number)
             if upstream is not None and upstream.up:
@@ -91,10 +92,10 @@ class Upstreams:
     async def probe(self, upstream: Upstream, session: aiohttp.ClientSession) -> None:
         timeout = aiohttp.ClientTimeout(total=self._settings.health_timeout_s)
         try:
-            async with session.get(f"{upstream.url}/health", timeout=timeout) as answer:
-                upstream.up, upstream.missed = answer.status < 500, 0
+            async with session.get(f"{upstream.url}/health", timeout=timeout) as response:
+                upstream.up, upstream.missed = response.status < 500, 0
         except TimeoutError:
-            # One that has much to do is slow, too; sending it nothing would give all of that to the others.
+            # A busy upstream is slow too. Marking it down at once would move its load to the others.
             upstream.missed += 1
             upstream.up = upstream.up and upstream.missed < MAX_MISSED
         except aiohttp.ClientError:

@@ -1,4 +1,4 @@
-"""The ASGI app: POST /retrieve, as Search-R1's server has it, and /health."""
+"""The ASGI app: POST /retrieve, with the API of Search-R1's server, and /health."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from slime_search_r1.server.index import Hit, Index
-from slime_serving.gate import Gate
+from slime_serving.bearer_auth import BearerAuth
 
 MAX_QUERIES: Final = 1024
 MAX_QUERY_CHARS: Final = 100_000
@@ -21,7 +21,7 @@ MAX_BODY: Final = 64 * 2**20
 
 
 class Asked(BaseModel):
-    """What is posted to /retrieve."""
+    """Request of /retrieve."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,7 +31,7 @@ class Asked(BaseModel):
 
 
 def create_app(index: Index, token: str | None) -> ASGIApp:
-    """`token`: what callers must bring; None lets everybody in."""
+    """`token`: bearer token that requests must carry; None: no token is required."""
 
     async def retrieve(request: Request) -> JSONResponse:
         body = bytearray()
@@ -51,7 +51,7 @@ def create_app(index: Index, token: str | None) -> ASGIApp:
         return JSONResponse({"status": "ok", "documents": len(index)})
 
     routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
-    return Gate(Starlette(routes=routes), token, refusal=lambda said: JSONResponse({"error": said}, 401))
+    return BearerAuth(Starlette(routes=routes), token, refusal=lambda text: JSONResponse({"error": text}, 401))
 
 
 def shown(hit: Hit, with_score: bool) -> dict[str, Any]:

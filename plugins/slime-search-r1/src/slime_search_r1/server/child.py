@@ -1,5 +1,5 @@
-"""The server as a run starts it: the token comes as the first line of stdin, the port goes out as a line of JSON on
-stdout, and the end of stdin, which is also that of the run's process, ends it."""
+"""The server process that a run starts. It reads the token from the first line of stdin, prints the port as a line of JSON,
+and ends when stdin closes, which is also when the run's process ends."""
 
 from __future__ import annotations
 

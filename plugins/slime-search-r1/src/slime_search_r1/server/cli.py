@@ -26,13 +26,15 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     token_file: Annotated[
-        Path, typer.Option(help="File with the bearer token that callers must bring; made if it is not there.")
+        Path, typer.Option(help="File with the bearer token that requests must carry; created if it is missing.")
     ] = Path("slime-retrieval.token"),
-    no_token: Annotated[bool, typer.Option("--no-token", help="Let everybody in who can reach the port.")] = False,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Require no token.")] = False,
 ) -> None:
     """BM25 over a corpus: POST /retrieve {"queries": [...], "topk": 3}."""
     if no_token and not is_loopback(host):
-        raise ConfigError(f"--no-token with --host {host}: whoever reaches this machine could search. Leave it out.")
+        raise ConfigError(
+            f"--no-token with --host {host}: all machines that reach this one could search. Leave it out."
+        )
 
     from slime_search_r1.server.app import create_app
     from slime_search_r1.server.corpus import read_corpus
@@ -42,9 +44,9 @@ def serve(
     listener = listen(host, port, backlog=BACKLOG)
     token = None if no_token else token_from(token_file, create=True)
     index = Index(read_corpus(corpus))
-    told = "no token asked" if no_token else f"token in {token_file}"
+    auth = "no token required" if no_token else f"token in {token_file}"
     print(
-        f"slime-retrieval listens on {shown(listener, host)}, {len(index)} documents, {told}",
+        f"slime-retrieval listens on {shown(listener, host)}, {len(index)} documents, {auth}",
         flush=True,
     )
     server_of(create_app(index, token)).run(sockets=[listener])

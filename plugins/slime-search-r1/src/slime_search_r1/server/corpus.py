@@ -1,4 +1,4 @@
-"""Corpus: documents from JSON lines."""
+"""Reads documents from JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_search_r1.document import Document
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """DataError names the line that is no document; a corpus without a document is one too."""
+    """DataError names a line that is no document. It is also raised for a corpus without documents."""
     documents = []
     try:
         with path.open("rb") as lines:
@@ -30,5 +30,5 @@ def read_document(line: bytes, where: str) -> Document:
         return Document.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        said = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-        raise DataError(f'{where}: {said}. A line is {{"title": "...", "text": "..."}}.') from None
+        problem = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+        raise DataError(f'{where}: {problem}. A line is {{"title": "...", "text": "..."}}.') from None

@@ -10,7 +10,7 @@ import bm25s
 from slime_search_r1.document import Document
 
 WORD: Final = r"(?u)\b\w+\b"
-"""Of any length, and none is left out: what a corpus is about may be called `re` or `with`."""
+"""Words of any length, without stop words: names in a corpus may be `re` or `with`."""
 
 
 class Hit(NamedTuple):
@@ -19,7 +19,7 @@ class Hit(NamedTuple):
 
 
 class Index:
-    """In memory. Searching it from several threads at once is safe."""
+    """An index in memory. Several threads may search it at the same time."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = list(documents)
@@ -30,7 +30,7 @@ class Index:
         return len(self._documents)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents that share a word with it, best first."""
+        """Returns for each query at most `topk` documents that share a word with it, best first."""
         if not queries:
             return []
         numbers, scores = self._bm25.retrieve(

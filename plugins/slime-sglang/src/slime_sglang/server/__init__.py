@@ -1,1 +1,1 @@
-"""What runs in the server's processes, and nowhere else."""
+"""Code that runs only in the server's processes."""

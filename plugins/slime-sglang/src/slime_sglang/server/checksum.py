@@ -6,20 +6,20 @@ from typing import Any, Final
 
 import xxhash
 
-from slime_sglang.server.parts import parts_of, skipped
+from slime_sglang.server.param_shards import parts_of, skipped
 from slime_sglang.server.places import DIGESTS, REFUSED, SKIPPED
 
 ACTION: Final = "slime_checksum"
-"""Of /weights_checker."""
+"""Action of /weights_checker."""
 
 
 def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
-    """xxh3-64 (hex) over all weights in the order of their Hugging Face names, without names or lengths; and of each. Of
-    a server of one rank.
+    """Returns xxh3-64 (hex) over all weights in the order of their Hugging Face names, without names or lengths, and the
+    digest of each. For a server with one rank.
 
-    What is held twice counts once, but for a copy that holds something else: the checksum is then nobody else's.
+    A tensor that is held twice counts once. If its copies differ, both count, and no other model has that checksum.
     """
-    from slime_sglang.transports.flat import bytes_of
+    from slime_sglang.transports.flattened_bucket import bytes_of
 
     whole = xxhash.xxh3_64()
     by_name: dict[str, str] = {}
@@ -34,9 +34,9 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 
 
 def places_of_weights(model: Any, action: str, *, ranks: int) -> dict[str, str]:
-    """What `PARTS` or `DIGESTS` is answered by a rank of a server that has `ranks` of them: digests by place. What a rank
-    does not know it says: the others wait for its answer."""
-    from slime_sglang.transports.flat import checksums
+    """The response of one rank to `PARTS` or `DIGESTS`: digests by place. `ranks`: number of ranks of the server. An error is
+    returned under `REFUSED` and not raised, because the other ranks wait for this response."""
+    from slime_sglang.transports.flattened_bucket import checksums
 
     found: dict[str, str] = {}
     try:
@@ -52,6 +52,6 @@ def places_of_weights(model: Any, action: str, *, ranks: int) -> dict[str, str]:
 
 
 def add(digests: dict[str, str], key: str, digest: str) -> None:
-    """What is held twice and not alike has no digest that anybody else could have."""
+    """Adds a digest. Copies of a tensor that differ get a digest that no other model can have."""
     held = digests.get(key, digest)
     digests[key] = digest if held == digest else f"{held} and {digest}"

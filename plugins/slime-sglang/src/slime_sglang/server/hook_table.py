@@ -1,4 +1,4 @@
-"""What slime hooks into SGLang, what for, and in which servers. Imports nothing of it."""
+"""The hooks of slime in SGLang: their targets, purposes and servers. Does not import SGLang."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ SORTED_DRAWS: Final = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from
 HASH: Final = "sglang.srt.layers.sampler.murmur_hash32"
 BATCH_INVARIANT: Final = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 UNPINNED_EXPERTS: Final = "sglang.srt.state_capturer.base.ALLOC_MEMORY_FUNCS"
-"""Where it is not, memory for expert ids is pinned, which takes a GPU."""
+"""If SGLang lacks it, memory for expert ids is pinned, which requires a GPU."""
 REGISTER_MEMORY: Final = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerHook:
     name: str
-    """By which a server is told to have it."""
+    """The name that is passed to a server to enable the hook."""
     targets: tuple[str, ...]
-    """Functions of SGLang that it goes around."""
+    """Functions of SGLang that it wraps."""
     purpose: str
     when: str
     essential: bool = False
-    """Without it a server would serve what is wrong, and nothing would show it."""
+    """Without it a server would return wrong results without an error."""
 
 
 CHECKS: Final = ServerHook(
     name="checks",
     targets=(CHECKER,),
-    purpose="checksums under Hugging Face names of what is served; says which of these hooks are in place",
+    purpose="checksums of the served weights under Hugging Face names; reports which of these hooks are in place",
     when="engines that generate or score",
 )
 FOLDERS: Final = ServerHook(
@@ -49,7 +49,7 @@ FOLDERS: Final = ServerHook(
 SCORE_HEAD: Final = ServerHook(
     name="score-head",
     targets=(LOAD,),
-    purpose="no bias that nobody trained in the head of a classifier",
+    purpose="no untrained bias in the head of a classifier",
     when="reward models",
     essential=True,
 )
@@ -75,7 +75,7 @@ HOOKS: Final = (CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS)
 
 
 def in_source(target: str) -> bool:
-    """Whether the installed SGLang has it, as far as its source says; nothing is imported."""
+    """Whether the source of the installed SGLang contains `target`; nothing is imported."""
     package, *parts = target.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

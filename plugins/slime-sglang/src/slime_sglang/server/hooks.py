@@ -1,5 +1,5 @@
-"""What is put around functions of SGLang in the servers that slime starts, through SGLang's own hook registry. `hook_table`
-has what for and when; a server that somebody else started has none of it.
+"""Wraps functions of SGLang in the servers that slime starts, through SGLang's own hook registry. `hook_table` has the
+purpose of each hook; external servers have none of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from slime_sglang.server.checksum import ACTION, checksum_of_weights, places_of_weights
-from slime_sglang.server.draws import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.hook_table import (
     BATCH_INVARIANT,
     CHECKER,
@@ -32,6 +31,7 @@ from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED
 from slime_sglang.server.row_blocks import use_row_blocks
+from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 
 LOOKED_UP: Final = (
     "fused_sigmoid_mul_cpu",
@@ -39,14 +39,13 @@ LOOKED_UP: Final = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Of Qwen3.5's layers."""
+"""Kernels of Qwen3.5's layers."""
 KEPT: Final[list[Any]] = []
-"""Kernels end with the object that registered them."""
+"""Kernels live as long as the object that registered them."""
 
 
 def register_hooks(names: Collection[str], *, on_cpu: bool) -> None:
-    """Those of `hook_table` with these names; registered here, applied by SGLang's `load_plugins` in each of its
-    processes."""
+    """Registers the hooks of `hook_table` with these names. SGLang's `load_plugins` applies them in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks_called(names):
@@ -63,13 +62,13 @@ def hooks_called(names: Collection[str]) -> list[ServerHook]:
 
 
 def targets_of(hook: ServerHook) -> list[str]:
-    """Its targets here: where `sgl_kernel` has the hash, it stays."""
+    """Targets of `hook` on this machine: the hash is not replaced if `sgl_kernel` has it."""
     has_hash = hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu")
     return [target for target in hook.targets if not (target == HASH and has_hash)]
 
 
 def missing_targets(names: Collection[str]) -> list[tuple[ServerHook, str]]:
-    """What SGLang could not hook in this process: it logs that, and goes on."""
+    """Hooks that SGLang could not apply in this process: it only logs that."""
     return [
         (hook, target)
         for hook in hooks_called(names)
@@ -79,7 +78,7 @@ def missing_targets(names: Collection[str]) -> list[tuple[ServerHook, str]]:
 
 
 def is_hooked(target: str, hook: Callable[..., Any]) -> bool:
-    """Whether calls of `target` come by `hook`: it is looked for in the wrappers that are there, whoever else wraps it."""
+    """Whether `target` is wrapped by `hook`. Searches all its wrappers, including those of others."""
     try:
         found = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
@@ -111,7 +110,7 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
     elif parallelism.pp_size != 1:
         overall, found = (
             "",
-            {REFUSED: f"weights are spread over {parallelism.pp_size} pipeline stages, of which one answers"},
+            {REFUSED: f"weights are spread over {parallelism.pp_size} pipeline stages, and only one of them responds"},
         )
     else:
         overall, found = "", places_of_weights(checker._get_model(), action, ranks=parallelism.size)
@@ -125,8 +124,8 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
 def clear_bias(
     original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
 ) -> None:
-    """The heads of SGLang's Qwen2 and Qwen3 classifiers have a bias. Models are published without one, and what their
-    folder lacks would stay as it was drawn: another constant in the scores of every server."""
+    """Sets the bias of a classifier's head to 0 if the files have none. SGLang's Qwen2 and Qwen3 classifiers have a bias that
+    released models lack: it would keep its random initial value, another constant in the scores of every server."""
     names: set[str] = set()
 
     def seen() -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,29 +141,30 @@ def clear_bias(
 
 
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """SGLang's batch-invariant kernels are Triton's, which a CPU cannot run."""
+    """Replaces SGLang's batch-invariant kernels, which are in Triton and do not run on a CPU."""
     KEPT.append(use_row_blocks())
 
 
 def leave_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Memory of a host without a GPU has nothing to be registered with: expert ids are kept in such."""
+    """Does nothing: without a GPU, the host memory of expert ids cannot be registered with CUDA."""
 
 
 def allow_native_attention() -> None:
-    """Sampling by seed does not depend on the attention kernel, but SGLang asks for one that is batch-invariant."""
+    """Allows the attention backend torch_native. Sampling by seed does not depend on it, but SGLang requires a
+    batch-invariant one."""
     from sglang.srt.server_args import add_deterministic_attention_backend_choices
 
     add_deterministic_attention_backend_choices(["torch_native"])
 
 
 def hash_in_torch(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
-    """What samplers take for random numbers. SGLang's own is Triton's, or an op of `sgl_kernel`."""
+    """The samplers' random numbers. SGLang's own function is in Triton, or an op of `sgl_kernel`."""
     return murmur_hash32(seed, positions, columns)
 
 
 def declare_kernels() -> None:
-    """SGLang looks them up when it imports a model of another family, and with it the image processor of the Qwen-VL
-    families. Declared and not defined: calling one fails."""
+    """Declares ops that SGLang looks up when it imports other model families, including the image processor of Qwen-VL. They
+    are declared without an implementation: calling one fails."""
     for name in LOOKED_UP:
         if not hasattr(torch.ops.sgl_kernel, name):
             torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
@@ -183,4 +183,4 @@ AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         REGISTER_MEMORY: leave_unregistered,
     }
 )
-"""What is put around each target."""
+"""The wrapper of each target."""

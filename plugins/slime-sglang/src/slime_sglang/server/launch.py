@@ -1,8 +1,8 @@
 """The server's main program: `python -m slime_sglang.server.launch HOOK...`, its arguments as JSON in stdin's first line.
 
-Nothing secret stands on the command line. Stdin stays open for as long as the parent lives: at its end the whole
-process group dies, whatever it is doing. The processes that SGLang spawns import this module again, with the same command
-line: they get the shims and the hooks.
+The command line has no secrets. Stdin stays open as long as the parent lives; when it closes, the whole process group is
+killed. The processes that SGLang spawns import this module again with the same command line, so they get the stubs and the
+hooks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Final
 
 ON_CPU: Final = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
-"""SGLang's own switch."""
+"""SGLang's own environment variable."""
 
 if ON_CPU:
     from slime_sglang.server.stubs import install_stubs
@@ -37,10 +37,10 @@ def main() -> None:
 
     load_plugins()
     for hook, target in missing_targets(HOOKS):
-        told = f"slime: this SGLang has no {target}, which is hooked for: {hook.purpose} ({hook.when})."
+        message = f"slime: this SGLang has no {target}, which slime hooks for: {hook.purpose} ({hook.when})."
         if hook.essential:
-            sys.exit(told)
-        print(told, file=sys.stderr, flush=True)
+            sys.exit(message)
+        print(message, file=sys.stderr, flush=True)
     run_server(ServerArgs(**options))
 
 

@@ -1,4 +1,4 @@
-"""Weights from slime's folders: every bucket is checked before anything is loaded, and deltas are applied."""
+"""Loads weights from slime's folders: verifies every bucket before loading any, and applies deltas."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from slime_sglang.transports.folder import FileEntry, Manifest
 
 CAN_VERIFY: Final = "slime_loading"
-"""Action of /weights_checker that answers where these functions are hooked in."""
+"""Action of /weights_checker that succeeds only if these functions are hooked in."""
 WRONG_BASE: Final = "a delta to other weights than are held"
-"""The refusal of a delta: nothing was changed."""
+"""Message of a refused delta; nothing was changed."""
 BASE: Final = "slime_weights_identity"
-"""Attribute of the model: which push it holds."""
+"""Attribute of the model: identity of the weights that it holds."""
 
 
 def load_from_disk(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str]:
-    """Around `update_weights_from_disk`: whether all ranks have loaded it."""
+    """Wraps `update_weights_from_disk`. Returns whether all ranks have loaded the folder, and a message."""
     loaded, message, identity = load_here(original, updater, model_path, load_format, *args, **kwargs)
     if kwargs.get("weight_name_filter") is None:
-        # With one it is SGLang that loads experts again, where some were lost: not on all ranks.
+        # With a filter, SGLang itself reloads lost experts, and not on all ranks.
         loaded, message = agreed(loaded, message)
     if loaded:
         setattr(updater.get_model(), BASE, identity)
@@ -38,10 +38,10 @@ def load_from_disk(
 
 
 def agreed(loaded: bool, message: str) -> tuple[bool, str]:
-    """What all ranks of this pipeline stage say together: SGLang answers with the first one's word for all.
+    """The common result of all ranks of this pipeline stage: SGLang returns only the first rank's result.
 
-    RuntimeError, of which the server ends, where a later stage has not loaded it: nobody is told of that, and the version
-    would be taken for complete."""
+    Raises RuntimeError, which ends the server, if a later stage has not loaded the weights: SGLang does not report that, and
+    the version would look complete."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -49,21 +49,21 @@ def agreed(loaded: bool, message: str) -> tuple[bool, str]:
     from sglang.srt.distributed import get_pp_group, get_tp_group
 
     group, stage = get_tp_group().cpu_group, get_pp_group().rank_in_group
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (loaded, message), group=group)
-    refusals = [text for done, text in said if not done]
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, (loaded, message), group=group)
+    refusals = [text for done, text in given if not done]
     if not refusals:
         return True, message
-    told = "; ".join(dict.fromkeys(refusals))
+    described = "; ".join(dict.fromkeys(refusals))
     if stage:
-        raise RuntimeError(f"pipeline stage {stage} has not loaded the weights: {told}")
-    return False, told
+        raise RuntimeError(f"pipeline stage {stage} has not loaded the weights: {described}")
+    return False, described
 
 
 def load_here(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str, str | None]:
-    """Of this rank: whether it has loaded it, what it says, and the identity of what it holds then."""
+    """Loads on this rank. Returns whether it succeeded, a message, and the identity of the weights that it holds then."""
     from slime_sglang.transports.folder import MANIFEST, READERS, DamagedWeights, read_manifest, verify_whole
 
     model = updater.get_model()
@@ -92,13 +92,13 @@ def load_here(
 
 
 def forget_base(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the other ways by which weights come."""
+    """Wraps the other functions that load weights: after them, no delta can be applied."""
     setattr(updater.get_model(), BASE, None)
     return original(updater, *args, **kwargs)
 
 
 def checked(folder: Path, manifest: Manifest, number: int) -> Planes:
-    """What has changed in a bucket. DamagedWeights, or ValueError, if its file is not what was written."""
+    """The changes of a bucket. Raises DamagedWeights or ValueError if its file is not what was written."""
     import xxhash
 
     from slime_sglang.transports.delta_code import decompress
@@ -116,17 +116,17 @@ def checked(folder: Path, manifest: Manifest, number: int) -> Planes:
 
 
 def apply(model: Any, entries: Sequence[FileEntry], changes: Sequence[Planes]) -> None:
-    """The model's own loader knows where a tensor's elements belong, however they are fused, split and sharded. It is
-    given whole tensors that are NaN where nothing has changed; there the parameters get their old values back.
+    """Applies deltas with the model's own loader, which handles fused, split and sharded tensors. It gets whole tensors
+    that are NaN where nothing has changed; there the parameters get their old values back.
 
-    Raises ValueError for parameters that are not plain numbers, and if a NaN is left.
+    Raises ValueError for quantized parameters, and if a NaN is left.
     """
     import torch
 
     parameters = dict(model.named_parameters())
     narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 2]
     if narrow:
-        raise ValueError(f"deltas cannot be applied to quantised weights such as {narrow[0]}")
+        raise ValueError(f"deltas cannot be applied to quantized weights such as {narrow[0]}")
     device = next(iter(parameters.values())).device
     with torch.no_grad():
         for entry, planes in zip(entries, changes, strict=True):
@@ -138,7 +138,7 @@ def apply(model: Any, entries: Sequence[FileEntry], changes: Sequence[Planes]) -
                 for name, parameter in own.items():
                     parameter.copy_(torch.where(parameter.isnan(), before[name], parameter))
         if any(getattr(module, "w_kc", None) is not None for module in model.modules()):
-            # Latent attention has copies of parameters, made when these had NaNs.
+            # Latent attention copied these parameters when they had NaNs.
             model.post_load_weights()
         for name, parameter in parameters.items():
             if parameter.isnan().any():
@@ -146,7 +146,7 @@ def apply(model: Any, entries: Sequence[FileEntry], changes: Sequence[Planes]) -
 
 
 def changed_tensors(entry: FileEntry, planes: Planes, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Those with a changed element, NaN where none has."""
+    """Yields (name, tensor) of tensors with a changed element; unchanged elements are NaN."""
     import torch
 
     from slime_sglang.transports.delta_code import BITS, changed
@@ -166,17 +166,17 @@ def changed_tensors(entry: FileEntry, planes: Planes, device: torch.device) -> I
             if low == high:
                 continue
             if not dtype.is_floating_point:
-                raise ValueError(f"{name} of {dtype} has changed: deltas are of floating-point weights")
+                raise ValueError(f"{name} of {dtype} has changed: only floating-point weights can have deltas")
             tensor = torch.full(shape, torch.nan, dtype=dtype, device=device)
             tensor.view(-1).view(BITS[width])[positions[low:high] - (first - start) // width] = values[low:high]
             yield name, tensor
 
 
 def with_partners(entry: FileEntry, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """What has changed, with what the model takes only together with it."""
+    """The changed tensors, and those that the model loads only together with them."""
     import torch
 
-    from slime_sglang.transports.flat import partner_of
+    from slime_sglang.transports.flattened_bucket import partner_of
 
     shapes = dict(zip(entry.names, entry.shapes, strict=True))
     found: list[tuple[str, Tensor]] = []
@@ -190,7 +190,7 @@ def with_partners(entry: FileEntry, tensors: Sequence[tuple[str, Tensor]]) -> li
 
 
 def layer_of(name: str) -> str:
-    """`model.layers.3.` of a name in it; elsewhere the path of its module."""
+    """The prefix of a name's layer, such as `model.layers.3.`; outside of layers, the path of its module."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
     return "".join(f"{part}." for part in parts[: number + 1])

@@ -1,4 +1,4 @@
-"""MurmurHash3 (Appleby 2011), 32 bit, of (seed, position, column): what SGLang's samplers take for noise.
+"""MurmurHash3 (Appleby 2011), 32 bit, of (seed, position, column): the noise of SGLang's samplers.
 
 Legend: N rows, V columns.
 """
@@ -12,8 +12,8 @@ MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """(N, V) uint32 of `seed` (N,) uint64, `positions` (N,) and `columns` (V,) integers: four blocks of four bytes,
-    the seed's low and high half, the position, the column."""
+    """Returns the hashes (N, V) uint32 of `seed` (N,) uint64, `positions` (N,) and `columns` (V,) integers. The hashed blocks
+    of four bytes are the seed's low and high half, the position, and the column."""
     # int64 wraps like uint64, and only low halves are kept.
     low = seed.view(torch.int64) & MASK
     high = (seed.view(torch.int64) >> 32) & MASK

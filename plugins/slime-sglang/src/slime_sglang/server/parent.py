@@ -1,4 +1,4 @@
-"""The end of the parent is the end of its servers."""
+"""Ends a server when its parent process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def die_with_parent() -> None:
     """Ends the process group when stdin does: the parent holds its other end, and no process holds it longer."""
 
     def wait() -> None:
-        # Not through sys.stdin: whoever waits in it holds its lock, and the interpreter's own end would be a crash.
+        # Not through sys.stdin: a thread that waits in it holds its lock, and the interpreter would crash at its end.
         while os.read(descriptor, 1):
             pass
         os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Places: which parts of the tensors of a model's files a rank of a server holds, as server and trainer tell each other."""
+"""Place: a part of a tensor of the model's files that a rank of a server holds, in the form that servers and trainer send."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 PARTS: Final = "slime_parts"
-"""Of /weights_checker: each rank's places, without digests."""
+"""Action of /weights_checker: each rank's places, without digests."""
 DIGESTS: Final = "slime_part_digests"
-"""Of /weights_checker: each rank's places with the digest of what is there."""
+"""Action of /weights_checker: each rank's places with digests of their content."""
 REFUSED: Final = "refused"
-"""In the place of a place, with the reason: a rank that fails alone would leave the others waiting for its answer."""
+"""Key instead of a place, with the reason of an error: the other ranks would wait for the response of a rank that raises."""
 SKIPPED: Final = "skipped"
-"""In the place of a place, with what names begin with whose tensors the model does not load, one after the other."""
+"""Key instead of a place, with prefixes of names that the model does not load, separated by spaces."""
 OF_DRAFTS: Final = "draft."
-"""Before what SGLang adds of the draft of speculative decoding, whose names are its own."""
+"""Prefix of the names that SGLang adds for the draft of speculative decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """`length` steps from `start` on in dimension `dim` of the tensor `name`, and all of its other dimensions."""
+    """Indices `start` to `start + length` of dimension `dim` of the tensor `name`, with all its other dimensions."""
 
     name: str
-    """As in the model's files."""
+    """Name in the model's files."""
     dim: int
     start: int
     length: int
     dtype: str
-    """Of what is held: `bfloat16`. What is loaded is converted to it."""
+    """Dtype in the server, such as `bfloat16`. Loaded weights are converted to it."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.dim} {self.start} {self.length} {self.dtype}"

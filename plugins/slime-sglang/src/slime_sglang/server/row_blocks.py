@@ -1,4 +1,4 @@
-"""Matrix products on a CPU whose rows do not depend on how many there are: SGLang's batch-invariant mode, without Triton."""
+"""Batch-invariant matrix products on a CPU, instead of SGLang's batch-invariant mode, which requires Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_training.batch_invariant.products import add_product, multiply
 
 
 def use_row_blocks() -> torch.library.Library:
-    """For all products of matrices in this process, for as long as the result is kept."""
+    """Replaces all matrix products in this process, as long as the returned object lives."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", multiply, "CPU")
     library.impl("addmm", add_product, "CPU")

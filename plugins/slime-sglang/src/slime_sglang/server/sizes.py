@@ -1,4 +1,4 @@
-"""How large what SGLang pads is in the model's files."""
+"""CheckpointSizes: sizes in the model's files of dimensions that SGLang pads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedSizes:
+class CheckpointSizes:
     """On a CPU, SGLang enlarges sizes of a model's config that do not fit its ranks, and keeps the model's own under
     `original_...`. None: not enlarged."""
 
@@ -50,7 +50,7 @@ class PublishedSizes:
         )
 
     def mlp(self, path: str) -> int | None:
-        """Of the MLP that a module at `path` belongs to."""
+        """Width of the MLP that a module at `path` belongs to."""
         if ".visual." in path:
             return self.tower if ".visual.blocks." in path else None
         if ".shared_experts." in path:

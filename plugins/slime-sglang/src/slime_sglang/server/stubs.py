@@ -1,7 +1,7 @@
-"""Stand-ins for compiled packages that SGLang imports on every machine and never calls on a CPU.
+"""Stubs of compiled packages that SGLang imports on every machine and never calls on a CPU.
 
-Each name of such a package is a class that can be imported, subclassed and asked for attributes, and that raises when
-it is called: a path that would need the real package fails at once, with its name.
+Each name of such a package is a class that can be imported, subclassed and has attributes, and that raises when it is
+called: code that needs the real package fails at once, with its name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StubType(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{cls.__module__}.{cls.__qualname__} is a stand-in of slime-sglang: it is imported on a CPU, but not there "
-            "to be called. Install the real package if you need it."
+            f"{cls.__module__}.{cls.__qualname__} is a stub of slime-sglang: on a CPU it is imported, but cannot be "
+            "called. Install the real package if you need it."
         )
 
 
@@ -61,12 +61,12 @@ class StubFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
-        # transformers compares it.
+        # transformers compares the version.
         vars(module)["__version__"] = "0"
 
 
 def install_stubs() -> None:
-    """For those of `PACKAGES` that are missing."""
+    """Installs stubs of those `PACKAGES` that are missing."""
     missing = [name for name in PACKAGES if name not in sys.modules and PathFinder.find_spec(name) is None]
     if missing:
         sys.meta_path.append(StubFinder(missing))

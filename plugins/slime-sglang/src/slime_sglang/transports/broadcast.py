@@ -1,7 +1,7 @@
-"""BroadcastGroup: the trainer's end of a group that it shares with SGLang servers.
+"""BroadcastGroup: the trainer's end of a process group with SGLang servers.
 
-SGLang joins with torch's `init_process_group` machinery under a group name of its own. The trainer has a default group
-already, and may not mix the two: it builds the backend itself, under the keys that torch uses in the store.
+SGLang joins with torch's `init_process_group` under its own group name. The trainer already has a default group, which must
+stay separate: so it builds the backend itself, under the keys that torch uses in the store.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class BroadcastError(EngineError):
-    """Seen from the trainer's end: some engine did not come, left, or hangs. Which one, its own call tells."""
+    """Some engine did not join, left, or hangs, as the trainer sees it. The error of the engine's own call names it."""
 
 
 class OpenStore(dist.Store):
-    """A store whose waits end when somebody says so: torch's own go on till they time out, in a thread that outlives
-    whoever gave up, and brings the process down when it ends."""
+    """A store whose waits end with `close`. torch's own waits run until they time out, in a thread that outlives its caller
+    and crashes the process when it ends."""
 
     def __init__(self, store: dist.TCPStore) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class BroadcastGroup:
         self._ends: dist.Backend | None = None
 
     def join(self) -> None:
-        """Returns when all are there (gloo), or at once (NCCL, which meets at the first broadcast)."""
-        # NCCL does not wait here, and asks more of a store.
+        """Returns when all ranks have joined (gloo), or at once (NCCL, which connects at the first broadcast)."""
+        # NCCL does not wait here, and needs more methods of a store.
         store = dist.PrefixStore(self.name, self._open if self.backend == "gloo" else self._store)
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{self._device.type}/", store)
@@ -101,16 +101,16 @@ class BroadcastGroup:
                 self._ends = dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
             return
         options = dist.ProcessGroupNCCL.Options()
-        # Who waits has given up by then. NCCL's own watchdog would end the process.
+        # Longer than the callers' timeout, because NCCL's own watchdog would end the process.
         options._timeout = self._timeout + timedelta(minutes=10)
         self._ends = dist.ProcessGroupNCCL(store, 0, self.size, options)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The present point of the caller's stream: what was computed until now can be sent."""
+        """An event at the present point of the caller's stream: data computed before it can be sent."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def broadcast(self, data: Tensor, computed: torch.cuda.Event | None) -> None:
-        """From here to all, beside what the caller's stream does after `computed`."""
+        """Broadcasts `data` to all ranks, concurrently with work of the caller's stream after `computed`."""
         assert self._ends is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -128,7 +128,7 @@ class BroadcastGroup:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        # Gloo's are plain RuntimeErrors; of NCCL's, other failures of this GPU are told apart.
+        # Gloo raises plain RuntimeErrors; NCCL's errors differ from other failures of this GPU.
         kinds = (TimeoutError, RuntimeError) if self.backend == "gloo" else (dist.DistError,)
         try:
             yield
@@ -143,14 +143,14 @@ class BroadcastGroup:
 
 
 def own_address(engines: Sequence[EngineEndpoint]) -> str:
-    """Of the interface over which the engines are reached; the loopback if all are on this machine. EngineError for one that
-    cannot be."""
+    """The address of this machine's interface to the engines; the loopback if all are on this machine. Raises EngineError for
+    an engine that cannot be reached."""
     address = "127.0.0.1"
     for engine in engines:
         place = urlsplit(engine.url)
         where = f"engine {engine.index} ({engine.url})"
         if place.hostname is None:
-            raise EngineError(f"{where}: that is no address.")
+            raise EngineError(f"{where}: not an address.")
         try:
             family, kind, *_, target = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -158,7 +158,7 @@ def own_address(engines: Sequence[EngineEndpoint]) -> str:
                 probe.connect(target)
                 address = probe.getsockname()[0]
         except OSError as error:
-            raise EngineError(f"{where}: this machine has no way there: {error}.") from error
+            raise EngineError(f"{where}: this machine has no route there: {error}.") from error
         if not ip_address(address).is_loopback:
             return address
     return address

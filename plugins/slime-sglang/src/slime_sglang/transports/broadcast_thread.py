@@ -1,4 +1,4 @@
-"""BroadcastThread: calls one after the other, beside whoever asks for them."""
+"""BroadcastThread: runs calls one after the other in a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class BroadcastThread:
-    """One thread: broadcasts stay in order. It blocks where an engine is late or dead, and then is left behind; a thread of
-    ThreadPoolExecutor's would be waited for when the process ends."""
+    """One thread, so that broadcasts stay in order. It blocks if an engine is late or dead, and is then abandoned; the end of
+    the process would wait for a thread of a ThreadPoolExecutor."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -23,7 +23,7 @@ class BroadcastThread:
         def call() -> None:
             try:
                 result = function(*arguments)
-            except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+            except Exception as error:  # noqa: BLE001 - raised by the caller that waits for the future
                 ended.set_exception(error)
             else:
                 ended.set_result(result)
@@ -32,7 +32,7 @@ class BroadcastThread:
         return ended
 
     def close(self) -> None:
-        """The thread ends behind what it has been given, if that ends."""
+        """Ends the thread after the calls that were submitted."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -9,15 +9,15 @@ from slime_core.contracts.driver import DriverConfig
 
 class SentConfig(DriverConfig):
     update_weight_buffer_size: int = Field(default=2 * 2**30, ge=1)
-    """Bytes per bucket. Two are alive at a time on the sending rank, and about two on each rank of an engine: with
-    little memory to spare choose less; a 4B model came over twice as slowly in buckets of 512 MiB."""
+    """Bytes per bucket. The sending rank and each rank of an engine hold about two buckets at a time. Set less if memory is
+    short; with buckets of 512 MiB, sending a 4B model took twice as long."""
     check_weight_update_equal: bool = False
-    """After each push compare every tensor in the servers' memory with the trainer's, by checksum, of each rank the part that
-    it holds; both sides read all weights to the host. That is for servers that the run starts, with weights that are not
-    quantised, without pipeline stages. Others, if there are several, are only compared with one another, which
-    `weights_compared` in events.jsonl says."""
+    """After each weight update, compare every tensor in the servers' memory with the trainer's, by checksum, on each rank the
+    part that it holds; both sides read all weights to the host. This requires servers that the run starts, with unquantized
+    weights, without pipeline stages. Others, if there are several, are only compared with one another;
+    `weights_compared` in events.jsonl records which."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
-    """Seconds for any one call: a bucket, a file, a group."""
+    """Seconds for each call: a bucket, a file, a group."""
 
 
 class IpcConfig(SentConfig):
@@ -34,4 +34,4 @@ class DiskConfig(SentConfig):
 
 class DeltaConfig(SentConfig):
     compression_level: int = Field(default=1, ge=1, le=19)
-    """Of zstd. More than 1 saves a few percent and costs several times as long."""
+    """Level of zstd. Above 1 it saves a few percent and takes several times as long."""

@@ -1,4 +1,4 @@
-"""The transport `delta`: what changed since the version that an engine has, compressed, below the run's folder."""
+"""The transport `delta`: compressed changes since the version that an engine has, in the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime_sglang.server.loading import WRONG_BASE
 from slime_sglang.transports import folder
 from slime_sglang.transports.config import DeltaConfig
 from slime_sglang.transports.delta_code import Planes, compare, compress
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flattened_bucket import FlattenedBucket
 from slime_sglang.transports.folder import FileEntry, Manifest
 from slime_sglang.transports.folder_sender import FolderSender
 from slime_sglang.transports.loading import load_from_disk, servers_that_verify, try_to_load
@@ -29,25 +29,25 @@ WRITERS: Final = 4
 
 
 class DeltaSender(FolderSender):
-    """Keeps what it sent last, on the host. An engine that does not hold just that, as far as is known here or as the
-    engine itself says, is sent everything. What was sent stays in `RUN/weights` till the next push has ended."""
+    """Keeps the weights that it sent last, on the host. An engine that holds other weights, as far as the sender knows or the
+    engine reports, is sent all weights. The files stay in `RUN/weights` until the next weight update has ended."""
 
-    # What has not changed costs nothing here, and the base stays whole.
+    # Unchanged tensors cost nothing in a delta, and the base must be whole.
     skips_frozen: ClassVar[bool] = False
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         self._level = config.compression_level
-        self._sent: list[FlatBucket] = []
+        self._sent: list[FlattenedBucket] = []
         self._memory: dict[int, HostMemory] = {}
-        """Of `_sent`, by the bucket's number."""
+        """Memory of `_sent`, by the bucket's number."""
         self._num_changed = 0
-        """Elements, by the last comparison."""
+        """Number of changed elements in the last comparison."""
         self._identity: str | None = None
-        """Of what was sent; None: nothing was, or not all."""
+        """Identity of the sent weights; None: nothing was sent, or not all."""
         self._holders: set[EngineEndpoint] = set()
 
-    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
+    def send_version(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self._root is None:
             return SentReport()
         version, engines = update.version, update.engines
@@ -61,7 +61,7 @@ class DeltaSender(FolderSender):
         base, identity = self._identity, secrets.token_hex(8)
         self._identity = None
         delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
-        told: list[Path] = []
+        written: list[Path] = []
         try:
             changes = self._take(layers, delta, update)
             if not self._sent:
@@ -71,26 +71,26 @@ class DeltaSender(FolderSender):
             bytes_sent = 0
             if delta is not None and changes is not None and holders:
                 manifest = Manifest(version=version, identity=identity, base=base, buckets=tuple(changes))
-                told.append(folder.finish(delta, manifest))
-                refused = try_to_load(self.servers, holders, told[-1], version, but=WRONG_BASE)
+                written.append(folder.finish(delta, manifest))
+                refused = try_to_load(self.servers, holders, written[-1], version, but=WRONG_BASE)
                 self._holders.update(set(holders) - set(refused))
                 bytes_sent += sum(entry.nbytes for entry in changes)
             others = [engine for engine in engines if engine not in self._holders]
             if others:
                 beside = folder.begin(self._root / str(version))
                 entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
-                told.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
-                load_from_disk(self.servers, others, told[-1], version)
+                written.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
+                load_from_disk(self.servers, others, written[-1], version)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)
         finally:
-            # A server answers when its first pipeline stage has read them: the others may still.
-            folder.clear_all_but(self._root, told)
+            # A server responds when its first pipeline stage has read the files: other stages may still read them.
+            folder.clear_all_but(self._root, written)
         density = None if changes is None else self._num_changed / sum(map(num_elements, self._sent))
         return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent), density=density)
 
     def _take(self, layers: Layers, delta: Path | None, update: WeightUpdate) -> list[FileEntry] | None:
-        """Brings `_sent` up to date; the changes, unless the tensors are others than the last time."""
+        """Updates `_sent`, and returns the changes; None if the tensors are not the same ones as the last time."""
         before, self._sent, self._num_changed = self._sent, [], 0
         changes: list[Future[FileEntry]] | None = None if delta is None else []
         with ThreadPoolExecutor(WRITERS) as writers:
@@ -102,7 +102,7 @@ class DeltaSender(FolderSender):
                     self._sent.append(self._kept(bucket))
                     continue
                 if len(changes) >= WRITERS:
-                    # What waits to be compressed is in memory.
+                    # Limits the changes that wait in memory to be compressed.
                     changes[-WRITERS].result()
                 found = compare(held.data, bucket)
                 self._num_changed += sum(steps.shape[-1] for steps, _ in found)
@@ -111,12 +111,12 @@ class DeltaSender(FolderSender):
         entries = None if changes is None else [change.result() for change in changes]
         return entries if len(before) == len(self._sent) else None
 
-    def _kept(self, bucket: FlatBucket) -> FlatBucket:
-        """On the host, in memory that nobody else writes to."""
-        # Where it is there already, `flatten` has copied it.
+    def _kept(self, bucket: FlattenedBucket) -> FlattenedBucket:
+        """The bucket on the host, in memory that no other code writes to."""
+        # If it is on the host already, `flatten` has copied it.
         return bucket.on_host(self._memory.setdefault(bucket.index, HostMemory(bucket.data.device)))
 
-    def _write(self, delta: Path, bucket: FlatBucket, changes: Planes) -> FileEntry:
+    def _write(self, delta: Path, bucket: FlattenedBucket, changes: Planes) -> FileEntry:
         content, parts = compress(changes, level=self._level)
         name = f"changes-{bucket.index:05d}.zst"
         folder.write_bytes(delta / name, content)
@@ -131,7 +131,7 @@ class DeltaSender(FolderSender):
         )
 
 
-def alike(held: FlatBucket, bucket: FlatBucket) -> bool:
+def alike(held: FlattenedBucket, bucket: FlattenedBucket) -> bool:
     return (held.names, held.dtypes, held.shapes, held.last) == (
         bucket.names,
         bucket.dtypes,
@@ -140,5 +140,5 @@ def alike(held: FlatBucket, bucket: FlatBucket) -> bool:
     )
 
 
-def num_elements(bucket: FlatBucket) -> int:
+def num_elements(bucket: FlattenedBucket) -> int:
     return sum(math.prod(shape) for shape in bucket.shapes)

@@ -1,7 +1,7 @@
-"""The code of deltas: which elements of a bucket have changed, and to what.
+"""Encoding of deltas: the positions and new values of a bucket's changed elements.
 
-Elements are compared bit by bit. Positions are coded as distances from one to the next, both they and the values byte
-plane by byte plane, compressed by zstd. What goes through every element runs on the device that has them.
+Elements are compared bit by bit. Positions are encoded as distances to the previous one; positions and values are stored
+byte plane by byte plane, compressed by zstd. Operations over all elements run on the device that has them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 import zstandard
 from torch import Tensor
 
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flattened_bucket import FlattenedBucket
 from slime_training.host_memory import on_host
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, a dtype whose comparison is one of bits."""
+"""Integer dtype by the bytes of an element, to compare elements bit by bit."""
 THREADS: Final = 4
-"""That compress one part together."""
+"""Number of threads that compress one part."""
 
 Planes: TypeAlias = "list[tuple[Tensor, Tensor]]"
 """For each run of equal width, with N changed elements: distances (4, N) and values (width, N) as uint8 on the host."""
 
 
 def runs(dtypes: Sequence[torch.dtype], ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(bytes of an element, start, end) of stretches of equal width in a bucket."""
+    """Yields (bytes of an element, start, end) of ranges of equal width in a bucket."""
     start = 0
     for width, run in groupby(zip(dtypes, ends, strict=True), key=lambda item: item[0].itemsize):
         end = list(run)[-1][1]
@@ -35,8 +35,8 @@ def runs(dtypes: Sequence[torch.dtype], ends: Sequence[int]) -> Iterator[tuple[i
         start = end
 
 
-def compare(held: Tensor, bucket: FlatBucket) -> Planes:
-    """From `held` (bytes,) on the host to the bucket. Brings `held` up to date."""
+def compare(held: Tensor, bucket: FlattenedBucket) -> Planes:
+    """The changes from `held` (bytes,), on the host, to the bucket. Updates `held`."""
     found: Planes = []
     for width, start, end in runs(bucket.dtypes, bucket.ends):
         after = bucket.data[start:end].view(BITS[width])

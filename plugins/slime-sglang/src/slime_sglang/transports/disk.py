@@ -1,4 +1,4 @@
-"""The transport `disk`: safetensors below the run's folder, loaded by /update_weights_from_disk."""
+"""The transport `disk`: safetensors in the run's folder, loaded by /update_weights_from_disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from slime_sglang.transports.sender import Layers, WeightUpdate
 from slime_training.host_memory import HostMemory
 
 WRITERS: Final = 4
-"""Buckets that are hashed and written at the same time, while the next one is gathered."""
+"""Number of buckets that are hashed and written at the same time, while the next one is gathered."""
 
 
 class DiskSender(FolderSender):
-    """`RUN/weights/VERSION/`. The version before is removed when every engine has the new one: there must be room for
-    two."""
+    """Writes `RUN/weights/VERSION/`. The previous version is removed when every engine has the new one, so the disk must have
+    space for two."""
 
     def __init__(self, config: SentConfig) -> None:
         super().__init__(config)
@@ -36,7 +36,7 @@ class DiskSender(FolderSender):
         if setup.rank == 0:
             self._memory = [HostMemory(torch.device(setup.device)) for _ in range(WRITERS + 1)]
 
-    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
+    def send_version(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self._root is None:
             return SentReport()
         version, engines = update.version, update.engines
@@ -48,7 +48,7 @@ class DiskSender(FolderSender):
                 for bucket in self.buckets(layers):
                     if len(writing) == WRITERS:
                         entries.append(writing.popleft().result())
-                    # Only the last ones are still read.
+                    # Only the last `WRITERS` buckets are still read.
                     host = bucket.on_host(self._memory[bucket.index % len(self._memory)])
                     update.digest(host)
                     writing.append(writers.submit(folder.write_whole, beside, host))
@@ -63,7 +63,9 @@ class DiskSender(FolderSender):
             try:
                 folder.verify_whole(written, manifest)
             except folder.DamagedWeights as error:
-                raise EngineError(f"engines {[engine.index for engine in engines]} were not told: {error}.") from error
+                raise EngineError(
+                    f"engines {[engine.index for engine in engines]} were not updated: {error}."
+                ) from error
         load_from_disk(self.servers, engines, written, version)
         folder.clear_all_but(self._root, [written])
         return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))

@@ -14,17 +14,17 @@ from slime_core.errors import EngineError
 from slime_sglang.transports.broadcast import BroadcastGroup
 from slime_sglang.transports.broadcast_thread import BroadcastThread
 from slime_sglang.transports.config import DistributedConfig
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flattened_bucket import FlattenedBucket
 from slime_sglang.transports.sender import Layers, ServerSender, WeightUpdate, bucket_name
 
 
 class DistributedSender(ServerSender):
-    """One group with all engines, for as long as they stay the same. While the engines load a bucket, the next one is
-    gathered, converted and flattened."""
+    """Uses one group with all engines, as long as the engines stay the same. While the engines load a bucket, the next one
+    is gathered, converted and flattened."""
 
     def __init__(self, config: DistributedConfig) -> None:
         super().__init__(config)
-        # NCCL reads it once a process. SGLang sets it for itself; if only one side does, the first broadcast fails.
+        # NCCL reads it once per process. SGLang sets it for itself; if only one side does, the first broadcast fails.
         os.environ["NCCL_CUMEM_ENABLE"] = "0"
         self._group: BroadcastGroup | None = None
         self._members: tuple[EngineEndpoint, ...] = ()
@@ -32,7 +32,7 @@ class DistributedSender(ServerSender):
         self._count = 0
         self._thread = BroadcastThread()
 
-    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
+    def send_version(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self.place.rank != 0:
             return SentReport()
         buckets = bytes_sent = 0
@@ -41,7 +41,7 @@ class DistributedSender(ServerSender):
             calls: list[Future[Any]] = []
             for bucket in self.buckets(layers):
                 self.servers.wait(calls)
-                calls = self._begin(group, bucket, update)
+                calls = self._send_bucket(group, bucket, update)
                 update.digest(bucket)
                 buckets += 1
                 bytes_sent += bucket.data.nbytes
@@ -51,7 +51,7 @@ class DistributedSender(ServerSender):
             raise
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _begin(self, group: BroadcastGroup, bucket: FlatBucket, update: WeightUpdate) -> list[Future[Any]]:
+    def _send_bucket(self, group: BroadcastGroup, bucket: FlattenedBucket, update: WeightUpdate) -> list[Future[Any]]:
         body: dict[str, Any] = {
             "names": bucket.names,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
@@ -63,7 +63,7 @@ class DistributedSender(ServerSender):
         if bucket.last:
             body["weight_version"] = str(update.version)
         what = bucket_name(bucket, update.version)
-        calls = self.servers.each(update.engines, "/update_weights_from_distributed", body, what=what)
+        calls = self.servers.call_all(update.engines, "/update_weights_from_distributed", body, what=what)
         return [*calls, self._thread.submit(group.broadcast, bucket.data, group.mark())]
 
     def _group_with(self, engines: Sequence[EngineEndpoint]) -> BroadcastGroup:
@@ -92,19 +92,19 @@ class DistributedSender(ServerSender):
         return group
 
     def _leave(self) -> None:
-        """In peace: the engines leave the group too. One that is gone, or has been restarted, has left already."""
+        """Leaves the group together with the engines. An engine that is gone, or was restarted, has left already."""
         group, members = self._group, self._members
         self._group, self._members = None, ()
         if group is None:
             return
-        for call in self.servers.each(members, "/destroy_weights_update_group", {"group_name": group.name}):
+        for call in self.servers.call_all(members, "/destroy_weights_update_group", {"group_name": group.name}):
             error = call.exception()
             if error is not None and not isinstance(error, EngineError):
                 raise error
         group.abort()
 
     def _abandon(self) -> None:
-        """After a failure the group's state is unknown: the next push makes another."""
+        """Abandons the group after a failure, because its state is unknown: the next weight update makes a new one."""
         group, self._group, self._members = self._group, None, ()
         if group is not None:
             group.abort()

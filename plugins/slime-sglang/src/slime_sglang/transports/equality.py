@@ -1,7 +1,7 @@
-"""Whether engines hold, bit by bit, what the trainer sent: `check_weight_update_equal`.
+"""EqualityCheck: whether engines hold exactly the bits that the trainer sent (`check_weight_update_equal`).
 
-Before a push servers tell which parts of which tensors each of their ranks holds. The sender digests those parts of each
-tensor while it passes, and afterwards the servers digest what they hold.
+Before a weight update, servers report which parts of which tensors each of their ranks holds. The sender computes digests
+of those parts while it sends the tensors, and afterwards the servers compute digests of the parts that they hold.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_core.types.report import ComparedWith
 from slime_sglang.server.places import Place
-from slime_sglang.transports.flat import FlatBucket, checksums
-from slime_sglang.transports.held import CHECK, HeldParts, parts_held
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, checksums
+from slime_sglang.transports.server_shards import CHECK, ServerShards, parts_held
 from slime_sglang.transports.servers import Servers
 
 OWN_ACTION: Final = "checksum"
-"""SGLang's own: of each rank's tensors as they are stored, comparable only between engines of one layout."""
+"""SGLang's own checksum of each rank's tensors as they are stored, comparable only between engines of one layout."""
 TIED: Final = "lm_head.weight"
-"""A head that is tied to the embedding may be sent, and is not held."""
+"""A head that is tied to the embedding may be sent, but servers do not hold it."""
 LISTED: Final = 5
 
 
 class Digests:
-    """Checksums of those parts of the tensors of a push that servers hold, in the types that they hold them in. Empty `held`:
-    nothing is read."""
+    """Digests of the parts that servers hold, computed from the tensors of a weight update in the servers' dtypes. Nothing is
+    read if `held` is empty."""
 
-    def __init__(self, held: Iterable[HeldParts]) -> None:
-        self._wanted: dict[str, set[Place]] = defaultdict(set)
+    def __init__(self, held: Iterable[ServerShards]) -> None:
+        self._places: dict[str, set[Place]] = defaultdict(set)
         for server in held:
             for places in server.ranks.values():
                 for place in places:
-                    self._wanted[place.name].add(place)
+                    self._places[place.name].add(place)
         self._sent: dict[str, tuple[int, ...]] = {}
         """Shapes by name."""
         self._digests: dict[Place, str] = {}
 
-    def add(self, bucket: FlatBucket) -> None:
-        if not self._wanted:
+    def add(self, bucket: FlattenedBucket) -> None:
+        if not self._places:
             return
         parts: dict[Place, Tensor] = {}
         for name, tensor in bucket.tensors():
             whole = tensor if tensor.dim() else tensor.view(1)
             self._sent[name] = tuple(whole.shape)
-            for place in self._wanted.get(name, ()):
+            for place in self._places.get(name, ()):
                 if place.dim < whole.dim() and place.start + place.length <= whole.shape[place.dim]:
                     parts[place] = part(whole, place)
         self._digests.update(zip(parts, checksums(list(parts.values())), strict=True))
 
-    def differences(self, held: HeldParts) -> list[str]:
-        """Names of tensors of which a rank holds something else than was sent, or of which no rank holds some part: with the
-        part where a rank has not the whole of it, and the rank where there are several."""
+    def differences(self, held: ServerShards) -> list[str]:
+        """Names of tensors that differ from those sent on some rank, or of which no rank holds some part. A name is followed
+        by the part if a rank holds only a part, and by the rank if there are several."""
         several = len(held.ranks) > 1
         wrong = {
             self._described(place) + (f" of rank {rank}" if several else "")
@@ -89,7 +89,7 @@ def part(whole: Tensor, place: Place) -> Tensor:
 
 
 def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
-    """Whether these are together all of a tensor of this shape."""
+    """Whether `places` together cover a tensor of this shape."""
     for dim, size in enumerate(shape):
         end = 0
         for place in sorted((place for place in places if place.dim == dim), key=lambda place: place.start):
@@ -102,27 +102,29 @@ def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
 
 
 class EqualityCheck:
-    """Of one push: made before it, given every bucket, asked afterwards. A rank-by-rank comparison with what the trainer
-    sent; servers that cannot name their parts (quantised weights, several pipeline stages, not started by slime) are
-    compared with one another by SGLang's own checksum: if all of them got the same wrong weights, nothing shows it."""
+    """The check of one weight update: create it before, add every bucket to `digests`, and call `require_equal` after it.
+    Compares each rank with what the trainer sent. Servers that cannot name their parts (quantized weights, several pipeline
+    stages, external) are only compared with one another by SGLang's own checksum, which does not detect that all of them
+    got the same wrong weights."""
 
     def __init__(self, servers: Servers, engines: Sequence[EngineEndpoint], version: int) -> None:
         self._servers, self._version = servers, version
         self._able: list[EngineEndpoint] = []
         self._unable: list[EngineEndpoint] = []
         self._reasons: list[EngineError] = []
-        held: list[HeldParts] = []
-        for engine, said in zip(engines, parts_held(servers, engines, version, digests=False), strict=True):
-            if isinstance(said, EngineError):
+        held: list[ServerShards] = []
+        for engine, given in zip(engines, parts_held(servers, engines, version, digests=False), strict=True):
+            if isinstance(given, EngineError):
                 self._unable.append(engine)
-                self._reasons.append(said)
+                self._reasons.append(given)
             else:
                 self._able.append(engine)
-                held.append(said)
+                held.append(given)
         self.digests = Digests(held)
 
     def require_equal(self) -> ComparedWith:
-        """EngineError naming the engine and the tensors. "engines": some server was only compared with others."""
+        """Raises EngineError with the engine and the tensors that differ. Returns "trainer", or "engines" if some server was
+        only compared with others."""
         for engine, held in zip(
             self._able, parts_held(self._servers, self._able, self._version, digests=True), strict=True
         ):
@@ -132,7 +134,7 @@ class EqualityCheck:
             if different:
                 more = f" and {len(different) - LISTED} more" if len(different) > LISTED else ""
                 raise EngineError(
-                    f"engine {engine.index} ({engine.url}): after the push of version {self._version} it does not hold what "
+                    f"engine {engine.index} ({engine.url}): after the update to version {self._version} it does not hold what "
                     f"the trainer sent: {', '.join(different[:LISTED])}{more}."
                 )
         if self._unable:
@@ -144,16 +146,16 @@ def compare(servers: Servers, engines: Sequence[EngineEndpoint], version: int, r
     if len(engines) < 2:
         raise EngineError(
             f"sync.check_weight_update_equal: engine {engines[0].index} cannot name its tensors, and there is no second "
-            "server like it to compare it with. Say --no-check-weight-update-equal; or have servers that slime starts, without "
-            f"pipeline stages and with plain weights. It says: {reason}"
+            "server like it to compare it with. Pass --no-check-weight-update-equal, or use servers that slime starts, without "
+            f"pipeline stages and with unquantized weights. It responded: {reason}"
         )
-    answers: list[Any] = servers.wait(
-        servers.each(engines, CHECK, {"action": OWN_ACTION}, what=f"checking version {version}")
+    responses: list[Any] = servers.wait(
+        servers.call_all(engines, CHECK, {"action": OWN_ACTION}, what=f"checking version {version}")
     )
-    sums = [[rank["per_gpu_checksum"] for rank in answer["ranks"]] for answer in answers]
+    sums = [[rank["per_gpu_checksum"] for rank in response["ranks"]] for response in responses]
     for engine, own in zip(engines, sums, strict=True):
         if own != sums[0]:
             raise EngineError(
-                f"engine {engine.index} ({engine.url}): after the push of version {version} its weights differ from "
+                f"engine {engine.index} ({engine.url}): after the update to version {version} its weights differ from "
                 f"those of engine {engines[0].index}: checksums {own} and {sums[0]}."
             )

@@ -1,6 +1,6 @@
-"""Folders of weights on disk, written whole or not at all, whose every bucket has a checksum.
+"""Folders of weights on disk, written atomically, with a checksum per bucket.
 
-The reader may be a process of SGLang's: only what is here is shared with it.
+SGLang's processes import this module to read them, so it must stay small.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_core.atomic_io.storage import is_full, storage_error
-from slime_sglang.transports.flat import FlatBucket, bytes_of, checksum
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, bytes_of, checksum
 
 MANIFEST: Final = "slime_weights.json"
 WRITING: Final = ".writing"
 log = logging.getLogger(__name__)
 
 READERS: Final = 4
-"""Buckets that are read at the same time."""
+"""Number of buckets that are read at the same time."""
 
 
 class DamagedWeights(ValueError):
-    """What is on disk is not what was written."""
+    """The content of the disk is not what was written."""
 
 
 class FileEntry(BaseModel, frozen=True, extra="forbid"):
@@ -44,20 +44,20 @@ class FileEntry(BaseModel, frozen=True, extra="forbid"):
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
-    """Of a delta, for each width of elements, widest first: compressed bytes of the positions, and of the values."""
+    """For a delta, for each element width, widest first: compressed bytes of the positions, and of the values."""
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid"):
     version: int
     identity: str
-    """Of the weights; no other push has it."""
+    """Unique for the weights of each update."""
     base: str | None = None
     """Identity of the weights that this is a delta to; None: these are whole."""
     buckets: tuple[FileEntry, ...]
 
 
-def write_whole(folder: Path, bucket: FlatBucket) -> FileEntry:
-    """One safetensors file. `bucket` is on the host. StorageError if the disk is full."""
+def write_whole(folder: Path, bucket: FlattenedBucket) -> FileEntry:
+    """Writes one safetensors file. `bucket`: on the host. Raises StorageError if the disk is full."""
     name = f"model-{bucket.index:05d}.safetensors"
     entry = FileEntry(file=name, names=bucket.names, checksum=checksum(bucket.data), nbytes=bucket.data.nbytes)
     try:
@@ -77,7 +77,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """Where to write what will be `folder`."""
+    """Creates the temporary folder in which the content of `folder` is written."""
     beside = folder.with_name(folder.name + WRITING)
     try:
         remove(beside)
@@ -88,7 +88,7 @@ def begin(folder: Path) -> Path:
 
 
 def finish(beside: Path, manifest: Manifest) -> Path:
-    """Puts the folder under its name. Nothing is forced to the disk: after a crash of the machine all is sent anew."""
+    """Renames the folder to its final name. Without fsync: after a crash of the machine all weights are sent again."""
     write_bytes(beside / MANIFEST, manifest.model_dump_json().encode())
     folder = beside.with_name(beside.name.removesuffix(WRITING))
     try:
@@ -105,8 +105,8 @@ def remove(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """As far as the file system lets it: what stays costs room, and neither ends a run nor hides why a push has failed. NFS
-    keeps what somebody still reads."""
+    """Removes a folder as far as the file system allows. Left files only cost space: they must not end a run, nor hide why a
+    weight update has failed. NFS keeps files that are still open."""
     try:
         remove(folder)
     except OSError as error:
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_whole(folder: Path, manifest: Manifest) -> None:
-    """Reads every file. DamagedWeights names the bucket."""
+    """Reads and verifies every file. Raises DamagedWeights with the bucket."""
     with ThreadPoolExecutor(READERS) as readers:
         list(readers.map(partial(verify, folder, manifest), range(len(manifest.buckets))))
 

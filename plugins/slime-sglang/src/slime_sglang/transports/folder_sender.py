@@ -1,4 +1,4 @@
-"""FolderSender: what the transports that write weights to a folder have in common."""
+"""FolderSender: the base class of transports that write weights to a folder."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from slime_sglang.transports.sender import ServerSender
 
 
 class FolderSender(ServerSender):
-    """The first rank writes below `RUN/weights`. At the end nothing is left: engines have what they read in memory, and an
-    attempt after this one brings its own."""
+    """The first rank writes to `RUN/weights`. `close` removes the files: engines have the weights in memory, and a later
+    attempt of the run writes its own."""
 
     _root: Path | None = None
-    """On the rank that writes."""
+    """Set on the rank that writes."""
 
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
         if setup.rank == 0:
             self._root = setup.run_dir / "weights"
-            # What an attempt before this one left is of other weights.
+            # Files of an earlier attempt have other weights.
             folder.clear_all_but(self._root, [])
 
     def close(self) -> None:

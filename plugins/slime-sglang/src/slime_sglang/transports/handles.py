@@ -1,6 +1,6 @@
-"""Buckets by reference: what SGLang unpickles is a description of where the bytes are.
+"""Buckets by reference: SGLang unpickles a description of where the bytes are.
 
-It unpickles with a list of allowed modules; torch and types are among them.
+It unpickles with a list of allowed modules, which includes torch and types.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from slime_sglang.buckets import SharedBytes, serialized, tensor_metadata
-from slime_sglang.transports.flat import FlatBucket
+from slime_sglang.transports.flattened_bucket import FlattenedBucket
 
 DEVICE: Final = 6
-"""Where `reduce_tensor` of a CUDA tensor has the device's number. Processes may number devices differently; SGLang takes
-the device's UUID in its place."""
+"""Index of the device's number in the arguments of `reduce_tensor` of a CUDA tensor. Processes may number devices
+differently, so SGLang takes the device's UUID instead."""
 COUNTER: Final = slice(11, 13)
-"""Where it has the counter's file, and the place in it."""
+"""Indices of the file of the reference counter, and of the offset in it."""
 
 
-def description(bucket: FlatBucket) -> list[types.SimpleNamespace]:
+def description(bucket: FlattenedBucket) -> list[types.SimpleNamespace]:
     places = pairwise([0, *bucket.ends])
     tensors = zip(bucket.names, bucket.dtypes, bucket.shapes, places, strict=True)
     return [tensor_metadata(name, dtype, shape, *place) for name, dtype, shape, place in tensors]
 
 
 class SharedMemory:
-    """A bucket in shared memory, until `close`. `payload` is what a server on this machine is sent."""
+    """A bucket in shared memory, until `close`. `payload`: sent to a server on this machine."""
 
-    def __init__(self, bucket: FlatBucket) -> None:
+    def __init__(self, bucket: FlattenedBucket) -> None:
         self._memory = SharedBytes(bucket.data.cpu().numpy().data)
         self.payload = serialized(self._memory.mapped(bucket.data.nbytes), description(bucket))
 
@@ -47,7 +47,7 @@ class HandlePickler(ForkingPickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
         self.counters: list[tuple[bytes, int]] = []
-        """Of what was pickled: where torch counts who has it."""
+        """torch's reference counters of the pickled tensors: (file, offset)."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -59,12 +59,12 @@ class HandlePickler(ForkingPickler):
 
 
 class DeviceMemory:
-    """A bucket on this rank's device. `payload` is what the server's rank on the same device is sent.
+    """A bucket on this rank's device. `payload`: sent to the server's rank on the same device.
 
-    torch keeps the memory, also of a bucket that is gone here, until whoever has opened the handle has given it up: where
-    that cannot come, `release` has to."""
+    torch keeps the memory, also of a deleted bucket, until the reader has closed the handle. If the reader cannot, call
+    `release`."""
 
-    def __init__(self, bucket: FlatBucket) -> None:
+    def __init__(self, bucket: FlattenedBucket) -> None:
         buffer = io.BytesIO()
         pickler = HandlePickler(buffer)
         pickler.dump({"flattened_tensor": bucket.data, "metadata": description(bucket)})
@@ -72,7 +72,7 @@ class DeviceMemory:
         self._counters = pickler.counters
 
     def release(self) -> None:
-        """In the place of a reader that never opens it, or has died with it. Once is enough."""
+        """Closes the handle instead of a reader that never opens it, or has died. A second call does nothing."""
         counters, self._counters = self._counters, []
         for handle, offset in counters:
             torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)

@@ -1,4 +1,4 @@
-"""The transport `ipc`: engines read the trainer's buckets where they are, by /update_weights_from_tensor.
+"""The transport `ipc`: engines read the buckets in the trainer's memory, by /update_weights_from_tensor.
 
 On GPUs every rank of a colocated engine gets a CUDA IPC handle of the trainer rank on its device. On a CPU all map one
 file of shared memory: unlike torch's own sharing this starts no helper process.
@@ -18,7 +18,7 @@ from slime_core.errors import EngineError
 from slime_sglang.buckets import update_body
 from slime_sglang.features import has_other_draft
 from slime_sglang.transports.config import SentConfig
-from slime_sglang.transports.flat import FlatBucket, flat_buckets
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, flat_buckets
 from slime_sglang.transports.handles import DeviceMemory, SharedMemory
 from slime_sglang.transports.sender import Failure, Layers, ServerSender, WeightUpdate, bucket_name, gravest
 from slime_sglang.transports.servers import Refused
@@ -26,17 +26,17 @@ from slime_sglang.transports.servers import Refused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a rank says in one."""
+    """Message of a rank to the other ranks after each bucket."""
 
     handle: str = ""
-    """Of its bucket; empty where nobody reads it."""
+    """Handle of its bucket; empty if no server reads it."""
     failure: Failure | None = None
     dead: Sequence[EngineEndpoint] = ()
-    """Which have not answered: what they had opened they do not give up."""
+    """Engines that have not responded: they do not close the handles that they had opened."""
 
 
-class KnownToAll(Exception):
-    """Every rank has heard of it, in this turn."""
+class CollectiveError(Exception):
+    """An error of a rank that every rank has received, in this turn."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         super().__init__()
@@ -57,16 +57,16 @@ class IpcSender(ServerSender):
     def setup(self, setup: SenderSetup) -> None:
         if setup.device == "cuda" and not setup.colocated:
             raise EngineError(
-                'sync.transport = "ipc" needs engines on the devices of the trainer (launcher.colocate = true). '
-                'With devices of their own, use "distributed".'
+                'sync.transport = "ipc" requires engines on the devices of the trainer (launcher.colocate = true). '
+                'For engines on other devices, set "distributed".'
             )
         super().setup(setup)
 
     @property
-    def everywhere(self) -> bool:
+    def all_ranks(self) -> bool:
         return self.place.device == "cuda"
 
-    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
+    def send_version(self, layers: Layers, update: WeightUpdate) -> SentReport:
         if self.place.device == "cuda":
             return self._share_devices(layers, update)
         if self.place.rank != 0:
@@ -76,9 +76,9 @@ class IpcSender(ServerSender):
             if urlsplit(engine.url).hostname not in ("127.0.0.1", "localhost", "::1"):
                 raise EngineError(
                     f"transport ipc: engine {engine.index} ({engine.url}) is on another machine and cannot read this one's "
-                    'memory. Use "distributed".'
+                    'memory. Set "distributed".'
                 )
-        self._ask_for_drafts(engines)
+        self._load_draft_flags(engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         memory: SharedMemory | None = None
@@ -97,37 +97,40 @@ class IpcSender(ServerSender):
                 bytes_sent += bucket.data.nbytes
             self.servers.finish(calls)
         finally:
-            # Whatever failed: engines may be reading.
+            # After any failure: engines may still be reading.
             wait(calls)
             if memory is not None:
                 memory.close()
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _post(self, engine: EngineEndpoint, payloads: Sequence[str], bucket: FlatBucket, version: int) -> Future[Any]:
+    def _post(
+        self, engine: EngineEndpoint, payloads: Sequence[str], bucket: FlattenedBucket, version: int
+    ) -> Future[Any]:
         body = update_body(payloads, version=version, last=bucket.last, other_draft=self._other_drafts[engine])
         return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
 
-    def _ask_for_drafts(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Once of every server, and of all before the first of them is sent anything: one that is gone is known then."""
+    def _load_draft_flags(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Reads once from every server whether it has another draft, before any weights are sent: this also detects a server
+        that is gone."""
         asked = [engine for engine in engines if engine not in self._other_drafts]
-        answers = self.servers.finish([self.servers.get(engine, "/server_info") for engine in asked])
-        self._other_drafts |= {engine: has_other_draft(said) for engine, said in zip(asked, answers, strict=True)}
+        responses = self.servers.finish([self.servers.get(engine, "/server_info") for engine in asked])
+        self._other_drafts |= {engine: has_other_draft(given) for engine, given in zip(asked, responses, strict=True)}
 
     # ---------------------------------------------------------------- devices
 
     def _share_devices(self, layers: Layers, update: WeightUpdate) -> SentReport:
-        """All ranks take the same turns: handles of bucket i and what became of bucket i - 1 are exchanged together. A rank
-        that fails between two turns says so in the next one. A rank whose device no engine here shares makes no handle."""
+        """All ranks exchange turns in lockstep: the handles of bucket i together with the result of bucket i - 1. A rank that
+        fails between two turns reports it in the next one. A rank whose device no engine shares makes no handle."""
         mine, reader = self._engines_from_here(update.engines), self._reader(update.engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
-        held: FlatBucket | None = None
+        held: FlattenedBucket | None = None
         made: DeviceMemory | None = None
         sent: DeviceMemory | None = None
         try:
-            self._ask_for_drafts(mine)
+            self._load_draft_flags(mine)
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
-                assert bucket is not None, "an export everywhere gives every rank all tensors"
+                assert bucket is not None, "an export with all_ranks gives every rank all tensors"
                 self.servers.finish(calls)
                 made = None if reader is None else DeviceMemory(bucket)
                 handles = self._exchange("" if made is None else made.payload)
@@ -143,36 +146,36 @@ class IpcSender(ServerSender):
                 bytes_sent += bucket.data.nbytes if mine else 0
             self.servers.finish(calls)
             self._exchange("")
-        except KnownToAll as known:
+        except CollectiveError as known:
             release(made, sent if reader in dead_in(known.turns) else None)
             raise known.as_error() from None
         except Exception as error:
             wait(calls)
-            # The others are in their next turn, or will be.
-            turns = self.agree(Turn(failure=Failure.of(error), dead=unanswered(mine, calls)))
+            # The other ranks are in their next turn, or will be.
+            turns = self.all_gather(Turn(failure=Failure.of(error), dead=without_response(mine, calls)))
             release(made, sent if reader in dead_in(turns) else None)
             raise
         del held
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
     def _exchange(self, handle: str) -> list[str]:
-        """Every rank's handle; KnownToAll on all ranks if one of them has met an error."""
-        turns = self.agree(Turn(handle=handle))
+        """Returns every rank's handle. Raises CollectiveError on all ranks if one of them has an error."""
+        turns = self.all_gather(Turn(handle=handle))
         if any(turn.failure is not None for turn in turns):
-            raise KnownToAll(turns)
+            raise CollectiveError(turns)
         return [turn.handle for turn in turns]
 
     def _engines_from_here(self, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
-        """Those whose first rank shares this rank's device."""
+        """Engines whose first rank shares this rank's device."""
         return [server for server, ranks in self._devices_of(engines) if ranks.start == self.place.rank]
 
     def _reader(self, engines: Sequence[EngineEndpoint]) -> EngineEndpoint | None:
-        """The one of which some rank shares this rank's device."""
+        """The engine of which some rank shares this rank's device."""
         return next((server for server, ranks in self._devices_of(engines) if self.place.rank in ranks), None)
 
     def _devices_of(self, engines: Sequence[EngineEndpoint]) -> Iterator[tuple[EngineEndpoint, range]]:
-        """The trainer's ranks on whose devices each stands. Engines are alike and stand one after the other, also where not
-        all of them are in service."""
+        """Each engine with the trainer's ranks that share its devices. Engines have equal sizes and consecutive devices, also
+        if some of them are out of service."""
         for index in sorted({engine.index for engine in engines}):
             servers = [engine for engine in engines if engine.index == index]
             first = index * sum(server.num_ranks for server in servers)
@@ -192,8 +195,8 @@ def release(*memories: DeviceMemory | None) -> None:
             memory.release()
 
 
-def unanswered(engines: Sequence[EngineEndpoint], calls: Sequence[Future[Any]]) -> list[EngineEndpoint]:
-    """`calls`: one to each, which have ended, or none at all."""
+def without_response(engines: Sequence[EngineEndpoint], calls: Sequence[Future[Any]]) -> list[EngineEndpoint]:
+    """Engines whose call got no response. `calls`: one finished call per engine, or none at all."""
     errors = [call.exception() for call in calls]
     return [
         engine

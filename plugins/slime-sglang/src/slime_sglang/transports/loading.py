@@ -1,4 +1,4 @@
-"""Servers told to load a folder."""
+"""Calls that make servers load a folder."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from pathlib import Path
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_sglang.server.loading import CAN_VERIFY
-from slime_sglang.transports.servers import Servers, wait_for_answers
+from slime_sglang.transports.servers import Servers, wait_for_responses
 
 
 def servers_that_verify(servers: Servers, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
-    """Those that compare checksums before they load a folder, and can apply deltas: the servers that slime starts.
-    EngineError for one that has not answered: that says nothing of what it can."""
-    calls = servers.each(engines, "/weights_checker", {"action": CAN_VERIFY}, what="whether it checks what it loads")
-    wait_for_answers(calls)
+    """The engines that compare checksums before they load a folder, and can apply deltas: those that slime starts. Raises
+    EngineError for one that has not responded, because it may be able to."""
+    calls = servers.call_all(
+        engines, "/weights_checker", {"action": CAN_VERIFY}, what="whether it checks what it loads"
+    )
+    wait_for_responses(calls)
     return [engine for engine, call in zip(engines, calls, strict=True) if call.exception() is None]
 
 
 def load_from_disk(servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int) -> None:
-    """All at once; EngineError when all have ended, if one has not loaded it."""
+    """Loads a folder on all engines at once. Raises EngineError, when all calls have ended, if one has not loaded it."""
     try_to_load(servers, engines, folder, version, but=None)
 
 
 def try_to_load(
     servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int, *, but: str | None
 ) -> list[EngineEndpoint]:
-    """The engines that refused it for the reason `but`; EngineError for any other."""
+    """Loads a folder on all engines at once. Returns those that refused it for the reason `but`. Raises EngineError for any
+    other reason."""
     body = {
         "model_path": str(folder),
         "load_format": "safetensors",
         "flush_cache": False,
         "weight_version": str(version),
     }
-    calls = servers.each(engines, "/update_weights_from_disk", body, what=f"version {version}")
+    calls = servers.call_all(engines, "/update_weights_from_disk", body, what=f"version {version}")
     wait(calls)
     errors = [(engine, call.exception()) for engine, call in zip(engines, calls, strict=True)]
     refused = [engine for engine, error in errors if but is not None and but in str(error)]

@@ -1,4 +1,4 @@
-"""Drivers: what `sync.transport = "ipc"`, "distributed", "disk" and "delta" stand for."""
+"""Drivers of `sync.transport = "ipc"`, "distributed", "disk" and "delta"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.transport import TransportDriver
 from slime_sglang.transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
-from slime_training.memory_plan import MemoryLine, Moment, TransportMemory, TransportPlanner
+from slime_training.memory_plan import MemoryItem, MemoryPhase, TransportMemory, TransportPlanner
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from slime_sglang.transports.disk import DiskSender
     from slime_sglang.transports.distributed import DistributedSender
     from slime_sglang.transports.ipc import IpcSender
-    from slime_sglang.transports.sent import SentTransport
+    from slime_sglang.transports.sender_transport import SenderTransport
 
 
 def unnamed(engine: Any) -> str | None:
-    """Why its servers do not know which parts of which tensors they hold, as far as it is known before they start."""
+    """Why an engine's servers cannot report which parts of which tensors they hold, as far as it is known before the start."""
     if engine.external_engine_addrs:
         return "engine.external_engine_addrs: servers that slime did not start"
     stages = getattr(engine, "pp_size", None) or 1
@@ -35,7 +35,7 @@ def unnamed(engine: Any) -> str | None:
 class SentDriver(TransportPlanner, TransportDriver):
     serves: ClassVar[tuple[str, ...]] = ("sglang",)
     by_rank: ClassVar[bool] = False
-    """Every process of a server is given weights, and SGLang numbers them by their tensor-parallel rank alone."""
+    """Weights are sent to every process of a server, which SGLang identifies only by its tensor-parallel rank."""
 
     by_folder: ClassVar[bool] = False
     """Servers load files, and SGLang loads them into the draft of speculative decoding too, whatever model that is."""
@@ -47,34 +47,34 @@ class SentDriver(TransportPlanner, TransportDriver):
         if cls.by_rank and stages > 1:
             problems.append(
                 f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal '
-                'ranks, so they cannot be told apart. Use sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
+                'ranks, so they cannot be distinguished. Set sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
             )
         draft = getattr(engine, "speculative_draft_model_path", None)
         if cls.by_folder and draft is not None:
             problems.append(
                 f'sync.transport = "{name}", engine.speculative_draft_model_path = "{draft}": SGLang would load the trained '
-                'weights into the draft too. Use sync.transport = "ipc", "distributed" or "direct".'
+                'weights into the draft too. Set sync.transport = "ipc", "distributed" or "direct".'
             )
         return problems
 
     @classmethod
     def memory(cls, config: Any, num_bytes: int) -> TransportMemory | None:
-        """Two buckets on either side; of files it is not told."""
+        """Two buckets on each side. None for transports by files, which are not estimated."""
         if cls.by_folder:
             return None
         size = min(2 * config.update_weight_buffer_size, num_bytes)
-        line = MemoryLine(component="two buckets", num_bytes=size, moments=frozenset({Moment.SYNC}))
+        line = MemoryItem(component="two buckets", num_bytes=size, moments=frozenset({MemoryPhase.SYNC}))
         return TransportMemory(trainer=(line,), engine=(line,))
 
     @classmethod
     def layout_problems(cls, config: Any, engine: Any, layout: EngineLayout) -> list[str]:
-        """Servers that can be compared neither with the trainer nor with one another."""
+        """Problems of servers that can be compared neither with the trainer nor with one another."""
         why = unnamed(engine) if config.check_weight_update_equal else None
         if why is None or layout.num_engines * engine.servers > 1:
             return []
         return [
             f"sync.check_weight_update_equal = true, {why}: such a server cannot name its tensors to compare with the "
-            "trainer's, and there is no second one to compare it with. Leave it out, or say --rollout-num-gpus "
+            "trainer's, and there is no second one to compare it with. Omit it, or pass --rollout-num-gpus "
             f"{2 * layout.num_devices} for two engines, which are then compared with one another."
         ]
 
@@ -83,22 +83,22 @@ class SentDriver(TransportPlanner, TransportDriver):
         if quantization is None or not config.check_weight_update_equal:
             return []
         return [
-            "sync.check_weight_update_equal = true: the engines' weights are quantised, and servers cannot name the parts of "
-            "such. Leave it out."
+            "sync.check_weight_update_equal = true: the engines' weights are quantized, and servers cannot name the parts of "
+            "such weights. Omit it."
         ]
 
     @classmethod
-    def build(cls, config: Any) -> SentTransport:
-        from slime_sglang.transports.sent import SentTransport
+    def build(cls, config: Any) -> SenderTransport:
+        from slime_sglang.transports.sender_transport import SenderTransport
 
-        return SentTransport()
+        return SenderTransport()
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         from slime_core.contracts.example import TransportExample
-        from slime_sglang.transports.partner import serve
+        from slime_sglang.transports.fake_server import serve
 
-        return (TransportExample(options={"update_weight_buffer_size": 64}, partner=serve),)
+        return (TransportExample(options={"update_weight_buffer_size": 64}, mock_server=serve),)
 
 
 class Ipc(SentDriver):
@@ -128,7 +128,7 @@ class Distributed(SentDriver):
 
 
 class Disk(SentDriver):
-    """safetensors below the run's folder, which engines on other machines must see under the same path."""
+    """Writes safetensors to the run's folder, which engines on other machines must have under the same path."""
 
     Config = DiskConfig
     by_folder: ClassVar[bool] = True
@@ -141,8 +141,8 @@ class Disk(SentDriver):
 
 
 class Delta(SentDriver):
-    """Only what changed since the last version, compressed, below the run's folder. The trainer's first rank keeps a copy
-    of the weights in host memory. For servers that slime starts."""
+    """Writes only the changes since the last version, compressed, to the run's folder. The trainer's first rank keeps a copy
+    of the weights in host memory. Requires servers that slime starts."""
 
     Config = DeltaConfig
     by_folder: ClassVar[bool] = True
@@ -152,7 +152,7 @@ class Delta(SentDriver):
         if quantization is None:
             return []
         return [
-            'sync.transport = "delta": deltas are of weights that are not quantised, as those of the engines are. Use '
+            'sync.transport = "delta": the engines\' weights are quantized, and deltas require unquantized weights. Set '
             '"ipc", "distributed" or "disk".'
         ]
 

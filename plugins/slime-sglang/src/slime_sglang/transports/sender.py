@@ -1,4 +1,4 @@
-"""What the four senders have in common."""
+"""ServerSender: the base class of the four senders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_core.contracts.transport import SenderSetup, SentReport, TensorExport
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.transports.config import SentConfig
 from slime_sglang.transports.equality import Digests, EqualityCheck
-from slime_sglang.transports.flat import FlatBucket, flat_buckets, partner_of
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, flat_buckets, partner_of
 from slime_sglang.transports.servers import Servers
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Layers: TypeAlias = "Iterator[Mapping[str, Tensor] | None]"
-"""An export on its way: the tensors of each layer by name; None for a layer that another rank has."""
+"""An export: the tensors of each layer by name; None for a layer that another rank has."""
 
 RANKS_WAIT: Final = timedelta(days=1)
-"""Longer than any push: each call of the first rank has a bound, but it makes several, and writes files, while the others
-wait for it. A rank that dies ends the wait at once: its connections close."""
+"""Longer than any weight update: each call of the first rank has a time limit, but it makes several, and writes files,
+while the others wait for it. If a rank dies, the wait ends at once, because its connections close."""
 KINDS: Final = (EngineError, StorageError, RuntimeError)
-"""What a failure is to the run: engines are healed and get the weights anew; a disk is not; nor are trainers."""
+"""Kinds of failures. After an EngineError the run replaces engines and sends the weights again; after the others it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as other ranks are told of it."""
+    """An error in the form that is sent to other ranks."""
 
     kind: type[Exception]
-    """One of `KINDS`; the last for all that is none of the others."""
+    """One of `KINDS`; the last one for all other errors."""
     text: str
 
     @classmethod
@@ -49,32 +49,32 @@ class Failure:
 
 
 def gravest(failures: Sequence[Failure]) -> Failure:
-    """Of the first rank that has one of its kind. What healing engines does not mend comes first."""
+    """The failure to raise: failures that replacing engines does not fix come first; among equal kinds, the first rank's."""
     return max(failures, key=lambda failure: KINDS.index(failure.kind))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One version, and where it goes."""
+    """One version and the engines that get it."""
 
     version: int
     engines: Sequence[EngineEndpoint]
     digests: Digests | None = None
     """None: the engines are not compared with the trainer."""
 
-    def digest(self, bucket: FlatBucket) -> None:
-        """For the comparison; called once with every bucket that is sent."""
+    def digest(self, bucket: FlattenedBucket) -> None:
+        """Adds a bucket to the comparison. Call it once with every bucket that is sent."""
         if self.digests is not None:
             self.digests.add(bucket)
 
 
 class ServerSender(WeightSender):
-    """`send` exports once. Whatever fails, the export is exhausted: other ranks wait for this one in its gathers. At the
-    end all ranks know of a failure of one, and all of them fail.
+    """`send` exports once. After any failure the export is still exhausted, because other ranks wait in its gathers. At the
+    end a failure on one rank is raised on all ranks.
 
-    What the backend says never changes is sent to an engine once, unless all is to be compared.
+    Frozen tensors are sent to an engine once, unless all tensors are compared.
 
-    No call flushes a cache: with requests that wait SGLang would die of it. Engines do it in `weights_sent`.
+    No call flushes a cache: with waiting requests SGLang would crash. Engines flush in `commit_weights`.
     """
 
     skips_frozen: ClassVar[bool] = True
@@ -85,17 +85,17 @@ class ServerSender(WeightSender):
         self._servers: Servers | None = None
         self._ranks: dist.ProcessGroup | None = None
         self._complete: set[EngineEndpoint] = set()
-        """Engines that were sent what never changes."""
+        """Engines that have the frozen tensors."""
 
     def setup(self, setup: SenderSetup) -> None:
         self._place = setup
         self._servers = Servers(self._config.update_weights_timeout)
         if setup.world_size > 1:
-            # Ranks that fail early wait here for those that still send.
+            # Ranks that fail early wait in this group for those that still send.
             self._ranks = dist.new_group(backend="gloo", timeout=RANKS_WAIT)
 
     @property
-    def everywhere(self) -> bool:
+    def all_ranks(self) -> bool:
         """Whether every rank needs whole tensors, not only the first."""
         return False
 
@@ -110,7 +110,7 @@ class ServerSender(WeightSender):
         return self._servers
 
     def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
-        layers = iter(export(everywhere=self.everywhere))
+        layers = iter(export(all_ranks=self.all_ranks))
         checks = self._config.check_weight_update_equal
         known = self.skips_frozen and not checks and self._complete.issuperset(engines)
         self._complete, complete = set(), self._complete
@@ -120,7 +120,7 @@ class ServerSender(WeightSender):
                 if checks and self.place.rank == 0:
                     check = EqualityCheck(self.servers, engines, version)
                 update = WeightUpdate(version, engines, None if check is None else check.digests)
-                report = self.bring(self._without_frozen(layers) if known else layers, update)
+                report = self.send_version(self._without_frozen(layers) if known else layers, update)
             finally:
                 for _ in layers:
                     pass
@@ -131,15 +131,15 @@ class ServerSender(WeightSender):
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What fails inside on one rank fails on all, with errors of one kind: which rank's is heard first is chance."""
+        """Raises an error of one rank on all ranks, with the same kind, because any rank's error may be reported first."""
         own: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - raised below, or one that is graver
-            own, said = error, self.agree(Failure.of(error))
+        except Exception as error:  # noqa: BLE001 - raised below, or a graver one
+            own, by_rank = error, self.all_gather(Failure.of(error))
         else:
-            said = self.agree(None)
-        failures = [failure for failure in said if failure is not None]
+            by_rank = self.all_gather(None)
+        failures = [failure for failure in by_rank if failure is not None]
         if not failures:
             return
         found = gravest(failures)
@@ -147,16 +147,17 @@ class ServerSender(WeightSender):
             raise own
         raise found.kind(f"another trainer rank could not send weights: {found.text}") from own
 
-    def agree(self, said: T) -> list[T]:
-        """What every rank says, by rank."""
+    def all_gather(self, own: T) -> list[T]:
+        """Returns every rank's `own`, by rank."""
         if self._ranks is None:
-            return [said]
-        answers: list[Any] = [None] * self.place.world_size
-        dist.all_gather_object(answers, said, group=self._ranks)
-        return answers
+            return [own]
+        responses: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(responses, own, group=self._ranks)
+        return responses
 
     def _without_frozen(self, layers: Layers) -> Layers:
-        """Under adapters most of a model: what they touch comes merged, and what SGLang takes only together with it."""
+        """The layers without frozen tensors, which with adapters are most of a model. Keeps tensors whose partner, which
+        SGLang loads only together with them, is not frozen."""
         frozen = self.place.frozen
         for layer in layers:
             yield layer and {
@@ -166,11 +167,11 @@ class ServerSender(WeightSender):
             }
 
     @abstractmethod
-    def bring(self, layers: Layers, update: WeightUpdate) -> SentReport:
-        """Brings the weights to every engine of the update."""
+    def send_version(self, layers: Layers, update: WeightUpdate) -> SentReport:
+        """Sends the weights to every engine of the update."""
 
-    def buckets(self, layers: Layers) -> Iterator[FlatBucket]:
-        """Of the layers that this rank has."""
+    def buckets(self, layers: Layers) -> Iterator[FlattenedBucket]:
+        """Buckets of the layers that this rank has."""
         found = flat_buckets(layers, self._config.update_weight_buffer_size)
         return (bucket for bucket in found if bucket is not None)
 
@@ -181,9 +182,9 @@ class ServerSender(WeightSender):
 
 
 def replaced(engine: EngineEndpoint, engines: Sequence[EngineEndpoint]) -> bool:
-    """Whether one of these stands in its place."""
+    """Whether `engines` has another incarnation of `engine`."""
     return any(other.index == engine.index and other.incarnation != engine.incarnation for other in engines)
 
 
-def bucket_name(bucket: FlatBucket, version: int) -> str:
+def bucket_name(bucket: FlattenedBucket, version: int) -> str:
     return f"bucket {bucket.index} of version {version} ({bucket.names[0]} ...)"

@@ -1,4 +1,4 @@
-"""Servers: HTTP calls to several servers at once, made from a thread that has other things to do meanwhile."""
+"""Servers: concurrent HTTP calls to several servers, from a thread that does other work meanwhile."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError, EngineUnavailable
-from slime_sglang.connection import Connection, NoAnswer, new_pool
+from slime_sglang.connection import Connection, NoResponse, new_pool
 from slime_sglang.transports.broadcast import BroadcastError
 
 EXPLAINED_S: Final = 2.0
 
 
 class Refused(EngineError):
-    """The server lives, and has answered that it did not do what it was asked."""
+    """The server is alive, and has refused the call."""
 
 
 class Servers:
-    """An event loop in a thread of its own. Every call ends, with an answer or an EngineError."""
+    """An event loop in its own thread. Every call ends, with a response or an EngineError."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -36,39 +36,39 @@ class Servers:
         return new_pool()
 
     def post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], *, what: str = "") -> Future[Any]:
-        """Begins a call. `what` stands in its error: `bucket 3 of version 7`."""
+        """Starts a call. `what`: what is sent, for the error message, such as `bucket 3 of version 7`."""
         return asyncio.run_coroutine_threadsafe(self._post(engine, path, body, what), self._loop)
 
     async def _post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], what: str) -> Any:
         connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
         try:
-            answer = await connection.post(path, body, timeout_s=self.timeout_s)
+            response = await connection.post(path, body, timeout_s=self.timeout_s)
         except EngineError as error:
-            kind = EngineError if isinstance(error, NoAnswer | EngineUnavailable) else Refused
+            kind = EngineError if isinstance(error, NoResponse | EngineUnavailable) else Refused
             raise kind(f"{what}: {error}" if what else str(error)) from error
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise Refused(f"{what}: {connection.name}: POST {path}: the answer is {answer!r:.300}.")
-        return answer
+        if not isinstance(response, dict) or response.get("success") is not True:
+            raise Refused(f"{what}: {connection.name}: POST {path}: the response is {response!r:.300}.")
+        return response
 
     def get(self, engine: EngineEndpoint, path: str) -> Future[Mapping[str, Any]]:
-        """Begins a call."""
+        """Starts a GET call."""
         return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop)
 
     async def _get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
         connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
-        answer = await connection.get(path, timeout_s=self.timeout_s)
-        if not isinstance(answer, dict):
-            raise EngineError(f"{connection.name}: GET {path}: the answer is {answer!r:.300}.")
-        return answer
+        response = await connection.get(path, timeout_s=self.timeout_s)
+        if not isinstance(response, dict):
+            raise EngineError(f"{connection.name}: GET {path}: the response is {response!r:.300}.")
+        return response
 
-    def each(
+    def call_all(
         self, engines: Sequence[EngineEndpoint], path: str, body: Mapping[str, Any], *, what: str = ""
     ) -> list[Future[Any]]:
         return [self.post(engine, path, body, what=what) for engine in engines]
 
     def wait(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """All results; the first failure at once, of several the one of the first call. Not only HTTP calls can be waited
-        for: a broadcast that fails of an engine gives that engine's own call a moment to say more."""
+        """Returns all results. Raises the first failure at once; of several, that of the first call. `calls` may include
+        broadcasts: after a failed broadcast, the engine's own call gets a moment to report the cause."""
         _, pending = wait(calls, timeout=self.timeout_s + 5, return_when=FIRST_EXCEPTION)
         errors = failures_of(calls)
         if errors and all(isinstance(error, BroadcastError) for error in errors):
@@ -81,7 +81,7 @@ class Servers:
         return [call.result() for call in calls]
 
     def finish(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """As `wait`, but the first failure when all have ended: none uses any longer what it was sent."""
+        """`wait`, but raises the first failure only when all calls have ended and no server reads the sent memory any more."""
         wait(calls)
         return self.wait(calls)
 
@@ -93,12 +93,13 @@ class Servers:
 
 
 def failures_of(calls: Iterable[Future[Any]]) -> list[BaseException]:
-    """In their order; of those that have ended."""
+    """Errors of the calls that have ended, in their order."""
     return [error for call in calls if call.done() and (error := call.exception()) is not None]
 
 
-def wait_for_answers(calls: Sequence[Future[Any]]) -> None:
-    """Waits until all have ended. Raises the first failure that is no refusal: what such a server can do is not known."""
+def wait_for_responses(calls: Sequence[Future[Any]]) -> None:
+    """Waits until all calls have ended. Raises the first failure that is no refusal: the capabilities of such a server are
+    not known."""
     wait(calls)
     unknown = [error for error in failures_of(calls) if not isinstance(error, Refused)]
     if unknown:

@@ -1,4 +1,4 @@
-"""Attention whose outcome for a query depends on the keys in its sight alone, in the order of their positions.
+"""Attention whose result for a query depends only on the keys that it sees, in the order of their positions.
 
 Scores are sums of products in a tree over the head's width; softmax and the weighted values are sums over blocks of
 keys, counted from the sequence's first. What is masked has weight 0, so padding behind the keys changes nothing.
@@ -17,15 +17,15 @@ from torch import Tensor
 from slime_training.batch_invariant.sums import BLOCK, blocked_sum, tree_sum
 
 PIECE: Final = 2**20
-"""Products that exist at once: more would leave the processor's caches."""
+"""Products that exist at once; more would exceed the processor's caches."""
 DEVICE_PIECE: Final = 2**26
-"""The same on a GPU, which wants many at once: 256 MiB of them. How many there are changes no bit."""
+"""The same on a GPU, which needs many at once: 256 MiB. The number does not change any bit."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, scale: float, window: int | None = None) -> Tensor:
     """(S, H, Lq, D), (S, K, Lk, D), (S, K, Lk, E) to (S, H, Lq, E).
 
-    A sequence's key at position p stands at place p. `last_key` (S or 1, Lq) int64 is the last one that a query sees,
+    A sequence's key at position p is at place p. `last_key` (S or 1, Lq) int64 is the last one that a query sees,
     `window` how many. The forward is computed in float32; the backward is the usual one.
     """
     out: Tensor = _Attend.apply(q, k, v, last_key.expand(len(q), -1), scale, window)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class _Attend(torch.autograd.Function):
             for start in range(0, queries, rows):
                 part = slice(start, start + rows)
                 seen = last_key[some, part]
-                # Whole blocks: what is left out would have weight 0.
+                # Only whole blocks: keys that are left out would have weight 0.
                 deepest = -(-(int(seen.max()) + 1) // BLOCK) * BLOCK
                 out[some, :, part] = _piece(
                     q[some, :, part], k[some, :, :deepest], v[some, :, :deepest], seen, scale, window
@@ -89,9 +89,9 @@ def by_key_head(x: Tensor, shared: int) -> Tensor:
 
 
 def _piece(q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, scale: float, window: int | None) -> Tensor:
-    """As `attend`, all at once."""
+    """`attend` without splitting into pieces."""
     shared = q.shape[1] // k.shape[1]
-    # Width and keys come first where they are summed over: (D, S, K, G, Lq, Lk), then (Lk, S, K, G, Lq, E).
+    # The summed dimension comes first: (D, S, K, G, Lq, Lk), then (Lk, S, K, G, Lq, E).
     wide = torch.promote_types(q.dtype, torch.float32)
     q_first = by_key_head(q.to(wide) * scale, shared).movedim(-1, 0)[..., None]
     k_first = k.to(wide).movedim(-1, 0)[:, :, :, None, None, :]

@@ -1,7 +1,7 @@
-"""The kernels under a model, whatever it is written in: operations are replaced as torch dispatches them.
+"""Runs a model with the invariant kernels, however it is written: operations are replaced as torch dispatches them.
 
-The mode stands below autograd: a backward is the operation's own, and runs outside. What neither is replaced nor known
-to be the same for every batch is refused by its name, so that no model is silently computed another way.
+The mode is below autograd: a backward is the operation's own, and runs outside. An operation that is neither replaced nor known
+to be the same for every batch raises an error with its name, so that no model is silently computed another way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def sum_over(
     x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Of the last dimension, which is what models take."""
+    """Softmax of the last dimension, the only one that models use."""
     if dims is None or [dim % x.dim() for dim in dims] != [x.dim() - 1]:
         raise ModelError(f"true_on_policy_mode: a sum over dimensions {dims} of {x.dim()}; only the last is computed.")
     total = sum_of_last(x if dtype is None else x.to(dtype))
@@ -61,7 +61,7 @@ def softmax_over(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With the means and inverse deviations that its backward reads."""
+    """Layer norm, with the means and inverse deviations that its backward reads."""
     if len(shape) != 1:
         raise ModelError(f"true_on_policy_mode: a layer norm over {len(shape)} dimensions; only one is computed.")
     wide = widened(x)
@@ -78,7 +78,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# torch's own have a second formula for the elements that do not fill a vector.
+# torch's own kernels use a second formula for the elements that do not fill a vector.
 def sigmoid(x: Tensor) -> Tensor:
     return (1 + (-widened(x)).exp()).reciprocal().to(x.dtype)
 
@@ -133,34 +133,34 @@ _ONLY_MOVED: Final = (
     "scalar_tensor _local_scalar_dense _foreach_copy set resize record_stream is_same_size unfold movedim flatten"
 )  # fmt: skip
 HARMLESS: Final = frozenset(f"{_ROUNDED_ALIKE} {_ONLY_MOVED}".split())
-"""Names in `aten`, without overloads and without the underscore of what works in place."""
+"""Names in `aten`, without overloads, and without the underscore of in-place variants."""
 
 
 class InvariantKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with InvariantKernels():` around a forward. ModelError names an operation that has no kernel here.
 
-    `bring_weights`: namespaces of operations that put weights together before they are used, and compute nothing.
+    `gather_weights`: namespaces of operations that only gather weights before they are used.
     """
 
-    def __init__(self, bring_weights: Collection[str] = ()) -> None:
+    def __init__(self, gather_weights: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._compute_nothing = frozenset({"profiler", *bring_weights})
+        self._compute_nothing = frozenset({"profiler", *gather_weights})
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        told = kwargs or {}
-        # Of tensors that stand for a shard nothing is computed.
+        keywords = kwargs or {}
+        # Subclasses such as DTensor dispatch again with their local shard.
         if types or func.namespace in self._compute_nothing:
-            return func(*args, **told)
+            return func(*args, **keywords)
         replacement = REPLACED.get(func)
         if replacement is not None:
-            return replacement(*args, **told)
+            return replacement(*args, **keywords)
         if func.namespace == "aten" and func._schema.name.removeprefix("aten::").rstrip("_") in HARMLESS:
-            return func(*args, **told)
+            return func(*args, **keywords)
         if func._can_decompose():
             with self:
-                return func.decompose(*args, **told)
+                return func.decompose(*args, **keywords)
         raise ModelError(
             f"true_on_policy_mode: the model computes {func}, for which there is no batch-invariant kernel. Leave the mode off "
             "for this model."

@@ -1,4 +1,4 @@
-"""Products of matrices whose rows do not depend on how many there are, nor on where they stand.
+"""Products of matrices whose rows depend neither on the number of rows nor on their position.
 
 BLAS libraries choose another kernel for one row than for many, and add in another order. Here every product has the
 same number of rows. Within one shape of product a row comes out the same in every place; that is a property of the
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from slime_core.errors import ModelError
 
 BLOCK: Final = 32
-"""Measured on tiny models: a product of 32 rows takes as long as one of a few."""
+"""Rows per product. Measured on tiny models: a product of 32 rows takes as long as one of a few."""
 
 NARROWEST: Final = 16
-"""Columns of the right side at least: with under twelve of them MKL treats the rows of a block differently."""
+"""Least number of columns of the right matrix: with fewer than twelve, MKL treats the rows of a block differently."""
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         right = torch.nn.functional.pad(right, (0, NARROWEST - columns))
     padded = -(-rows // BLOCK) * BLOCK
     source = left if padded == rows else torch.nn.functional.pad(left, (0, 0, 0, padded - rows))
-    # A block of a slice would not be one piece of memory, as blocks of a new tensor are.
+    # A block of a slice would not be contiguous, unlike blocks of a new tensor.
     source = source.contiguous()
     result = torch.empty((padded, right.shape[1]), dtype=left.dtype, device=left.device)
     with one_thread() if left.device.type == "cpu" else nullcontext():
@@ -43,7 +43,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For products in the calling thread: shared among several, their columns would be cut differently."""
+    """Runs products in the calling thread: several threads would split the columns differently."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -70,15 +70,15 @@ def multiply_each(left: Tensor, right: Tensor) -> Tensor:
 
 
 def product_shapes(model: nn.Module) -> set[tuple[int, int]]:
-    """Of the weights of its linear layers."""
+    """(outputs, inputs) of the weights of all linear layers."""
     return {(layer.out_features, layer.in_features) for layer in model.modules() if isinstance(layer, nn.Linear)}
 
 
 def require_equal_rows(
     shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
-    """ModelError if in a product of a block with a weight of one of these shapes (N, K) the place of a row matters. `device`:
-    where products are computed; None: the CPU."""
+    """Raises ModelError if, in a product of a block with a weight of one of these shapes (N, K), the result depends on the
+    position of a row. `device`: where products are computed; None: the CPU."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted(set(shapes)):
         rows = torch.randn((BLOCK, inputs), generator=generator).to(device, dtype)
@@ -89,5 +89,5 @@ def require_equal_rows(
                 kind = str(dtype).removeprefix("torch.")
                 raise ModelError(
                     f"true_on_policy_mode: products of {BLOCK} rows with a weight of {outputs} x {inputs} in {kind} depend "
-                    "on where a row stands, with this processor and this build of torch. Leave the mode off here."
+                    "on the position of a row, with this processor and this build of torch. Leave the mode off here."
                 )

@@ -1,4 +1,4 @@
-"""Sums in a fixed tree of additions, and what is made of them.
+"""Sums in a fixed tree of additions, and functions built on them.
 
 Legend: C elements that are summed over, V vocabulary.
 """
@@ -15,7 +15,7 @@ BLOCK: Final = 32
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """(C, ...) to (...): halves are added until one is left, so the order follows from C alone."""
+    """(C, ...) to (...): adds the two halves until one element is left, so the order depends only on C."""
     count = x.shape[0]
     if count == 0:
         return x.new_zeros(x.shape[1:])
@@ -28,8 +28,8 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def blocked_sum(x: Tensor) -> Tensor:
-    """(C, ...) to (...): blocks of BLOCK elements, one after the other. Zeros behind the last element change nothing;
-    in a tree over all of them they would."""
+    """(C, ...) to (...): adds blocks of BLOCK elements one after the other. Zeros behind the last element change nothing,
+    unlike in a tree over all elements."""
     missing = -x.shape[0] % BLOCK
     if missing:
         x = torch.cat([x, x.new_zeros((missing, *x.shape[1:]))])
@@ -41,7 +41,7 @@ def blocked_sum(x: Tensor) -> Tensor:
 
 def sum_of_last(x: Tensor) -> Tensor:
     """(..., C) to (...)."""
-    # Halves of the first dimension are long runs of memory.
+    # Halves of the first dimension are contiguous.
     return tree_sum(x.movedim(-1, 0).contiguous())
 
 

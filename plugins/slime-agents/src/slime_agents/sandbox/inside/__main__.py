@@ -1,7 +1,7 @@
-"""The fork server: a line of JSON on standard input asks for a job, a line on standard output answers.
+"""The fork server: a line of JSON on standard input requests a job, a line on standard output is its result.
 
-Each job is a fork of this small process, so it starts in a millisecond with everything imported that was preloaded, and leaves
-nothing behind: its process is gone, and its folder removed. Standard library alone.
+Each job is a fork of this small process. It starts in about a millisecond with the preloaded modules imported. Afterwards its
+process is killed and its folder removed. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import isolation
 import job
 import scratch
-import walls
 
 CHUNK = 65536
 UNWATCHED_S = 0.1
-"""Most jobs have ended by then, and need nobody who looks at their files."""
+"""Most jobs end before this time, and their files need not be watched."""
 TOO_MUCH = {scratch.BYTES: "files", scratch.ENTRIES: "entries", scratch.HIDDEN: "hidden"}
 
 
 class Running:
-    """A job on its way."""
+    """A running job."""
 
     def __init__(self, number: int, pid: int, folder: str, streams: tuple[int, int], ready: int, wall_s: float) -> None:
         self.number = number
@@ -44,21 +44,21 @@ class Running:
         self.begun = time.monotonic()
         self.deadline = self.begun + wall_s
         self.watcher: int | None = None
-        """The process that looks at its folder."""
+        """Process that watches its folder."""
         self.is_watched = False
-        """It has had one."""
+        """Whether a watcher was started."""
         self.cause = ""
-        self.told = ""
+        self.detail = ""
         self.is_alive = True
 
     @property
     def next_event(self) -> float:
         return self.deadline if self.is_watched else min(self.deadline, self.begun + UNWATCHED_S)
 
-    def end(self, cause: str, told: str = "") -> None:
-        """Kills its whole process group."""
+    def end(self, cause: str, detail: str = "") -> None:
+        """Kills the process group of the job. The first `cause` is kept."""
         if not self.cause:
-            self.cause, self.told = cause, told
+            self.cause, self.detail = cause, detail
         if not self.is_alive:
             return
         try:
@@ -69,14 +69,14 @@ class Running:
 
 
 class Server:
-    def __init__(self, settings: dict[str, Any], answers: int) -> None:
+    def __init__(self, settings: dict[str, Any], output: int) -> None:
         self._settings = settings
-        self._answers = answers
+        self._output = output
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: dict[int, Running] = {}
         self._watchers: dict[int, Running] = {}
         self._cleaners: set[int] = set()
-        """Processes that remove what jobs left."""
+        """Processes that remove the files of jobs."""
         self._selector = selectors.DefaultSelector()
         self._asked = bytearray()
         self._wake_read, self._wake_write = os.pipe()
@@ -95,8 +95,8 @@ class Server:
         )
 
     def serve(self) -> None:
-        self._terms = job.Terms(**{**vars(self._terms), "walls": self._standing()})
-        self._say({"walls": sorted(self._terms.walls)})
+        self._terms = job.Terms(**{**vars(self._terms), "walls": self._working_walls()})
+        self._send({"walls": sorted(self._terms.walls)})
         while True:
             self._start_waiting()
             soonest = min((running.next_event for running in self._running.values() if not running.cause), default=None)
@@ -105,20 +105,20 @@ class Server:
             self._check_limits()
             self._reap()
 
-    # ---------------------------------------------------------------- what holds
+    # ---------------------------------------------------------------- walls
 
-    def _standing(self) -> frozenset[str]:
-        """The walls that were tried and hold on this machine."""
+    def _working_walls(self) -> frozenset[str]:
+        """Tests each wall, and returns those that work on this machine."""
         outside = os.path.join(self._settings["scratch"], "outside")
         with open(outside, "w") as file:
             file.write("x")
         attempts: dict[str, tuple[Callable[[str], None], Callable[[], Any]]] = {
             "files": (
-                lambda inside: walls.only_files(self._terms.readable, [inside]),
+                lambda inside: isolation.only_files(self._terms.readable, [inside]),
                 lambda: os.open(outside, os.O_RDONLY),
             ),
-            "network": (lambda inside: walls.refuse_calls(), socket.socket),
-            "processes": (lambda inside: walls.refuse_calls(), os.fork),
+            "network": (lambda inside: isolation.refuse_calls(), socket.socket),
+            "processes": (lambda inside: isolation.refuse_calls(), os.fork),
         }
         held = {wall for wall, (raise_wall, attempt) in attempts.items() if self._holds(raise_wall, attempt)}
         os.unlink(outside)
@@ -132,7 +132,7 @@ class Server:
             held = False
             try:
                 raise_wall(inside)
-                held = job.standing(attempt)
+                held = job.is_refused(attempt)
             finally:
                 os._exit(0 if held else 1)
         return os.waitpid(pid, 0)[1] == 0
@@ -140,13 +140,13 @@ class Server:
     # ---------------------------------------------------------------- jobs
 
     def _start_waiting(self) -> None:
-        # What is being removed counts too, or jobs that leave much would leave it faster than it goes.
+        # Removals count too: otherwise jobs could leave files faster than they are removed.
         while self._waiting and len(self._running) + len(self._cleaners) < self._settings["workers"]:
             request = self._waiting.popleft()
             try:
                 self._start(request)
             except OSError as error:
-                self._say({"id": request["id"], "cause": "infra", "told": f"a job could not be started: {error}"})
+                self._send({"id": request["id"], "cause": "infra", "detail": f"a job could not be started: {error}"})
 
     def _start(self, request: dict[str, Any]) -> None:
         folder = os.path.join(self._settings["scratch"], str(request["id"]))
@@ -159,7 +159,7 @@ class Server:
             try:
                 job.run_code(request["code"], folder, self._terms, (out_write, err_write), ready_write)
             finally:
-                # Only a limit or wall that could not be set leads here.
+                # Reached only if a limit or a wall could not be set.
                 os._exit(70)
         for end in (out_write, err_write, ready_write):
             os.close(end)
@@ -195,25 +195,25 @@ class Server:
                 self._watch(running)
 
     def _watch(self, running: Running) -> None:
-        """By a process of its own: a folder may hold so much that looking takes long."""
+        """Watches the folder in a separate process: scanning a full folder may take long."""
         limits = self._settings["file_bytes"], self._settings["max_files"]
         running.is_watched = True
         try:
             running.watcher = self._aside(lambda: scratch.watch(running.folder, *limits))
         except OSError as error:
-            running.end("infra", f"nobody can look at its files: {error}")
+            running.end("infra", f"its files cannot be watched: {error}")
         else:
             self._watchers[running.watcher] = running
 
     def _aside(self, work: Callable[[], int]) -> int:
-        """The process that does it; its exit code is what the work returned."""
+        """Runs `work` in a forked process, whose exit code is its result. Returns the process id."""
         pid = os.fork()
         if pid == 0:
             status = 70
             try:
                 signal.set_wakeup_fd(-1)
                 os.closerange(0, 4096)
-                walls.end_with_parent(signal.SIGKILL)
+                isolation.end_with_parent(signal.SIGKILL)
                 status = work()
             finally:
                 os._exit(status)
@@ -233,7 +233,9 @@ class Server:
                 watched = self._watchers.pop(pid)
                 watched.watcher = None
                 if watched.is_alive:
-                    watched.end(TOO_MUCH.get(os.waitstatus_to_exitcode(status), "infra"), "nobody looks at its files")
+                    watched.end(
+                        TOO_MUCH.get(os.waitstatus_to_exitcode(status), "infra"), "its files could not be watched"
+                    )
             else:
                 self._cleaners.discard(pid)
 
@@ -253,12 +255,12 @@ class Server:
         self._remove(running.folder)
         out, err = (bytes(running.written[stream]).decode(errors="replace") for stream in running.streams)
         if not is_ready and not running.cause:
-            running.cause, running.told = "infra", "a limit or a wall could not be set"
-        self._say(
+            running.cause, running.detail = "infra", "a limit or a wall could not be set"
+        self._send(
             {
                 "id": running.number,
                 "cause": running.cause,
-                "told": running.told,
+                "detail": running.detail,
                 "out": out,
                 "err": err,
                 "status": os.waitstatus_to_exitcode(status),
@@ -268,23 +270,23 @@ class Server:
         )
 
     def _remove(self, folder: str) -> None:
-        """What is not empty, by a process of its own."""
+        """Removes a folder, in a separate process if it is not empty."""
 
         def removed() -> int:
             scratch.remove(folder)
             return 0
 
         if not scratch.is_removed(folder):
-            # Without a process for it, it goes with the server.
+            # If no process can be started, the folder is removed with the server.
             with contextlib.suppress(OSError):
                 self._cleaners.add(self._aside(removed))
 
-    # ---------------------------------------------------------------- the one who asks
+    # ---------------------------------------------------------------- requests
 
     def _read_requests(self, fd: int) -> None:
         data = os.read(fd, CHUNK)
         if not data:
-            # Whoever asked is gone.
+            # The client has closed the pipe.
             for running in self._running.values():
                 running.end("gone")
             os._exit(0)
@@ -308,10 +310,10 @@ class Server:
             while os.read(fd, CHUNK):
                 pass
 
-    def _say(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode() + b"\n"
+    def _send(self, result: dict[str, Any]) -> None:
+        data = json.dumps(result).encode() + b"\n"
         while data:
-            data = data[os.write(self._answers, data) :]
+            data = data[os.write(self._output, data) :]
 
 
 def main() -> None:
@@ -319,13 +321,13 @@ def main() -> None:
     sys.path[:] = [*sys.path[1:], *settings["packages"]]
     for name in settings["preload"]:
         importlib.import_module(name)
-    answers = os.dup(1)
+    output = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 1)
     sys.dont_write_bytecode = True
     gc.collect()
     gc.freeze()
-    Server(settings, answers).serve()
+    Server(settings, output).serve()
 
 
 main()

@@ -11,25 +11,25 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import walls
+import isolation
 
 FILE = "<code>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Under which a job runs."""
+    """Limits and walls of a job."""
 
     cpu_s: int
     memory_bytes: int
     file_bytes: int
     readable: tuple[str, ...]
     walls: Collection[str]
-    """Those that must stand: `network`, `processes`, `files`."""
+    """Walls to set: `network`, `processes`, `files`."""
 
 
 def run_code(code: str, scratch: str, terms: Terms, streams: tuple[int, int], ready: int) -> None:
-    """Says on `ready` that the limits and walls stand, and runs the code with `streams` as its output."""
+    """Sets the limits and walls, writes a byte to `ready`, and runs the code with `streams` as its output."""
     enclose(scratch, terms, streams, ready)
     os.write(ready, b"r")
     os.close(ready)
@@ -54,7 +54,7 @@ def finish(status: int) -> None:
 
 
 def show(error: BaseException) -> None:
-    """The traceback, from the code's own lines on."""
+    """Prints the traceback, from the first line of the code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next
@@ -66,7 +66,7 @@ def show(error: BaseException) -> None:
 
 def enclose(scratch: str, terms: Terms, streams: tuple[int, int], ready: int) -> None:
     os.setsid()
-    walls.end_with_parent(signal.SIGKILL)
+    isolation.end_with_parent(signal.SIGKILL)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -87,19 +87,19 @@ def enclose(scratch: str, terms: Terms, streams: tuple[int, int], ready: int) ->
         # Counts all of the user's processes, so there is room for none; without effect for root.
         limit(resource.RLIMIT_NPROC, 0)
     if sys.platform == "linux" and os.geteuid() == 0:
-        walls.drop_capabilities()
+        isolation.drop_capabilities()
     if "files" in terms.walls:
-        walls.only_files(terms.readable, [scratch, os.devnull])
+        isolation.only_files(terms.readable, [scratch, os.devnull])
     if "network" in terms.walls:
-        walls.refuse_calls()
+        isolation.refuse_calls()
 
 
 def limit(what: int, soft: int, hard: int | None = None) -> None:
     resource.setrlimit(what, (soft, soft if hard is None else hard))
 
 
-def standing(attempt: Callable[[], Any]) -> bool:
-    """Whether what the walls are to prevent is refused."""
+def is_refused(attempt: Callable[[], Any]) -> bool:
+    """Whether `attempt`, which a wall must prevent, fails."""
     try:
         attempt()
     except OSError:

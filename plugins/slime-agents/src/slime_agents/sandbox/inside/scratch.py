@@ -1,4 +1,4 @@
-"""A job's folder: whether it holds too much, and its end. Standard library alone, and no neighbours: the run imports it too."""
+"""A job's folder: checks its size, and removes it. Imports only the standard library: the run imports this module too."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 
 LOOK_S: Final = 0.1
 PACE: Final = 2
-"""Between looks passes this many times what the last one took."""
+"""The pause between checks is at least this many times as long as the last check."""
 
 # How `watch` ends.
 BYTES, ENTRIES, HIDDEN = 1, 2, 3
 
 
 def watch(folder: str, most_bytes: int, most_entries: int) -> int:
-    """Looks at a folder that is being written to until it holds too much, or the process that asked is gone (0)."""
+    """Checks a folder until it exceeds a limit, which is returned, or until the parent process has ended (0)."""
     asked_by = os.getppid()
     while os.getppid() == asked_by:
         begun = time.monotonic()
@@ -29,8 +29,8 @@ def watch(folder: str, most_bytes: int, most_entries: int) -> int:
 
 
 def excess(folder: str, most_bytes: int, most_entries: int) -> int:
-    """What it has too much of: `BYTES` of files on disk, `ENTRIES` (files and folders), or what cannot be counted, `HIDDEN`.
-    0 if nothing. Stops as soon as it knows."""
+    """The limit that the folder exceeds: `BYTES` of files on disk, `ENTRIES` (files and folders), or `HIDDEN` if a part of it
+    cannot be read. 0 if none. Stops at the first one found."""
     num_bytes = num_entries = 0
     rest = [folder]
     while rest:
@@ -50,14 +50,14 @@ def excess(folder: str, most_bytes: int, most_entries: int) -> int:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            # Locked, or so deep that no path leads there.
+            # Locked, or too deep for a path.
             return HIDDEN
     return 0
 
 
 def remove(folder: str) -> None:
-    """However deep it is, and also what its owner has locked: a folder with something in it is moved up before its turn comes,
-    so that no path grows. Of a folder that nobody writes to any more; else OSError, and it can be tried again."""
+    """Removes a folder of any depth, also what its owner has locked. Non-empty folders are moved up first, so no path becomes
+    too long. OSError if a process still writes to the folder; the call can then be repeated."""
     moved = os.path.join(folder, os.urandom(8).hex())
     numbers = itertools.count()
     rest = [folder]
@@ -70,7 +70,7 @@ def remove(folder: str) -> None:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
             elif not is_removed(entry.path):
-                # Who moves a folder to another needs its permissions.
+                # Moving a folder requires its permissions.
                 os.chmod(entry.path, stat.S_IRWXU)
                 rest.append(f"{moved}.{next(numbers)}")
                 os.rename(entry.path, rest[-1])
@@ -80,7 +80,7 @@ def remove(folder: str) -> None:
 
 
 def is_removed(folder: str) -> bool:
-    """Tries what is enough for an empty folder."""
+    """Removes a folder if it is empty, and returns whether it did."""
     try:
         os.rmdir(folder)
     except OSError:

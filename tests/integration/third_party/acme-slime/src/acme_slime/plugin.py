@@ -9,7 +9,7 @@ from slime_core.contracts.kl import KlDriver
 
 
 def acme(sample):
-    """1 if the answer contains the label, else 0."""
+    """1 if the response contains the label, else 0."""
     return float(str(sample.prompt.label) in sample.response)
 
 

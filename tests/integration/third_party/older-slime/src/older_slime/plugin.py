@@ -6,7 +6,7 @@ from slime_fsdp.plugin import Fsdp
 
 
 def digits(sample):
-    """The share of digits in the answer."""
+    """The share of digits in the response."""
     return sum(letter.isdigit() for letter in sample.response) / max(1, len(sample.response))
 
 

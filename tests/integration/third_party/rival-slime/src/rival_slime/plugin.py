@@ -1,5 +1,5 @@
 """Needs what is not installed."""
 
-import a_module_that_nobody_has
+import a_module_that_is_missing
 
-acme = a_module_that_nobody_has.reward
+acme = a_module_that_is_missing.reward

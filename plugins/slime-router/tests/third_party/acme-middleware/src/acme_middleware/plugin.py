@@ -8,7 +8,7 @@ from slime_core.contracts.middleware import MiddlewareDriver, RouterMiddleware
 
 class PreferConfig(DriverConfig):
     engine: int = 0
-    """Where requests go while it is there."""
+    """Index of the engine that gets the requests while it exists."""
 
 
 class Preference(RouterMiddleware):

@@ -1,0 +1,205 @@
+"""FakeServer: takes weights by SGLang's HTTP calls, and holds no model. For tests of transports."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime_core.errors import EngineError
+from slime_core.types.weights import Bucket
+from slime_sglang.server.loading import WRONG_BASE
+from slime_sglang.transports.delta_code import BITS, changed, decompress
+from slime_sglang.transports.flattened_bucket import FlattenedBucket, flatten
+from slime_sglang.transports.folder import DamagedWeights, Manifest, read_manifest, verify_whole
+
+JOINED_S: Final = 20.0
+PLAIN: Final = ("torch", "types", "functools", "collections")
+
+
+class Restricted(pickle.Unpickler):
+    """SGLang's restricted unpickler: refuses classes that are not torch's or plain."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ("builtins", "getattr") and module.partition(".")[0] not in PLAIN:
+            raise EngineError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
+class FakeServer:
+    """The state behind the HTTP calls. `receive`: called with each bucket as it was sent, with whole tensors."""
+
+    def __init__(self, receive: Callable[[Bucket], None]) -> None:
+        self.calls: list[str] = []
+        """Paths, in order."""
+        self.server_info: Mapping[str, Any] = {}
+        """Its response to /server_info."""
+        self.groups: dict[str, dist.ProcessGroupGloo] = {}
+        self._receive = receive
+        self._index = 0
+        self._held: dict[str, Tensor] = {}
+        self._identity: str | None = None
+
+    def respond(self, path: str, body: Mapping[str, Any]) -> str:
+        """Handles a call, and returns its message. Raises EngineError or DamagedWeights to refuse it."""
+        self.calls.append(path)
+        handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "/weights_checker": self._check,
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/update_weights_from_distributed": self._broadcast,
+            "/update_weights_from_tensor": self._tensor,
+            "/update_weights_from_disk": self._disk,
+        }
+        if path not in handlers:
+            raise EngineError(f"the fake server has no {path}")
+        handlers[path](body)
+        return "Success."
+
+    def _check(self, body: Mapping[str, Any]) -> None:
+        if body["action"] != "slime_loading":
+            raise EngineError(f"Unsupported action={body['action']!r}")
+
+    def _join(self, body: Mapping[str, Any]) -> None:
+        name, limit = body["group_name"], timedelta(seconds=JOINED_S)
+        if name in self.groups:
+            raise EngineError(f"group {name} exists already")
+        store: dist.Store = dist.TCPStore(body["master_address"], body["master_port"], timeout=limit)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self.groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], limit)
+
+    def _leave(self, body: Mapping[str, Any]) -> None:
+        if self.groups.pop(body["group_name"], None) is None:
+            raise EngineError("The group to be destroyed does not exist.")
+
+    def _broadcast(self, body: Mapping[str, Any]) -> None:
+        tensors = [
+            (name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        ]
+        bucket = flatten(tensors, index=0, last=False)
+        self.groups[body["group_name"]].broadcast([bucket.data], dist.BroadcastOptions()).wait()
+        self._take(dict(bucket.tensors()), body.get("weight_version"))
+
+    def _tensor(self, body: Mapping[str, Any]) -> None:
+        found = Restricted(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0]))).load()
+        flat = found["flattened_tensor"]
+        tensors = {
+            meta.name: flat[meta.start_idx : meta.end_idx].clone().view(meta.dtype).view(meta.shape)
+            for meta in found["metadata"]
+        }
+        self._take(tensors, body.get("weight_version"))
+
+    def _disk(self, body: Mapping[str, Any]) -> None:
+        folder = Path(body["model_path"])
+        manifest = read_manifest(folder)
+        if manifest.base is not None and manifest.base != self._identity:
+            raise DamagedWeights(f"version {manifest.version} is {WRONG_BASE}")
+        if manifest.base is None:
+            verify_whole(folder, manifest)
+        self._identity = None
+        for number, entry in enumerate(manifest.buckets):
+            last = number == len(manifest.buckets) - 1
+            if manifest.base is None:
+                tensors = load_file(folder / entry.file)
+                tensors = {name: tensors[name] for name in entry.names}
+            else:
+                tensors = self._changed(folder, manifest, number)
+            self._held.update(tensors)
+            self._take(tensors, body["weight_version"] if last else None)
+        self._identity = manifest.identity
+
+    def _changed(self, folder: Path, manifest: Manifest, number: int) -> dict[str, Tensor]:
+        entry = manifest.buckets[number]
+        content = (folder / entry.file).read_bytes()
+        if xxhash.xxh3_64_hexdigest(content) != entry.checksum:
+            raise DamagedWeights(f"bucket {number} is damaged")
+        bucket: FlattenedBucket = flatten([(name, self._held[name]) for name in entry.names], index=0, last=False)
+        for width, start, end, positions, values in changed(
+            decompress(content, entry.parts), bucket.dtypes, bucket.ends, bucket.data.device
+        ):
+            bucket.data[start:end].view(BITS[width])[positions] = values
+        return dict(bucket.tensors())
+
+    def _take(self, tensors: Mapping[str, Tensor], version: str | None) -> None:
+        bucket = flatten(list(tensors.items()), index=self._index, last=version is not None)
+        data = bucket.data.numpy()
+        index, self._index = self._index, 0 if bucket.last else self._index + 1
+        self._receive(
+            Bucket(
+                version=-1 if version is None else int(version),
+                index=index,
+                last=bucket.last,
+                names=bucket.names,
+                dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
+                shapes=bucket.shapes,
+                data=data,
+                checksum=xxhash.xxh3_64_hexdigest(data.data),
+            )
+        )
+
+
+@contextmanager
+def serve(receive: Callable[[Bucket], None]) -> Iterator[str]:
+    """Serves a FakeServer on the loopback, and yields its URL."""
+    with serve_partner(FakeServer(receive)) as url:
+        yield url
+
+
+@contextmanager
+def serve_partner(partner: FakeServer) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        # Head and body are sent separately: with Nagle the body would wait 40 ms until the head is acknowledged.
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            content = json.dumps(partner.server_info).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            try:
+                status, message = 200, partner.respond(self.path, body)
+            except (EngineError, DamagedWeights, RuntimeError, struct.error) as error:
+                status, message = 400, f"{type(error).__name__}: {error}"
+            content = json.dumps({"success": status == 200, "message": message}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            # The client may have disconnected.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
