@@ -12,7 +12,7 @@ import pytest
 from slime_core.config.flags import kernel_flags, option_flags
 from slime_ray.config import RayConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"
 
 
