@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from slime_core.config.earlier_keys import RENAMED, VALUES, KeyPath
+from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +40,8 @@ class Renames:
     the version that is installed. Versions of other distributions must be equal."""
 
 
-CONTINUED_0_1: Final = frozenset(
-    {
-        "slime-agents", "slime-buffer-service", "slime-compat", "slime-core", "slime-distill", "slime-estimators",
-        "slime-filters", "slime-fsdp", "slime-grpo", "slime-local", "slime-megatron", "slime-ppo", "slime-quantize",
-        "slime-reinforce", "slime-rm-hub", "slime-rm-math", "slime-router", "slime-search-r1", "slime-sglang",
-        "slime-sources", "slime-track", "slime-verifiers",
-    }
-)  # fmt: skip
-"""What was released as 0.1, all at one version."""
+CONTINUED_0_1: Final = frozenset({"slime-core"}).union(*DISTRIBUTION_OF.values())
+"""0.1 was released at one version. A distribution that is new since then, or an extra, has no version of 0.1."""
 
 OPTIMIZERS_0_1: Final = {name: f"slime.optimizers:slime-training/{name}" for name in ("adam", "sgd")}
 

@@ -81,9 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(200, responses.get(self.path, {"success": True, "message": ""}))
 
     def generate(self, options):
-        message = {key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}
+        shown = {key: options.get(key) for key in ("bootstrap_port", "bootstrap_room")}
         # One write: threads do not share a line.
-        os.write(1, f"generate {json.dumps(message)}\n".encode())
+        os.write(1, f"generate {json.dumps(shown)}\n".encode())
         behave = self.server.behave
         probe = options.get("input_ids") == [0]
         if behave == "hangs" and not probe:
@@ -121,8 +121,8 @@ class Handler(BaseHTTPRequestHandler):
 def main():
     options = json.loads(sys.stdin.buffer.readline())
     print("loading", options["model_path"], flush=True)
-    message = {key: options.get(key) for key in ("disaggregation_mode", "disaggregation_bootstrap_port")}
-    print("options", json.dumps(message), flush=True)
+    shown = {key: options.get(key) for key in ("disaggregation_mode", "disaggregation_bootstrap_port")}
+    print("options", json.dumps(shown), flush=True)
     if "dies" in options["model_path"]:
         sys.exit("no kernel image is available")
     if "kills" in options["model_path"]:

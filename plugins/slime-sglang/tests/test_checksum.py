@@ -21,8 +21,8 @@ SIZES = CheckpointSizes.of(SimpleNamespace())
 
 
 def module(**more):
-    message = {"quant_method": UnquantizedFusedMoEMethod(), "use_presharded_weights": False}
-    return SimpleNamespace(**message | more, moe_runner_config=SimpleNamespace(is_gated=True))
+    attributes = {"quant_method": UnquantizedFusedMoEMethod(), "use_presharded_weights": False}
+    return SimpleNamespace(**attributes | more, moe_runner_config=SimpleNamespace(is_gated=True))
 
 
 def test_experts_that_files_have_in_another_form_are_refused():

@@ -159,8 +159,8 @@ async def test_memory_is_released_by_tags(fake, engine):
         await started.wake_up()
         await started.resume()
         assert (await started.generate([ask_for(3)]))[0].token_ids.tolist() == [3, 3, 3]
-    message = [(path, options["tags"]) for path, options in server.requests if "memory_occupation" in path]
-    assert message == [
+    calls = [(path, options["tags"]) for path, options in server.requests if "memory_occupation" in path]
+    assert calls == [
         ("/release_memory_occupation", ["kv_cache", "cuda_graph"]),
         ("/release_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["weights"]),

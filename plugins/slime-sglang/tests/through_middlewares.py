@@ -98,8 +98,8 @@ async def require_order_and_pace(front, recording):
     """Two at a time, twenty a second; what is urgent comes last, and does not end last."""
     plain = [asyncio.ensure_future(front.generate(f"plain/{number}", "1+1=")) for number in range(10)]
     urgent = asyncio.ensure_future(front.generate("urgent/0", "1+1="))
-    message = [(await task)["text"] for task in (*plain, urgent)]
-    assert len(set(message)) == 1, "greedy responses to one question"
+    texts = [(await task)["text"] for task in (*plain, urgent)]
+    assert len(set(texts)) == 1, "greedy responses to one question"
     lines = recording.read_text().splitlines()
     assert len(lines) == 11
     place = next(place for place, line in enumerate(lines) if "urgent/0" in line)

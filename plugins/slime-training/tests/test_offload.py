@@ -16,10 +16,10 @@ def test_tensors_are_restored_with_their_views() -> None:
     whole = torch.randn(7, 5)
     view, single, count = whole[2:4].t(), torch.randn(3).bfloat16(), torch.tensor(4.0)
     before = [tensor.clone() for tensor in (whole, view, single, count)]
-    parking = TensorOffloader(CPU)
-    parking.offload([view, single, whole, count, torch.empty(0)])
+    offloader = TensorOffloader(CPU)
+    offloader.offload([view, single, whole, count, torch.empty(0)])
     assert [tensor.untyped_storage().nbytes() for tensor in (whole, view, single, count)] == [0, 0, 0, 0]
-    parking.onload()
+    offloader.onload()
     for tensor, expected in zip((whole, view, single, count), before, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
     whole[3, 1] = 9
@@ -28,12 +28,12 @@ def test_tensors_are_restored_with_their_views() -> None:
 
 def test_offload_and_onload_twice_lose_nothing() -> None:
     tensor = torch.arange(6.0)
-    parking = TensorOffloader(CPU)
+    offloader = TensorOffloader(CPU)
     for steps in range(2):
-        parking.offload([tensor])
-        parking.offload([tensor])
-        parking.onload()
-        parking.onload()
+        offloader.offload([tensor])
+        offloader.offload([tensor])
+        offloader.onload()
+        offloader.onload()
         assert tensor.tolist() == [number + steps for number in range(6)]
         tensor += 1
 
@@ -52,8 +52,8 @@ def test_tensors_that_share_memory_with_excluded_ones_stay() -> None:
 
 def test_a_failed_onload_restores_nothing_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((4,), float(number)) for number in range(3)]
-    parking = TensorOffloader(CPU)
-    parking.offload(tensors)
+    offloader = TensorOffloader(CPU)
+    offloader.offload(tensors)
     room, resize = 2, torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -66,17 +66,17 @@ def test_a_failed_onload_restores_nothing_and_can_be_repeated(monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", resized)
         with pytest.raises(torch.OutOfMemoryError):
-            parking.onload()
+            offloader.onload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0]
-    parking.onload()
+    offloader.onload()
     assert [tensor.tolist() for tensor in tensors] == [[number] * 4 for number in range(3)]
 
 
 def test_tensors_of_another_device_are_unchanged() -> None:
     elsewhere = torch.ones(3, device="meta")
-    parking = TensorOffloader(CPU)
-    parking.offload([elsewhere])
-    parking.onload()
+    offloader = TensorOffloader(CPU)
+    offloader.offload([elsewhere])
+    offloader.onload()
     assert elsewhere.untyped_storage().nbytes() == 12
 
 

@@ -237,11 +237,11 @@ class FsdpBackend(TrainerBackend[Trainer]):
     def sleep(self, keep_weights: bool = False) -> None:
         trainer = self._ready
         trainer.optimizer.zero_grad(set_to_none=True)
-        trainer.parking.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
+        trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()
 
     def wake_up(self, weights_only: bool = False) -> None:
-        self._ready.parking.wake_up(weights_only=weights_only)
+        self._ready.offloader.wake_up(weights_only=weights_only)
 
     def _other_tensors(self) -> Iterator[Tensor]:
         """Tensors that `export_weights` does not read."""

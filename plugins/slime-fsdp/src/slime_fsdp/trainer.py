@@ -42,7 +42,7 @@ class Trainer:
     """Copies of the folder that adapters are trained on: only the adapters, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
-    parking: TrainerOffloader
+    offloader: TrainerOffloader
     staging: Staging | None = None
     checkpoint_groups: CheckpointGroups
 
@@ -97,6 +97,6 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
         },
         adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
         refreshed=set(),
-        parking=TrainerOffloader(device),
+        offloader=TrainerOffloader(device),
         checkpoint_groups=CheckpointGroups(ranks.group_for_saving),
     )
