@@ -105,13 +105,18 @@ def divide(bins: Sequence[Int64], lengths: Int64, multiple: int) -> list[Int64]:
             result.append(np.empty(0, np.int64))
             tokens.append(0)
             continue
-        halves: tuple[list[int], list[int]] = ([], [])
-        weights = [0, 0]
-        members = result[heaviest]
-        for sample in members[np.argsort(-lengths[members], kind="stable")].tolist():
-            lighter = 0 if weights[0] <= weights[1] else 1
-            halves[lighter].append(sample)
-            weights[lighter] += int(lengths[sample])
-        result[heaviest : heaviest + 1] = [np.sort(np.asarray(half, np.int64)) for half in halves]
-        tokens[heaviest : heaviest + 1] = weights
+        parts = halves(result[heaviest], lengths)
+        result[heaviest : heaviest + 1] = parts
+        tokens[heaviest : heaviest + 1] = [int(lengths[part].sum()) for part in parts]
     return result
+
+
+def halves(samples: Int64, lengths: Int64) -> list[Int64]:
+    """Two or more samples in two micro-batches of about equally many tokens: longest first, into the lighter one."""
+    parts: tuple[list[int], list[int]] = ([], [])
+    weights = [0, 0]
+    for sample in samples[np.argsort(-lengths[samples], kind="stable")].tolist():
+        lighter = 0 if weights[0] <= weights[1] else 1
+        parts[lighter].append(sample)
+        weights[lighter] += int(lengths[sample])
+    return [np.sort(np.asarray(part, np.int64)) for part in parts]

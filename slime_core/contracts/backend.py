@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from slime_core.contracts.driver import Driver
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import TrainerSetup
+from slime_core.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,16 @@ ACTOR = "actor"
 """Name of the trained weights in `forward_only(weights=...)`, for every role."""
 REFERENCE = "reference"
 TEACHER = "teacher"
+
+
+class OutOfDeviceMemory(TrainingError):
+    """A micro-batch does not fit into the memory of its device. Nothing has changed and no gradient is left, so that a rank
+    which is alone may be called again with smaller micro-batches."""
+
+    def __init__(self, number: int, message: str) -> None:
+        """`number`: position of the micro-batch in the call. `message`: the allocator's."""
+        self.number = number
+        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +127,13 @@ class TrainBackend(ABC):
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
     ) -> list[Scores]:
         """Forward without gradient; returns one `Scores` per micro-batch, in order. micros: on the CPU. weights: ACTOR or the
-        name of a frozen copy. entropy: fill `Scores.entropy` too."""
+        name of a frozen copy. entropy: fill `Scores.entropy` too. Raises OutOfDeviceMemory."""
 
     @abstractmethod
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         """Forward and backward of every micro-batch, gradients summed over them and over all ranks (undoing any
         averaging), clip, one optimizer step, one step of the schedule. If loss or norm is not finite, nothing changes and
-        the report has `skipped` set."""
+        the report has `skipped` set. Raises OutOfDeviceMemory."""
 
     @abstractmethod
     def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:

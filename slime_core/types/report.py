@@ -22,6 +22,8 @@ class StepReport:
     lr: float = 0.0
     skipped: bool = False
     """Loss or norm was not finite: no parameter was changed."""
+    split_micro_batches: int = 0
+    """Micro-batches that did not fit into memory and were split, since the last report."""
     seconds: float = 0.0
 
 

@@ -190,6 +190,8 @@ class TrainGroup:
                 for name, value in report.sums.items():
                     sums[name] = sums.get(name, 0.0) + value
         first = reports[0]
+        if first.split_micro_batches:
+            sums["split_micro_batches"] = float(first.split_micro_batches)
         return {
             **sums,
             "grad_norm": first.grad_norm,

@@ -28,6 +28,7 @@ from slime_core.types.weights import Bucket
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.buckets import buckets_of
 from slime_core.workers.engine_format import EngineFormat, converted
+from slime_core.workers.micro_batch_memory import SCORING, TRAINING, MicroBatchMemory
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.profile import Profile, ProfilePlan
 
@@ -82,6 +83,7 @@ class TrainWorker:
         self._format = None if spec.engine_format is None else spec.engine_format.build(spec.agreement, registry)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_device, initargs=(setup,))
         self._writing: Future[None] | None = None
+        self._memory = MicroBatchMemory(alone=setup.world_size == 1)
 
     def setup(self) -> Layout:
         layout = self._backend.setup(self._setup)
@@ -96,10 +98,10 @@ class TrainWorker:
         self, shard: Batch, micros: Sequence[Int64], weights: str = ACTOR, entropy: bool = False
     ) -> Mapping[str, Float32]:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
-        packed = self._packed(shard, micros)
+        score = partial(self._backend.forward_only, weights=weights, entropy=entropy)
         columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
-            scored = self._backend.forward_only(packed, weights=weights, entropy=entropy)
+            scored, micros = self._memory.fit(score, partial(self._packed, shard, None), micros, shard.total_length, SCORING)
         for samples, scores in zip(micros, scored, strict=True):
             rows = shard.response_rows(samples)
             held = rows if scores.rows is None else rows[scores.rows]
@@ -110,14 +112,15 @@ class TrainWorker:
 
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
         """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches."""
+        step, pack = partial(self._backend.train_step, objective=self._objective), partial(self._packed, shard, columns)
         reports = []
         with self._profile.around("train_actor"):
             for micros in steps:
-                packed = self._packed(shard, micros, columns)
-                reports.append(self._backend.train_step(packed, self._objective))
+                report, _ = self._memory.fit(step, pack, micros, shard.total_length, TRAINING)
+                reports.append(replace(report, split_micro_batches=self._memory.take_splits()))
         return reports
 
-    def _packed(self, shard: Batch, micros: Sequence[Int64], columns: TokenColumns | None = None) -> list[MicroBatch]:
+    def _packed(self, shard: Batch, columns: TokenColumns | None, micros: Sequence[Int64]) -> list[MicroBatch]:
         pack = partial(pack_micro_batch, columns=columns, temperature=self._spec.temperature, pixels=self._pixels)
         return [pack(shard, samples) for samples in micros]
 

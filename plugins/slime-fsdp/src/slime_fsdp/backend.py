@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime_core.contracts.backend import ACTOR, Objective, Scores
+from slime_core.contracts.backend import ACTOR, Objective, ObjectiveOutput, Scores
 from slime_core.errors import ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -32,11 +32,12 @@ from slime_fsdp.optimizer import (
     optimizer_tensors,
     scale_gradients,
 )
-from slime_fsdp.packed_model import Outputs, PackedModel
+from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
 from slime_training.context_parallel import segments_of
+from slime_training.device_memory import reports_out_of_memory
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
 from slime_training.random_state import random_state
@@ -66,13 +67,18 @@ class FsdpBackend(TrainerBackend[Trainer]):
         mode: EntropyMode = "metric" if entropy else "none"
         parts: list[tuple[MicroBatch, Outputs]] = []
         with torch.no_grad():
-            for whole in micros:
-                micro, plan = prepare(self._ready, self._config, whole)
-                parts.append((micro, model(micro, plan, mode)))
+            for number, whole in enumerate(micros):
+                with reports_out_of_memory(number, partial(forget_iteration, model)):
+                    parts.append(self._outputs(model, whole, mode))
         for shard in model.shards():
             # A forward without a backward leaves the root's weights gathered; they would be stale at the next step.
             shard.reshard()
         return [scores_of(micro, columns_of(outputs)) for micro, outputs in parts]
+
+    def _outputs(self, model: PackedModel, whole: MicroBatch, entropy: EntropyMode) -> tuple[MicroBatch, Outputs]:
+        """With the part of `whole` that this rank holds under context parallelism."""
+        micro, plan = prepare(self._ready, self._config, whole)
+        return micro, model(micro, plan, entropy)
 
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
@@ -84,19 +90,11 @@ class FsdpBackend(TrainerBackend[Trainer]):
         gradients = GradientSums(parameters)
         for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
-            micro, plan = prepare(self._ready, self._config, whole)
-            outputs: Outputs = trainer.model(micro, plan, entropy)
-            result = objective(
-                micro,
-                segments=segments_of(micro, trainer.ranks.cp_group),
-                log_probs=outputs.log_probs,
-                entropy=outputs.entropy,
-                values=outputs.values,
-            )
-            result.loss.backward()
+            with reports_out_of_memory(number - 1, self._drop_gradients):
+                result = self._backward(whole, objective, entropy)
             if number < len(micros):
                 gradients.take()
-            loss += result.loss.detach()
+            loss += result.loss
             for name, value in result.sums.items():
                 sums[name] = sums[name] + value if name in sums else value
         gradients.give()
@@ -117,6 +115,24 @@ class FsdpBackend(TrainerBackend[Trainer]):
             skipped=not is_finite,
             seconds=time.perf_counter() - started,
         )
+
+    def _backward(self, whole: MicroBatch, objective: Objective, entropy: EntropyMode) -> ObjectiveOutput:
+        """Adds the gradients of a micro-batch. The result has no graph."""
+        trainer = self._ready
+        micro, outputs = self._outputs(trainer.model, whole, entropy)
+        result = objective(
+            micro,
+            segments=segments_of(micro, trainer.ranks.cp_group),
+            log_probs=outputs.log_probs,
+            entropy=outputs.entropy,
+            values=outputs.values,
+        )
+        result.loss.backward()
+        return replace(result, loss=result.loss.detach())
+
+    def _drop_gradients(self) -> None:
+        forget_iteration(self._ready.model)
+        self._ready.optimizer.zero_grad(set_to_none=True)
 
     def _step(self, parameters: list[torch.nn.Parameter], grad_norm: float, lr: float) -> None:
         trainer = self._ready

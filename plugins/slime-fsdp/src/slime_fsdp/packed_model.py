@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from slime_core.errors import ModelError
+from slime_core.errors import ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.adapters import Adapters, base_name, is_trained_with_adapters
 from slime_fsdp.attention import PACKED, AttentionPlan
@@ -145,6 +145,25 @@ class PackedModel(nn.Module):
 
     def shards(self) -> Iterator[FSDPModule]:
         return (module for module in self.modules() if isinstance(module, FSDPModule))
+
+
+def forget_iteration(model: PackedModel) -> None:
+    """After an error in a forward or backward: FSDP keeps nothing of it, and the next one starts clean. Gradients that were
+    accumulated are lost. torch has this since 2.13; before, a sharded model raises TrainingError."""
+    if not isinstance(model, FSDPModule):
+        return
+    if not hasattr(model, "reset_iter_state"):
+        raise TrainingError(
+            f"out of memory, and FSDP of torch {torch.__version__} cannot repeat a step (2.13 can). Lower --max-tokens-per-gpu."
+        )
+    model.reset_iter_state()
+    # It leaves gradients that were accumulated without a reduction, and no public call drops them.
+    for shard in model.shards():
+        for group in shard._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
 
 
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:

@@ -30,7 +30,7 @@ from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
 from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.config import MegatronOptions
-from slime_megatron.expert_counts import biases_of
+from slime_megatron.expert_counts import biases_of, forget_counts
 from slime_megatron.frozen_models import put
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
@@ -40,6 +40,7 @@ from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_training.context_parallel import segments_of
+from slime_training.device_memory import reports_out_of_memory
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
 from slime_training.scores import scores_of
@@ -93,9 +94,11 @@ class MegatronBackend(TrainerBackend[Trainer]):
         routing, device = trainer.routing, trainer.placement.device
         for chunk in trainer.chunks:
             chunk.train(not forward_only)
+        begun: list[MicroBatchInputs] = []
 
         def forward_step(source: Iterator[MicroBatchInputs], chunk: nn.Module) -> tuple[Tensor, Any]:
             work = next(source)
+            begun.append(work)
             if routing is None:
                 return chunk(work=work), lambda output, **kwargs: finish(work, output, **kwargs)
             number = next(number for number, known in enumerate(trainer.chunks) if known is chunk)
@@ -106,7 +109,10 @@ class MegatronBackend(TrainerBackend[Trainer]):
             return output, lambda output, **kwargs: finish(work, output, **kwargs)
 
         sources = [iter(works) for _ in trainer.chunks]
-        with torch.no_grad() if forward_only else nullcontext():
+        with (
+            reports_out_of_memory(lambda: (len(begun) - 1) // len(sources), self._drop_step),
+            torch.no_grad() if forward_only else nullcontext(),
+        ):
             found: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=sources if len(sources) > 1 else sources[0],
@@ -159,6 +165,16 @@ class MegatronBackend(TrainerBackend[Trainer]):
             skipped=not finite,
             seconds=time.perf_counter() - started,
         )
+
+    def _drop_step(self) -> None:
+        """After a micro-batch that did not fit into memory. The next step zeroes the gradients."""
+        trainer = self._ready
+        for chunk in trainer.chunks:
+            forget_counts(chunk)
+        if trainer.num_ahead:
+            drop_embedding(trainer.bare)
+        if trainer.routing is not None:
+            trainer.routing.end(all_trained=False)
 
     def _loss_fn(self, objective: Objective, tokens: float, targets: Tensor) -> LossFn:
         """`tokens`: of the step on all ranks. `targets` (K,): of each layer of multi-token prediction."""

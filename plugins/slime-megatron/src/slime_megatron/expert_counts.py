@@ -24,3 +24,10 @@ def with_column(count: Callable[..., None], routing_map: Tensor, padding_mask: T
 def biases_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the biases, by their names in the whole model."""
     return {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("expert_bias")}
+
+
+def forget_counts(model: nn.Module) -> None:
+    """Zeroes what a step that is interrupted has counted; a step that ends does it itself."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            module.local_tokens_per_expert.zero_()
