@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
+import numpy as np
+
 from slime_core.algorithm.micro_batches import halves
 from slime_core.contracts.backend import OutOfDeviceMemory
 from slime_core.errors import TrainingError
-from slime_core.types.batch import Int64
+from slime_core.types.batch import Int32, Int64
 from slime_core.types.microbatch import MicroBatch
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class MicroBatchMemory:
         call: Callable[[Sequence[MicroBatch]], T],
         pack: Callable[[Sequence[Int64]], Sequence[MicroBatch]],
         micros: Sequence[Int64],
-        lengths: Int64,
+        lengths: Int32,
         work: Work,
     ) -> tuple[T, Sequence[Int64]]:
         """Returns the result, and the micro-batches that it belongs to. `lengths`: tokens of each sample. Raises
@@ -55,10 +57,10 @@ class MicroBatchMemory:
                 if not self._alone or len(samples) < 2:
                     raise TrainingError(self._message(error, micros, lengths, work)) from error
             # Outside of `except`: the error holds what the call had in memory.
-            micros = [*micros[:number], *halves(samples, lengths), *micros[number + 1 :]]
+            micros = [*micros[:number], *halves(samples, lengths.astype(np.int64)), *micros[number + 1 :]]
             self._splits += 1
 
-    def _message(self, error: OutOfDeviceMemory, micros: Sequence[Int64], lengths: Int64, work: Work) -> str:
+    def _message(self, error: OutOfDeviceMemory, micros: Sequence[Int64], lengths: Int32, work: Work) -> str:
         samples = micros[error.number]
         tokens = int(lengths[samples].sum())
         what = f"micro-batch {error.number + 1} of {len(micros)} of {work.name}: {tokens} tokens in {len(samples)} sample(s)"

@@ -101,7 +101,9 @@ class TrainWorker:
         score = partial(self._backend.forward_only, weights=weights, entropy=entropy)
         columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
-            scored, micros = self._memory.fit(score, partial(self._packed, shard, None), micros, shard.total_length, SCORING)
+            scored, micros = self._memory.fit(
+                score, partial(self._packed, shard, None), micros, shard.total_length, SCORING
+            )
         for samples, scores in zip(micros, scored, strict=True):
             rows = shard.response_rows(samples)
             held = rows if scores.rows is None else rows[scores.rows]

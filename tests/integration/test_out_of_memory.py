@@ -12,7 +12,18 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 
-WORDS = ("--plugin", "wide.py", "--algo.loss", "wide", "--reward", "odd", "--num-rollout", "3", "--rollout-batch-size", "4")
+WORDS = (
+    "--plugin",
+    "wide.py",
+    "--algo.loss",
+    "wide",
+    "--reward",
+    "odd",
+    "--num-rollout",
+    "3",
+    "--rollout-batch-size",
+    "4",
+)
 WIDE = """
 import torch
 from slime_core.contracts.loss import LossOutput

@@ -40,7 +40,7 @@ def test_a_micro_batch_is_split_until_it_fits():
     assert (memory.take_splits(), memory.take_splits()) == (1, 0)
 
     _, used, asked = fit(memory, 45, [[0, 1, 2, 3]])
-    assert sorted(sum(used, [])) == [0, 1, 2, 3]
+    assert sorted(np.concatenate(used).tolist()) == [0, 1, 2, 3]
     assert all(LENGTHS[micro].sum() <= 45 for micro in used)
     assert memory.take_splits() == len(asked) - 1 == len(used) - 1
 
@@ -55,7 +55,9 @@ def test_one_sample_cannot_be_split():
     assert str(caught.value).endswith("The allocator: tried to allocate 2 GiB")
 
 
-@pytest.mark.parametrize(("work", "flag"), [(TRAINING, "--max-tokens-per-gpu"), (SCORING, "--log-probs-max-tokens-per-gpu")])
+@pytest.mark.parametrize(
+    ("work", "flag"), [(TRAINING, "--max-tokens-per-gpu"), (SCORING, "--log-probs-max-tokens-per-gpu")]
+)
 def test_several_ranks_end_with_what_is_too_large(work, flag):
     with pytest.raises(TrainingError) as caught:
         fit(MicroBatchMemory(alone=False), 50, [[0], [1, 2, 3]], work)

@@ -232,6 +232,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
         "unrepeatable": {
             "a_step_repeats_to_the_bit",
             "a_step_that_is_not_finite_changes_nothing",
+            "a_micro_batch_without_memory_changes_nothing",
             "saved_and_loaded_it_continues_to_the_bit",
             "sleep_loses_nothing",
             "what_is_staged_is_of_that_instant",

@@ -53,6 +53,10 @@ BACKENDS: Final = Kind(
             "a_step_that_is_not_finite_changes_nothing",
             "a loss of NaN is reported, and changes no weight and no schedule",
         ),
+        alone(
+            "a_micro_batch_without_memory_changes_nothing",
+            "a micro-batch that does not fit into memory is named, and the step leaves nothing",
+        ),
         alone("copies_stay_frozen", "a frozen model keeps its weights until it is updated"),
         alone("sleep_loses_nothing", "after sleep and wake_up it continues as without them"),
         prop(

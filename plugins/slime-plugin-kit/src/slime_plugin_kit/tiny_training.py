@@ -64,6 +64,27 @@ class SequenceLikelihood(PolicyLoss):
         return LossOutput(values=values + self._poison, metrics={"likelihood": likelihood.detach()})
 
 
+class TooLarge(SequenceLikelihood):
+    """Asks torch for more memory than there is if a micro-batch has more than `most` response tokens: in the forward, or in the
+    backward."""
+
+    def __init__(self, most: int, *, in_backward: bool) -> None:
+        super().__init__()
+        self._most, self._in_backward = most, in_backward
+
+    def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput:
+        found = super().__call__(inputs, segments)
+        if len(found.values) > self._most:
+            if not self._in_backward:
+                ask_for_too_much()
+            found.values.register_hook(ask_for_too_much)  # type: ignore[no-untyped-call]
+        return found
+
+
+def ask_for_too_much(gradient: Tensor | None = None) -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
 class SquaredError(PolicyLoss):
     """The loss of a critic."""
 
@@ -74,7 +95,11 @@ class SquaredError(PolicyLoss):
 
 
 def objective_of(poison: float = 0.0) -> TokenObjective:
-    return TokenObjective(loss=SequenceLikelihood(poison), needs=EVERY_NEED, entropy_coef=ENTROPY_COEF)
+    return objective_with(SequenceLikelihood(poison))
+
+
+def objective_with(loss: PolicyLoss) -> TokenObjective:
+    return TokenObjective(loss=loss, needs=EVERY_NEED, entropy_coef=ENTROPY_COEF)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

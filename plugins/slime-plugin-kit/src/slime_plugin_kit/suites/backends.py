@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_core.algorithm.loss import TokenObjective
-from slime_core.contracts.backend import REFERENCE
+from slime_core.contracts.backend import REFERENCE, OutOfDeviceMemory
 from slime_core.contracts.example import BackendExample
 from slime_core.errors import CheckpointError
 from slime_plugin_kit.case import Case
@@ -27,8 +27,10 @@ from slime_plugin_kit.tiny_training import (
     Opened,
     Place,
     SquaredError,
+    TooLarge,
     TrainingBatch,
     objective_of,
+    objective_with,
     opened,
 )
 
@@ -249,6 +251,29 @@ def test_a_step_that_is_not_finite_changes_nothing(case: Case, model: Path, trai
         assert not report.skipped, "the step after a skipped one is skipped too"
         # Optimizer and schedule have not moved either.
         require_same_weights("after a step, two skipped ones and a step", one.weights(), expected)
+
+
+def test_a_micro_batch_without_memory_changes_nothing(case: Case, model: Path, training: TrainingBatch) -> None:
+    split = SPLITS[0]
+    tokens = [len(micro.targets) for micro in training.micros(split)]
+    largest = tokens.index(max(tokens))
+    with opened(case.build(), Place(model=model), optimizer=ADAM) as straight:
+        steps(straight, training, 2)
+        expected = straight.weights()
+    for in_backward in (False, True):
+        with opened(case.build(), Place(model=model), optimizer=ADAM) as one:
+            steps(one, training, 1)
+            before = one.weights()
+            loss = TooLarge(max(tokens) - 1, in_backward=in_backward)
+            with pytest.raises(OutOfDeviceMemory) as caught:
+                one.backend.train_step(training.micros(split), objective_with(loss))
+            assert caught.value.number == largest, (
+                f"micro-batch {caught.value.number} is named, and {largest} does not fit"
+            )
+            require_same_weights("after a micro-batch without memory", one.weights(), before)
+            one.backend.train_step(training.micros(split), objective_of())
+            # Gradients of the micro-batches before it are gone, and optimizer and schedule have not moved.
+            require_same_weights("after a step, one without memory and a step", one.weights(), expected)
 
 
 def test_copies_stay_frozen(case: Case, model: Path, training: TrainingBatch) -> None:
