@@ -182,6 +182,9 @@ class CheckpointConfig(Table):
     """Rollout steps between checkpoints; by default only at the end and on Ctrl-C."""
     keep_checkpoints: int = Field(2, gt=0)
     """Complete checkpoints to keep."""
+    checksum: bool = True
+    """Record a CRC-32 of each file of a checkpoint, and verify it on resume. Reads all files once more, with up to 16 threads;
+    without it only their sizes are verified."""
     async_save: bool = False
     """Copy weights and optimizer to host memory and write them while the next steps run. Until the checkpoint is complete, a
     killed run resumes from the one before. Needs host memory for the copy."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+from slime_core.atomic_io.checksum import checksums
 from slime_core.atomic_io.storage import is_full, storage_error
 from slime_core.errors import CheckpointError
 
@@ -69,9 +70,11 @@ def discard_on_error(unfinished: PendingCheckpoint) -> Iterator[None]:
 class CheckpointStore:
     """The checkpoints/ folder of a run."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, checksum: bool = True) -> None:
+        """`checksum`: see `checkpoint.checksum`."""
         self._folder = folder
         self._keep = keep
+        self._checksum = checksum
 
     async def begin(self, state: RunState, write: Callable[[Path], Awaitable[None]]) -> PendingCheckpoint:
         """`write` fills the folder that it is given; nothing counts as saved before `complete`. One at a time. StorageError
@@ -91,10 +94,14 @@ class CheckpointStore:
         aside, final = unfinished.aside, unfinished.final
         with discard_on_error(unfinished):
             files = sorted(path for path in aside.rglob("*") if path.is_file())
-            sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
             for path in [*files, *(path for path in aside.rglob("*") if path.is_dir())]:
                 sync(path)
-            (aside / COMPLETE).write_text(json.dumps(sizes, indent=1))
+            sums: list[str | None] = [*checksums(files)] if self._checksum else [None] * len(files)
+            written = {
+                str(path.relative_to(aside)): {"size": path.stat().st_size, "crc32": crc32}
+                for path, crc32 in zip(files, sums, strict=True)
+            }
+            (aside / COMPLETE).write_text(json.dumps(written, indent=1))
             sync(aside / COMPLETE)
             sync(aside)
             if final.exists():
@@ -137,16 +144,32 @@ class CheckpointStore:
         (self._folder / f"step_{step}").rename(aside)
 
     def _verify(self, folder: Path, steps: list[int]) -> None:
-        for name, size in json.loads((folder / COMPLETE).read_text()).items():
-            path = folder / name
+        """Raises CheckpointError unless every file is as it was written."""
+        older = [step for step in steps if step < int(folder.name.removeprefix("step_"))]
+        way_out = f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start over with --fresh"
+        try:
+            # 0.2 wrote the size alone.
+            written = {
+                folder / name: entry if isinstance(entry, dict) else {"size": entry, "crc32": None}
+                for name, entry in json.loads((folder / COMPLETE).read_text()).items()
+            }
+            summed = [path for path, entry in written.items() if entry["crc32"] is not None]
+            sizes = {path: int(entry["size"]) for path, entry in written.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: damaged: {COMPLETE} cannot be read: {error}. {way_out}.") from error
+        if folder / STATE_FILE not in sizes:
+            raise CheckpointError(f"{folder}: damaged: {COMPLETE} lists no {STATE_FILE}. {way_out}.")
+        for path, size in sizes.items():
             actual = path.stat().st_size if path.is_file() else None
             if actual != size:
-                older = [step for step in steps if step < int(folder.name.removeprefix("step_"))]
-                way_out = (
-                    f"Start from an older one with --ckpt-step {older[-1]}" if older else "Start over with --fresh"
-                )
                 found = "is missing" if actual is None else f"has {actual} of {size} bytes"
-                raise CheckpointError(f"{folder}: cut short: {name} {found}. {way_out}.")
+                raise CheckpointError(f"{folder}: cut short: {path.relative_to(folder)} {found}. {way_out}.")
+        for path, crc32 in zip(summed, checksums(summed) if self._checksum else (), strict=self._checksum):
+            if crc32 != written[path]["crc32"]:
+                raise CheckpointError(
+                    f"{folder}: damaged: {path.relative_to(folder)} is not what was written (CRC-32 {crc32}, not "
+                    f"{written[path]['crc32']}). {way_out}."
+                )
 
     def sweep(self) -> None:
         """Removes incomplete checkpoints; called when none is being written."""

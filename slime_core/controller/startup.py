@@ -68,7 +68,7 @@ async def start(
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
         attempt = count_attempt(folder)
-        store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints)
+        store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints, checksum=config.checkpoint.checksum)
         found = store.load(options.ckpt_step)
         state = RunState() if found is None else found[0]
         if options.ckpt_step is not None:

@@ -1,11 +1,14 @@
 """Checkpoints: complete or absent, whatever fails while they are written."""
 
 import asyncio
+import binascii
 import errno
 import json
+import random
 
 import pytest
 
+from slime_core.atomic_io import checksum
 from slime_core.controller import checkpoint as room
 from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.errors import CheckpointError, StorageError
@@ -142,6 +145,46 @@ def test_a_checkpoint_that_was_cut_short_names_the_file_and_the_way_out(store, d
         store.load(1)
 
 
+def test_a_checkpoint_that_is_cut_at_any_byte_is_refused(store):
+    """Also the marker itself."""
+    folder = save(store, 1)
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for length in range(len(content)):
+            path.write_bytes(content[:length])
+            with pytest.raises(CheckpointError, match=rf"step_1: (cut short|damaged): .*{path.name}"):
+                store.load()
+        path.write_bytes(content)
+    assert store.load() is not None
+
+
+def test_a_checkpoint_with_any_other_byte_is_refused(store):
+    save(store, 1)
+    folder = save(store, 2)
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        content = path.read_bytes()
+        for place in range(len(content)):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=r"step_2: (cut short|damaged): .*--ckpt-step 1"):
+                store.load()
+        path.write_bytes(content)
+    (folder / "COMPLETE").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"damaged: COMPLETE lists no state\.json"):
+        store.load()
+
+
+def test_checksums_are_crc_32_by_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksum, "PIECE", 1000)
+    files = {tmp_path / str(size): random.Random(size).randbytes(size) for size in (0, 1, 999, 1000, 1001, 12345)}
+    for path, content in files.items():
+        path.write_bytes(content)
+    expected = []
+    for content in files.values():
+        pieces = [content[start : start + 1000] for start in range(0, len(content), 1000)]
+        expected.append(binascii.crc32(b"".join(binascii.crc32(piece).to_bytes(4, "little") for piece in pieces)))
+    assert checksum.checksums(list(files)) == [f"{number:08x}" for number in expected]
+
+
 def test_without_the_marker_it_is_not_there(store):
     folder = save(store, 1)
     (folder / "COMPLETE").unlink()
@@ -163,7 +206,9 @@ def test_another_format_is_refused(store):
     folder = save(store, 1)
     text = json.dumps(json.loads((folder / "state.json").read_text()) | {"format": 99}, indent=1)
     (folder / "state.json").write_text(text)
-    sizes = json.loads((folder / "COMPLETE").read_text()) | {"state.json": len(text)}
+    # Sizes alone, as 0.2 wrote them.
+    written = json.loads((folder / "COMPLETE").read_text())
+    sizes = {name: entry["size"] for name, entry in written.items()} | {"state.json": len(text)}
     (folder / "COMPLETE").write_text(json.dumps(sizes))
     with pytest.raises(CheckpointError, match="written in format 99; this slime reads format 2"):
         store.load()
