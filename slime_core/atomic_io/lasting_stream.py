@@ -1,0 +1,55 @@
+"""LastingStream: standard output or error that a closed terminal, or a pipe whose reader has ended, does not break."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, TypeVar, cast
+
+GONE = (errno.EPIPE, errno.EIO)
+
+T = TypeVar("T")
+
+
+class LastingStream:
+    """Writes to the stream while somebody reads it. Then everything that this process prints goes to the null device."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._while_read(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._while_read(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _while_read(self, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+        return otherwise
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """A run continues, or saves and ends, when nobody reads its output any more."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", LastingStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        # What is still buffered goes the same way.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
