@@ -19,8 +19,10 @@ class ChangeKind(StrEnum):
 
     CONFIG = "config"
     """A key that decides what is trained: it makes another run."""
+    TUNING = "tuning"
+    """A key of the same kind that a start may change if it names the run (--resume)."""
     LAYOUT = "layout"
-    """Where roles run: sums are rounded in another order, so a start must name the run (--resume)."""
+    """Where roles run: sums are rounded in another order, so a start must name the run too."""
     PLUGINS = "plugins"
     """Versions of plugins, texts of single-file plugins, and what other versions changed in their own tables."""
     DATA = "data"
@@ -54,7 +56,8 @@ def changes_since(found: Mapping[str, Any], manifest: Manifest) -> list[Change]:
     for key, old, new in differing(without(found["config"], MAY_CHANGE), without(manifest.config, MAY_CHANGE)):
         kind = ChangeKind.CONFIG
         if is_below(key, may_differ):
-            kind = ChangeKind.LAYOUT
+            is_layout = key.startswith("launcher.") or "backend." in key
+            kind = ChangeKind.LAYOUT if is_layout else ChangeKind.TUNING
         elif is_below(key, tables) and names_in(key, old) == names_in(key, new):
             kind = ChangeKind.PLUGINS
         changes.append(Change(kind=kind, what=key, old=repr(old), new=repr(new)))

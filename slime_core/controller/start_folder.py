@@ -69,7 +69,7 @@ class EarlierRun:
     @property
     def may_continue(self) -> bool:
         """True for an unfinished run that something was saved of, and that no key makes another one."""
-        keeps_keys = self.found is not None and ChangeKind.CONFIG not in self.kinds
+        keeps_keys = self.found is not None and not self.kinds & {ChangeKind.CONFIG, ChangeKind.TUNING}
         return keeps_keys and not self.is_finished and self.saved > 0
 
     def continued(self, manifest: Manifest, options: StartOptions) -> StartFolder:
@@ -77,7 +77,7 @@ class EarlierRun:
         assert self.found is not None
         refused = self.kinds - options.accept
         if options.resume is not None:
-            refused -= {ChangeKind.LAYOUT}
+            refused -= {ChangeKind.LAYOUT, ChangeKind.TUNING}
         if refused:
             raise ConfigError(self.refusal(refused))
         before = {"python": self.found.get("python"), **self.found.get("libraries", {})}

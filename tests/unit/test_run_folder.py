@@ -219,6 +219,13 @@ def test_resume_may_change_the_layout_and_a_start_by_itself_may_not(tmp_path):
         choose(tmp_path, other)
 
 
+def test_a_key_that_resume_may_change_makes_another_run_of_a_start_by_itself(tmp_path):
+    begun(tmp_path / "run", manifest(1), saved=3)
+    other = replace(manifest(2), may_differ=(("train", "lr"),))
+    assert choose(tmp_path, other, resume=tmp_path / "run") == "run"
+    assert choose(tmp_path, other) == "run-2"
+
+
 def test_fresh_empties_the_folder(tmp_path):
     folder = begun(tmp_path / "run", manifest(2), finished=True)
     assert choose(tmp_path, manifest(1), fresh=True) == "run"
