@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_core.atomic_io.storage import written
 from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
@@ -120,16 +121,18 @@ async def export_hf(session: Session) -> None:
         final = session.folder.hf if trainers is session.policy else session.folder.hf_of(name)
         # Written to a temporary folder first.
         aside = final.with_name(f".{final.name}.writing")
-        aside.mkdir(exist_ok=True)
+        with written(final):
+            aside.mkdir(exist_ok=True)
         async with session.colocation.train(), trainers.turn():
             await trainers.call_all("save_hf", aside)
-        session.tokenizer.save_pretrained(aside)
-        copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
         before = final.with_name(f".{final.name}.old")
-        if final.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            final.rename(before)
-        aside.rename(final)
+        with written(final):
+            session.tokenizer.save_pretrained(aside)
+            copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
+            if final.exists():
+                shutil.rmtree(before, ignore_errors=True)
+                final.rename(before)
+            aside.rename(final)
         shutil.rmtree(before, ignore_errors=True)
 
 

@@ -95,6 +95,24 @@ def test_a_run_whose_plugin_changes_and_that_ends(tiny: TinyRun) -> None:
         (("--accept-changes", "plugins"), "--accept-changes: no unfinished run is in "),
         (("--ckpt-step", "4"), "--ckpt-step 4: no unfinished run with this config"),
         (("--resume", "runs/none"), "--resume runs/none: no run there"),
+        (
+            ("--rollout-stop-token-ids", "-1"),
+            "rollout.rollout_stop_token_ids: [-1] are outside the model's vocabulary of 1",
+        ),
+        (
+            ("--rollout-stop-token-ids", "3", "99"),
+            "rollout.rollout_stop_token_ids: [99] are outside the model's vocabulary",
+        ),
+        (
+            ("--reward-timeout", "1e300"),
+            'rollout.reward_timeout = "1e300": input should be less than or equal to 1000000000',
+        ),
+        (("--rollout-temperature", "1e-300"), "rollout.rollout_temperature = "),
+        (("--rollout-batch-size", "1" + "0" * 12), "Pass a smaller number."),
+        (
+            ("--set", "train.num_rollout=true"),
+            "train.num_rollout = True: requires a number or text, not true or false.",
+        ),
         (("--replay-schedule", "none.jsonl"), "--replay-schedule none.jsonl: cannot be read"),
     ],
 )
