@@ -22,7 +22,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise storage_error(path, error) from error
     finally:
-        # On a disk that cannot be written this fails too, and the first error says why.
+        # On a disk that cannot be written this fails too, and the first error has the reason.
         with contextlib.suppress(OSError):
             aside.unlink()
 

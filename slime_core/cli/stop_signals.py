@@ -66,7 +66,7 @@ class StopSignals:
         return errors.get(self.received or signal.SIGINT, Interrupted)(text)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A terminal that is closed sends several SIGHUP, and service managers send one after SIGTERM: nobody asked twice.
+        # A terminal that is closed sends several SIGHUP, and service managers send one after SIGTERM: that is one request.
         if number != signal.SIGHUP:
             if self._may_end_at_once:
                 os._exit(128 + number)

@@ -81,7 +81,7 @@ def start_options(own: Mapping[str, str | bool]) -> StartOptions:
         ckpt_step=None if step is None else int(str(step)),
         replay=None if replay is None else Path(str(replay)),
         accept=frozenset(map(ChangeKind, kinds)),
-        tell=(lambda line: None) if own.get("quiet") else (lambda line: print(f"note: {line}.", file=sys.stderr)),
+        report=(lambda line: None) if own.get("quiet") else (lambda line: print(f"note: {line}.", file=sys.stderr)),
     )
 
 
@@ -148,7 +148,7 @@ def print_dry_run(run: BoundRun, inputs: RunInputs, options: StartOptions) -> No
     place = choose_start(manifest, options)
     found = None if options.fresh else newest_checkpoint(place.folder, options)
     for line in place.notes:
-        options.tell(line)
+        options.report(line)
     print(
         json.dumps(
             {

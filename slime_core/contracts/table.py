@@ -45,7 +45,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def takes_bool(annotation: Any) -> bool:
-    """True if a truth value, or a table with checks of its own, may stand somewhere in a value of this type."""
+    """True if a truth value, or a table with checks of its own, may be somewhere in a value of this type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return True
     return annotation in (bool, Any, object, True, False) or any(map(takes_bool, get_args(annotation)))

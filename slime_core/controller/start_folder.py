@@ -34,7 +34,7 @@ class StartOptions:
     """The schedule of another run, to replay."""
     accept: frozenset[ChangeKind] = frozenset()
     """Changes with which an unfinished run continues."""
-    tell: Callable[[str], object] = lambda line: None
+    report: Callable[[str], object] = lambda line: None
     """Called with a line for the user."""
 
 

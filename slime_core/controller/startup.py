@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
 import socket
@@ -88,7 +87,7 @@ async def start(
             # Not before: changed plugins may be unable to load the checkpoint, and the old ones can continue then.
             write_manifest(folder, manifest)
         for line in place.notes:
-            options.tell(line)
+            options.report(line)
         if run.records_schedule:
             resumed_at = None if found is None else state.rollout_id
             session.schedule = ScheduleFile(folder.schedule, replay_identity(manifest), resumed_at=resumed_at)
@@ -115,20 +114,11 @@ def with_accepted(manifest: Manifest, place: StartFolder, rollout_id: int) -> Ma
     """The manifest with the changes that this run and its earlier attempts continued with."""
     accepted = list((place.earlier or {}).get("accepted_changes", ()))
     if place.accepted:
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):
-            # A container whose user has no name.
-            user = str(os.getuid())
-        accepted.append(
-            {
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "user": user,
-                "host": socket.gethostname(),
-                "rollout_id": rollout_id,
-                "changes": [asdict(change) for change in place.accepted],
-            }
-        )
+        # In a container a user may have no name.
+        user = os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())
+        record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "user": user, "host": socket.gethostname()}
+        changes = [asdict(change) for change in place.accepted]
+        accepted.append({**record, "rollout_id": rollout_id, "changes": changes})
     return replace(manifest, accepted_changes=accepted)
 
 

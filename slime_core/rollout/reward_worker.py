@@ -63,7 +63,7 @@ def serve(pipe: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # A reward that prints must not fail because nobody reads.
+    # A reward that prints must not fail because its output has no reader.
     with lasting_output():
         while True:
             function, arguments = pipe.recv()

@@ -1,5 +1,5 @@
 """Where the same command starts when plugins, keys or the end of a run have changed: no run begins again unnoticed, and
---dry-run tells and rejects what a start does."""
+--dry-run reports and rejects what a start does."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WORDS = ("--plugin", "fails.py", "--reward", "fails", "--num-rollout", "3")
 def dry_run(tiny: TinyRun, *words: str) -> dict[str, Any]:
     ended = tiny.run(*words, "--dry-run")
     assert ended.code == 0, ended.err
-    told: dict[str, Any] = json.loads(ended.out)
-    return told
+    printed: dict[str, Any] = json.loads(ended.out)
+    return printed
 
 
 def test_a_run_whose_plugin_changes_and_that_ends(tiny: TinyRun) -> None:

@@ -584,7 +584,7 @@ def test_true_and_false_are_no_numbers(complaints, key, text):
     )
 
 
-def test_true_where_it_may_stand(bound):
+def test_true_where_it_is_a_value(bound):
     run = bound(
         "--set", "backend.recompute=true",
         "--set", "data.apply_chat_template_kwargs={ enable_thinking = false }",

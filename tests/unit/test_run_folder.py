@@ -103,7 +103,7 @@ def test_a_finished_run_is_not_trained_again_unasked(tmp_path):
         choose(tmp_path, longer)
     assert choose(tmp_path, longer, resume=tmp_path / "run") == "run"
     assert choose(tmp_path, manifest(), fresh=True) == "run"
-    # An unfinished one goes on.
+    # An unfinished one continues.
     begun(tmp_path / "run-2", manifest())
     assert choose(tmp_path, manifest()) == "run-2"
 
