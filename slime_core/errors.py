@@ -116,6 +116,12 @@ class Terminated(Interrupted):
     exit_code = 143
 
 
+class HungUp(Interrupted):
+    """The terminal was closed (SIGHUP); finished steps are saved."""
+
+    exit_code = 129
+
+
 def near_matches(asked: str, known: Iterable[str]) -> list[str]:
     """Up to three of `known` that look like `asked`, best first; `-` and `_` count as the same character."""
     spelled = {name.replace("-", "_").lower(): name for name in known}

@@ -120,7 +120,7 @@ def _marker(group: str, name: str, traits: Mapping[str, Any]) -> Callable[[T], T
     if not isinstance(name, str):
         raise TypeError('the decorator takes a name: write @reward("name"), not @reward')
     if not NAME_PATTERN.fullmatch(name):
-        raise ValueError(f'"{name}" cannot be a name: use lower-case letters, digits, - and _')
+        raise ValueError(f'"{name}" cannot be a name: use letters, digits, - and _')
     mark = Mark(group, name, {key: value for key, value in traits.items() if value is not None})
 
     def attach(thing: T) -> T:

@@ -1,1 +1,1 @@
-"""Atomic writes, JSON text, and errors of full or unwritable disks."""
+"""Atomic writes, JSON text, output that may lose its reader, and errors of full or unwritable disks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise storage_error(path, error) from error
     finally:
-        aside.unlink(missing_ok=True)
+        # On a disk that cannot be written this fails too, and the first error has the reason.
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -25,6 +25,15 @@ def storage_error(path: Path, error: BaseException) -> StorageError:
 
 
 @contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raises StorageError for every OSError while `path` is written: a full or read-only disk, a lost file server."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+@contextlib.contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
     """Raises StorageError for a full disk; other OSErrors are unchanged."""
     try:

@@ -38,7 +38,8 @@ def evaluate_words(words: Sequence[str]) -> None:
 
 async def evaluate_once(run: BoundRun, inputs: RunInputs) -> dict[str, float]:
     """The metrics of every set, under the weights in model.hf_checkpoint."""
-    from slime_core.controller.startup import StartOptions, start
+    from slime_core.controller.start_folder import StartOptions
+    from slime_core.controller.startup import start
 
     async with start(run, inputs, StartOptions(), {}) as session:
         await session.update_weights()

@@ -22,6 +22,10 @@ OWN = (
     ("--dry-run", "Resolve and check everything, start nothing."),
     ("--fresh", "Remove the run's folder and start over."),
     ("--resume FOLDER", "Continue in this run folder."),
+    (
+        "--accept-changes plugins",
+        "Continue an unfinished run with other versions of its plugins. Recorded in manifest.json.",
+    ),
     ("--replay-schedule FILE", "Repeat an asynchronous run to the bit: runs/NAME/schedule.jsonl."),
     ("--ckpt-step N", "Continue from the checkpoint of step N, not from the newest."),
     ("--set KEY=VALUE", "Set any key by its dotted path."),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from slime_core import __version__
+from slime_core.atomic_io.lasting_stream import lasting_output
 from slime_core.cli import plugins
 from slime_core.cli.commands import TAKES_ANY_WORDS, CommandGroup
 from slime_core.errors import Interrupted, SlimeError
@@ -74,11 +75,12 @@ def slime(
 def main() -> None:
     """The console script. A SlimeError is one paragraph and its exit code; a traceback only with --debug."""
     debug = "--debug" in sys.argv
-    try:
-        app()
-    except SlimeError as error:
-        if debug:
-            raise
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    with lasting_output():
+        try:
+            app()
+        except SlimeError as error:
+            if debug:
+                raise
+            sys.stdout.flush()
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)

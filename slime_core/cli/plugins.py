@@ -24,10 +24,25 @@ class PluginsGroup(CommandGroup):
 
 app = typer.Typer(cls=PluginsGroup, help="List, check and describe plugins.", no_args_is_help=False)
 
+
+def with_files_of_group(context: typer.Context, files: list[Path] | None) -> list[Path]:
+    """The files, after those that were typed before the command: `slime plugins --plugin FILE show NAME`."""
+    of_group = () if context.parent is None else context.parent.params.get("plugin") or ()
+    return list(dict.fromkeys([*of_group, *(files or ())]))
+
+
+def or_of_group(context: typer.Context, as_json: bool) -> bool:
+    """True also if --json was typed before the command."""
+    return as_json or bool(context.parent and context.parent.params.get("as_json"))
+
+
 PluginOption = Annotated[
-    list[Path] | None, typer.Option("--plugin", metavar="FILE", help="A plugin file to include; can be repeated.")
+    list[Path] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", help="A plugin file to include; can be repeated.", callback=with_files_of_group
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=or_of_group)]
 
 
 @app.callback(invoke_without_command=True)
@@ -39,10 +54,11 @@ def plugins(
 ) -> None:
     """List every plugin: group, name, distribution, version, status. Imports none of them, unless one is checked."""
     if context.invoked_subcommand is not None:
+        if check:
+            raise typer.BadParameter(f"--check and the command {context.invoked_subcommand}: type one of the two.")
         return
     if check:
-        files = [word for file in plugin or () for word in ("--plugin", str(file))]
-        invoke(context, "check", *(["--json"] if as_json else []), *files)
+        invoke(context, "check")
         return
     listing = Registry.from_environment(plugin or ()).listing()
     if as_json:

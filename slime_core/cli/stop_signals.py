@@ -1,8 +1,10 @@
-"""StopSignals: Ctrl-C and SIGTERM. The first ends the run at the next clean point, the second at once."""
+"""StopSignals: Ctrl-C, SIGTERM and SIGHUP (the terminal was closed). The first ends the run at the next clean point, a second
+Ctrl-C or SIGTERM at once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from slime_core.errors import Interrupted, Terminated
+from slime_core.errors import HungUp, Interrupted, Terminated
 
 
 class StopSignals:
@@ -19,6 +21,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._may_end_at_once = False
         self._loop = asyncio.get_running_loop()
         self._stop: Callable[[], object] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
@@ -30,8 +33,10 @@ class StopSignals:
         assert task is not None, "entered by the task that starts the run"
         self._stop = task.cancel
         # Not the event loop's own handlers: those would wait for a loop that is busy, and so would the second Ctrl-C.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored: the run outlives its terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         # The system may hand a signal to any thread. A handler runs in the main one, which sleeps in the loop's poll until
         # something wakes it: this does.
         for end in (self._bell, self._string):
@@ -57,16 +62,23 @@ class StopSignals:
 
     def interrupted(self, text: str) -> Interrupted:
         """The error that ends the run, with the exit code of the signal."""
-        return Terminated(text) if self.received is signal.SIGTERM else Interrupted(text)
+        errors = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}
+        return errors.get(self.received or signal.SIGINT, Interrupted)(text)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A terminal that is closed sends several SIGHUP, and service managers send one after SIGTERM: that is one request.
+        if number != signal.SIGHUP:
+            if self._may_end_at_once:
+                os._exit(128 + number)
+            self._may_end_at_once = True
         if self.received is not None:
-            os._exit(128 + number)
+            return
         self.received = signal.Signals(number)
-        # os.write, as a handler may run inside a print.
-        os.write(
-            sys.stderr.fileno(), b"\nstopping at the next clean point; Ctrl-C again ends at once, without saving\n"
-        )
+        # The terminal may be gone. os.write, as a handler may run inside a print.
+        with contextlib.suppress(OSError):
+            os.write(
+                sys.stderr.fileno(), b"\nstopping at the next clean point; Ctrl-C again ends at once, without saving\n"
+            )
         self._loop.call_soon_threadsafe(lambda: self._stop())
 
 

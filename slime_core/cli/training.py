@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_core.atomic_io.storage import written
 from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
+from slime_core.controller.run_changes import ACCEPTABLE, ChangeKind
+from slime_core.controller.start_folder import StartOptions, choose_start, newest_checkpoint
 from slime_core.data.model_folder import copy_processor
 from slime_core.errors import ConfigError, Interrupted
 
@@ -20,7 +24,6 @@ from slime_core.errors import ConfigError, Interrupted
 if TYPE_CHECKING:
     from slime_core.controller.run_inputs import RunInputs
     from slime_core.controller.session import Session
-    from slime_core.controller.startup import StartOptions
 
 
 def run_words(words: Sequence[str]) -> None:
@@ -33,42 +36,53 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
     typed = parse_words(
         words,
         switches=("dry-run", "fresh", "debug", "quiet"),
-        options=("resume", "ckpt-step", "replay-schedule"),
+        options=("resume", "ckpt-step", "replay-schedule", "accept-changes"),
         command="run",
     )
-    step = typed.own.get("ckpt-step")
-    if step is not None and not str(step).isdigit():
-        raise ConfigError(f"--ckpt-step {step}: requires a number of rollout steps, such as 4 for checkpoints/step_4.")
-    if typed.own.get("fresh") and (
-        other := next((name for name in ("resume", "ckpt-step") if typed.own.get(name) is not None), None)
-    ):
-        raise ConfigError(f"--fresh removes the run that --{other} would resume. Pass only one of the two.")
+    options = start_options(typed.own)
     # Objects loaded here live as long as the run. Drivers that read the model's config import torch.
     with gc_paused():
         run = bind_invocation(typed)
         from slime_core.controller.run_inputs import load_run_inputs
 
         inputs = load_run_inputs(run)
+    if options.replay is not None and options.fresh:
+        removed = (Path(run.config.runs_dir) / run.config.name).resolve()
+        if options.replay.resolve().is_relative_to(removed):
+            raise ConfigError(f"--fresh removes {removed}, which holds the schedule to replay. Pass another --name.")
     if typed.own.get("dry-run"):
         from slime_core.workers.choose import choose_device
 
         choose_device(run.config.launcher.device)
-        print_dry_run(run, inputs)
+        print_dry_run(run, inputs, options)
         return
-    from slime_core.controller.startup import StartOptions
+    asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
 
-    resume, replay = typed.own.get("resume"), typed.own.get("replay-schedule")
-    if replay is not None and typed.own.get("fresh"):
-        replayed, removed = Path(str(replay)).resolve(), (Path(run.config.runs_dir) / run.config.name).resolve()
-        if replayed.is_relative_to(removed):
-            raise ConfigError(f"--fresh removes {removed}, which holds the schedule to replay. Pass another --name.")
-    options = StartOptions(
-        fresh=bool(typed.own.get("fresh")),
+
+def start_options(own: Mapping[str, str | bool]) -> StartOptions:
+    """The command's own options. ConfigError for values that are not understood, and for options that exclude each other."""
+    step = own.get("ckpt-step")
+    if step is not None and not str(step).isdigit():
+        raise ConfigError(f"--ckpt-step {step}: requires a number of rollout steps, such as 4 for checkpoints/step_4.")
+    kinds = [] if "accept-changes" not in own else str(own["accept-changes"]).split(",")
+    if unknown := set(kinds) - set(ACCEPTABLE):
+        raise ConfigError(
+            f"--accept-changes {','.join(kinds)}: {min(unknown)!r} cannot be accepted; pass {', '.join(ACCEPTABLE)}. Another "
+            "key or other data are another run."
+        )
+    if own.get("fresh") and (
+        other := next((name for name in ("resume", "ckpt-step", "accept-changes") if own.get(name) is not None), None)
+    ):
+        raise ConfigError(f"--fresh removes the run that --{other} would resume. Pass only one of the two.")
+    resume, replay = own.get("resume"), own.get("replay-schedule")
+    return StartOptions(
+        fresh=bool(own.get("fresh")),
         resume=None if resume is None else Path(str(resume)),
         ckpt_step=None if step is None else int(str(step)),
         replay=None if replay is None else Path(str(replay)),
+        accept=frozenset(map(ChangeKind, kinds)),
+        report=(lambda line: None) if own.get("quiet") else (lambda line: print(f"note: {line}.", file=sys.stderr)),
     )
-    asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
 
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:
@@ -107,29 +121,41 @@ async def export_hf(session: Session) -> None:
         final = session.folder.hf if trainers is session.policy else session.folder.hf_of(name)
         # Written to a temporary folder first.
         aside = final.with_name(f".{final.name}.writing")
-        aside.mkdir(exist_ok=True)
+        with written(final):
+            aside.mkdir(exist_ok=True)
         async with session.colocation.train(), trainers.turn():
             await trainers.call_all("save_hf", aside)
-        session.tokenizer.save_pretrained(aside)
-        copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
         before = final.with_name(f".{final.name}.old")
-        if final.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            final.rename(before)
-        aside.rename(final)
+        with written(final):
+            session.tokenizer.save_pretrained(aside)
+            copy_processor(Path(session.run.config.model.hf_checkpoint), aside)
+            if final.exists():
+                shutil.rmtree(before, ignore_errors=True)
+                final.rename(before)
+            aside.rename(final)
         shutil.rmtree(before, ignore_errors=True)
 
 
-def print_dry_run(run: BoundRun, inputs: RunInputs) -> None:
-    """Prints the resolved run as JSON."""
-    from slime_core.controller.manifest import build_manifest
+def print_dry_run(run: BoundRun, inputs: RunInputs, options: StartOptions) -> None:
+    """Prints the resolved run as JSON. Raises what a start would raise before it trains."""
+    from slime_core.controller.manifest import build_manifest, replay_identity
+    from slime_core.controller.schedule import read_schedule
 
     source = inputs.source
     manifest = build_manifest(run, data_fingerprint="" if source is None else source.fingerprint())
+    if options.replay is not None:
+        read_schedule(options.replay, replay_identity(manifest))
+    place = choose_start(manifest, options)
+    found = None if options.fresh else newest_checkpoint(place.folder, options, checksum=False)
+    for line in place.notes:
+        options.report(line)
     print(
         json.dumps(
             {
                 "run": run.config.name,
+                "folder": str(place.folder.path),
+                "continues_from_step": None if found is None else found[0].rollout_id,
+                "accepted_changes": [str(change) for change in place.accepted],
                 "steps": inputs.num_rollout,
                 "optimizer_steps": inputs.num_rollout * run.steps_per_rollout,
                 "rollouts_per_step": run.rollouts_per_batch,

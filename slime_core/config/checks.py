@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from math import isqrt
 
 from slime_core.config import engine_checks, role_checks
 from slime_core.config.bound import BoundRun
+from slime_core.config.size_checks import sizes
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
 
@@ -42,6 +44,9 @@ def cross_checks(run: BoundRun) -> list[str]:
         engine_checks.media,
         saved_aside,
     )
+    # Nothing else is compared with numbers that cannot be meant.
+    if absurd := list(sizes(run)):
+        return absurd
     # The layout comes last: a backend that reads the model's config may import torch, which takes seconds.
     return [problem for check in checks for problem in check(run)] or [*launcher(run), *layout(run)]
 
@@ -69,7 +74,8 @@ def batch_arithmetic(run: BoundRun) -> Iterable[str]:
 
 def nearest(total: int, asked: int) -> str:
     """The divisors of `total` next to `asked`."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    small = [d for d in range(1, isqrt(total) + 1) if total % d == 0]
+    divisors = [*small, *(total // d for d in small)]
     below = max((d for d in divisors if d < asked), default=None)
     above = min((d for d in divisors if d > asked), default=None)
     return " and ".join(str(d) for d in (below, above) if d is not None)

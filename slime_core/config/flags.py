@@ -141,7 +141,10 @@ class FlagTable:
             elif not values:
                 problems.append(f"--{name} requires a value.")
             else:
-                set_value(overrides, flag.path, flag_value(values, flag.field.annotation))
+                try:
+                    set_value(overrides, flag.path, flag_value(values, flag.field.annotation))
+                except ConfigError as error:
+                    problems += [f"--{name} {problem}" for problem in error.problems]
         if problems and not lenient:
             raise ConfigError(problems)
         return overrides
@@ -251,14 +254,27 @@ def set_value(overrides: list[tuple[tuple[str, ...], Any]], path: tuple[str, ...
 def flag_value(words: Sequence[str], annotation: Any) -> Any:
     """Text for pydantic to convert; TOML for lists and tables that begin like one; `none` where None is allowed."""
     first = words[0]
-    if len(words) == 1 and first[:1] in ("[", "{"):
-        value = toml_value(first)
-        return [value] if takes_many(annotation) and isinstance(value, dict) else value
     if takes_many(annotation):
-        return [FlagText(part) for word in words for part in word.split(",") if part]
+        return [item for word in words for item in list_items(word, annotation)]
+    if first[:1] in ("[", "{"):
+        return toml_value(first)
     if first.lower() == "none" and NoneType in get_args(annotation):
         return None
     return FlagText(first)
+
+
+def list_items(word: str, annotation: Any) -> list[Any]:
+    """The items of one word of a list: a TOML table or list, or texts with commas between. ConfigError for what begins like
+    one in a list of tables: cut at its commas it would be taken for names."""
+    value = toml_value(word) if word[:1] in ("[", "{") else ""
+    if isinstance(value, str):
+        item = bare_type(get_args(bare_type(annotation))[0])
+        if word[:1] not in ("[", "{") or not (isinstance(item, type) and issubclass(item, BaseModel)):
+            return [FlagText(part) for part in word.split(",") if part]
+        raise ConfigError(
+            f"{word}: begins like a TOML table or list and is none. Put it into quotes, as one word: '{{ name = \"NAME\" }}'."
+        )
+    return value if isinstance(value, list) else [value]
 
 
 def toml_value(text: str) -> Any:

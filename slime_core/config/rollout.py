@@ -28,7 +28,7 @@ class RolloutConfig(Table):
     """Longer prompts are filtered out and counted; by default rollout_max_context_len - 1, else no limit."""
     rollout_max_context_len: int | None = Field(None, gt=0)
     """Prompt and response together; by default no limit of its own."""
-    rollout_temperature: float = Field(1.0, gt=0)
+    rollout_temperature: float = Field(1.0, ge=1e-6)
     """Sampling temperature; trainer log-probs use the same."""
     rollout_top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; other than 1 needs an engine that reports the kept ids."""
@@ -99,7 +99,7 @@ class RolloutConfig(Table):
     reward_select_key: str | None = None
     """Key of the samples' metadata that names the rewards of the run that count for them: a name, or a list of names.
     Without the key in the metadata, all of them."""
-    reward_timeout: float | None = Field(None, gt=0)
+    reward_timeout: float | None = Field(None, gt=0, le=1e9)
     """Seconds that a reward may take for one group; by default the reward's own limit, and 30 if it has none."""
     reward_workers: int = Field(1, gt=0)
     """Worker processes for rewards."""

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from slime_core.atomic_io.storage import storage_error
+from slime_core.atomic_io.storage import written
 from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, UpdateWeightsEnd, hookimpl
 from slime_core.errors import StorageError
 
@@ -74,11 +74,8 @@ class EventLog:
     def _write(self, event: Event, name: str, **fields: Any) -> None:
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "attempt": event.run.attempt, "event": name}
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | {key: plain(value) for key, value in fields.items()}) + "\n")
-        except OSError as error:
-            raise storage_error(self._path, error) from error
+        with written(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {key: plain(value) for key, value in fields.items()}) + "\n")
 
 
 def plain(value: Any) -> Any:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from slime_core.algorithm.metrics import EVAL_AXIS
+from slime_core.atomic_io.atomic_file import write_text
+from slime_core.atomic_io.storage import written
 from slime_core.contracts.tracker import RunInfo, Tracker
 
 FILE: Final = "metrics.jsonl"
@@ -17,17 +19,17 @@ class JsonlTracker(Tracker):
     """Appends; each line is flushed, so that a killed run keeps what it has logged."""
 
     def __init__(self) -> None:
+        self._path = Path(FILE)
         self._file: IO[str] | None = None
         self._attempt = 1
 
     def start(self, run: RunInfo) -> None:
-        path = run.run_dir / FILE
+        self._path = path = run.run_dir / FILE
         self._attempt = run.attempt
         kept = list(kept_lines(path, run.resumed_at)) if run.resumed_at is not None and path.exists() else []
-        aside = path.with_suffix(".writing")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.rename(path)
-        self._file = path.open("a", encoding="utf-8")
+        write_text(path, "".join(kept))
+        with written(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def log(self, axis: str, step: int, metrics: Mapping[str, float], *, rollout_id: int) -> None:
         assert self._file is not None, "start() comes first"
@@ -38,12 +40,14 @@ class JsonlTracker(Tracker):
             "attempt": self._attempt,
             "metrics": dict(metrics),
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with written(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def finish(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with written(self._path):
+                self._file.close()
 
 
 def kept_lines(path: Path, resumed_at: int) -> Iterator[str]:

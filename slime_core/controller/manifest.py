@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -63,6 +63,8 @@ class Manifest:
     """The fingerprint without the name, placement and layout of the roles: if it is equal, one run can resume the other."""
     may_differ: tuple[KeyPath, ...] = ()
     """Keys that `training` leaves out."""
+    accepted_changes: Sequence[Mapping[str, Any]] = ()
+    """What --accept-changes accepted: {time, user, host, rollout_id, changes: [{kind, what, old, new}]}, oldest first."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
@@ -211,16 +213,19 @@ def without(config: Mapping[str, Any], paths: tuple[KeyPath, ...]) -> dict[str, 
     return result
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`key: old -> new` for every key that differs, tables compared key by key."""
-    found = []
+def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) for every key that differs, tables compared key by key."""
     for key in sorted(set(old) | set(new)):
         before, after, path = old.get(key), new.get(key), f"{prefix}{key}"
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found += differences(before, after, f"{path}.")
+            yield from differing(before, after, f"{path}.")
         elif before != after:
-            found.append(f"{path}: {before!r} -> {after!r}")
-    return found
+            yield path, before, after
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` for every key that differs."""
+    return [f"{key}: {before!r} -> {after!r}" for key, before, after in differing(old, new)]
 
 
 def check_required(requirements: tuple[str, ...]) -> None:

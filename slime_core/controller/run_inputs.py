@@ -54,6 +54,7 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
     check_weights(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
     role_configs = {role.name: load_role_config(role, len(tokenizer)) for role in run.roles}
+    check_stop_tokens(run, model_config.get("text_config", model_config).get("vocab_size"))
     for where, other in other_models(run).items():
         check_copy(other, tokenizer, where=where, trust_remote_code=config.model.trust_remote_code)
     converter = converter_for(run) if run.updates_weights else None
@@ -76,6 +77,17 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
         num_rollout=count_rollouts(run, source),
         converter=converter,
     )
+
+
+def check_stop_tokens(run: BoundRun, vocabulary: int | None) -> None:
+    """ConfigError for ids that the model does not have: an engine would refuse every request."""
+    asked = {"rollout.rollout_stop_token_ids": run.config.rollout.rollout_stop_token_ids}
+    asked |= {f"eval set {settings.name}: stop_token_ids": settings.stop_token_ids for settings in run.evals}
+    for where, ids in asked.items():
+        if outside := [one for one in ids if one < 0 or (vocabulary is not None and one >= vocabulary)]:
+            raise ConfigError(
+                f"{where}: {outside} are outside the model's vocabulary of {vocabulary or 'unknown size'}."
+            )
 
 
 def other_models(run: BoundRun) -> dict[str, Path]:

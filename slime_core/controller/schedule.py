@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from slime_core import __version__
 from slime_core.atomic_io.atomic_file import write_text
+from slime_core.atomic_io.storage import written
 from slime_core.contracts.collector import CollectorEvent
 from slime_core.controller.manifest import differences
 from slime_core.errors import ConfigError
@@ -70,7 +71,7 @@ class ScheduleFile:
         self._append([*lines_of(engines, pool), mark])
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        with self._path.open("a") as file:
+        with written(self._path), self._path.open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 

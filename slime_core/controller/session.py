@@ -176,7 +176,6 @@ class Session:
                 self.run.config.launcher.num_engines * self.run.config.launcher.rollout_num_gpus_per_engine,
             )
         if self.run.config.rollout.dump_rollouts:
-            self.folder.rollouts.mkdir(exist_ok=True)
             write_groups(dump_file(self.folder.rollouts, step), groups)
         self.hooks.emit(
             RolloutEnd(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +26,16 @@ from slime_core.controller.assembly import RunPlace, assemble_session
 from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.controller.event_log import EventLog
 from slime_core.controller.event_loop_watchdog import EventLoopWatchdog
+from slime_core.controller.folder_lock import lock_folder
 from slime_core.controller.gc_control import frozen_gc
 from slime_core.controller.health import health_monitors
 from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
-from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.controller.run_folder import RunFolder
 from slime_core.controller.run_inputs import RunInputs
 from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.controller.session import Session
-from slime_core.errors import CheckpointError, ConfigError
+from slime_core.controller.start_folder import StartFolder, StartOptions, choose_start, clear_folder, newest_checkpoint
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
@@ -39,17 +43,6 @@ from slime_core.workers.launcher import Launcher
 
 LOOP_HELD_S: Final = 30.0
 """Seconds for which the event loop may be blocked before the blocking code is reported."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartOptions:
-    """The options of `slime run` that decide where it starts."""
-
-    fresh: bool = False
-    resume: Path | None = None
-    ckpt_step: int | None = None
-    replay: Path | None = None
-    """The schedule of another run, to replay."""
 
 
 @contextlib.asynccontextmanager
@@ -63,35 +56,44 @@ async def start(
     device = choose_device(config.launcher.device)
     # Checked first: --fresh removes a run.
     recorded = None if options.replay is None else read_schedule(options.replay, replay_identity(manifest))
-    folder = choose_run_folder(run, manifest, options)
+    place = choose_start(manifest, options)
+    folder = place.folder
+    if options.fresh:
+        clear_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(storage_errors(folder.path))
         stack.enter_context(lock_folder(folder))
         attempt = count_attempt(folder)
-        store = CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep_checkpoints, checksum=config.checkpoint.checksum)
-        found = store.load(options.ckpt_step)
+        store = CheckpointStore(
+            folder.checkpoints, keep=config.checkpoint.keep_checkpoints, checksum=config.checkpoint.checksum
+        )
+        found = newest_checkpoint(folder, options, checksum=config.checkpoint.checksum)
         state = RunState() if found is None else found[0]
         if options.ckpt_step is not None:
             store.set_aside_after(options.ckpt_step)
-        write_text(folder.manifest, manifest.to_json())
-        write_text(folder.config, tomlkit.dumps(drop_none(manifest.config)))
+        manifest = with_accepted(manifest, place, state.rollout_id)
+        if not place.accepted:
+            write_manifest(folder, manifest)
         event = Run(name=config.name, run_dir=folder.path, config=manifest.config, attempt=attempt)
         hooks = Hooks.load(run.registry, own={"slime/events": EventLog(folder.events), **observers})
         trackers = start_trackers(run, event, None if attempt == 1 else state.rollout_id, stack)
         shared = LauncherSetup(colocate=config.launcher.colocate, num_engines=config.launcher.num_engines)
         launcher: Launcher = run.launcher.driver.build_launcher(run.launcher.config, shared)
         stack.push_async_callback(launcher.stop)
-        place = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
-        session = await assemble_session(run, inputs, launcher, place, stack)
+        parts = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
+        session = await assemble_session(run, inputs, launcher, parts, stack)
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
+        if place.accepted:
+            # Not before: changed plugins may be unable to load the checkpoint, and the old ones can continue then.
+            write_manifest(folder, manifest)
+        for line in place.notes:
+            options.report(line)
         if run.records_schedule:
             resumed_at = None if found is None else state.rollout_id
             session.schedule = ScheduleFile(folder.schedule, replay_identity(manifest), resumed_at=resumed_at)
         if recorded is not None:
-            if found is not None:
-                raise ConfigError(f"--replay-schedule: {folder.path} has begun already. Pass another --name.")
             await replay_events(session, recorded)
         plugins = tuple(sorted({part.entry.qualified for part in run.parts}))
         started = RunStart(run=event, rollout_id=state.rollout_id, version=state.version, plugins=plugins)
@@ -105,16 +107,21 @@ async def start(
             yield session
 
 
-def choose_run_folder(run: BoundRun, manifest: Manifest, options: StartOptions) -> RunFolder:
-    """CheckpointError if a checkpoint was named, and no unfinished run has one."""
-    config = run.config
-    folder = choose_folder(Path(config.runs_dir), manifest, config.name, fresh=options.fresh, resume=options.resume)
-    if options.ckpt_step is not None and folder.read_manifest() is None:
-        raise CheckpointError(
-            f"--ckpt-step {options.ckpt_step}: no unfinished run with this config, these plugins and this data is in "
-            f"{config.runs_dir}. Pass the run to resume: --resume {config.runs_dir}/NAME."
-        )
-    return folder
+def write_manifest(folder: RunFolder, manifest: Manifest) -> None:
+    write_text(folder.manifest, manifest.to_json())
+    write_text(folder.config, tomlkit.dumps(drop_none(manifest.config)))
+
+
+def with_accepted(manifest: Manifest, place: StartFolder, rollout_id: int) -> Manifest:
+    """The manifest with the changes that this run and its earlier attempts continued with."""
+    accepted = list((place.earlier or {}).get("accepted_changes", ()))
+    if place.accepted:
+        # In a container a user may have no name.
+        user = os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid())
+        record = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "user": user, "host": socket.gethostname()}
+        changes = [asdict(change) for change in place.accepted]
+        accepted.append({**record, "rollout_id": rollout_id, "changes": changes})
+    return replace(manifest, accepted_changes=accepted)
 
 
 def start_trackers(

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-NAME_PATTERN: Final = re.compile(r"[a-z0-9_-]+")
-"""Names of plugins: lower case, digits, `-` and `_`."""
+NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]+")
+"""Names of plugins: letters, digits, `-` and `_`."""
 
 
 class Mark(NamedTuple):

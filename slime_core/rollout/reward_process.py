@@ -157,10 +157,10 @@ class RewardProcess:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes started inside never get Ctrl-C: before `serve` a worker would end with a traceback."""
+    """Processes started inside never get Ctrl-C or SIGHUP: before `serve` a worker would end with a traceback."""
     # It would be started with the first process, and unblocks signals when it starts.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TypeAlias
 
+from slime_core.atomic_io.lasting_stream import lasting_output
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
@@ -57,12 +58,16 @@ class Failure:
 
 
 def serve(pipe: Connection) -> None:
-    """Main loop: runs tasks (function, arguments) from the pipe. Ignores Ctrl-C: the run decides when workers end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Main loop: runs tasks (function, arguments) from the pipe. Ignores Ctrl-C and a closed terminal: the run decides
+    when workers end."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    while True:
-        function, arguments = pipe.recv()
-        pipe.send_bytes(call_and_pickle(function, arguments))
+    # A reward that prints must not fail because its output has no reader.
+    with lasting_output():
+        while True:
+            function, arguments = pipe.recv()
+            pipe.send_bytes(call_and_pickle(function, arguments))
 
 
 def call_and_pickle(function: Callable[..., object], arguments: Sequence[object]) -> bytes:

@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 
 from slime_core.algorithm.metrics import distribution
-from slime_core.atomic_io.storage import storage_error
+from slime_core.atomic_io.storage import written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,12 @@ class RolloutTrace:
             self._trained.append(trace)
         if self._path is None:
             return
-        try:
+        with written(self._path):
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8")
             for response in trace.responses:
                 self._file.write(json.dumps(line(trace, response)) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise storage_error(self._path, error) from error
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training groups that ended since the last call."""

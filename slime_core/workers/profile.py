@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from slime_core.atomic_io.storage import written
+
 Target: TypeAlias = Literal["train_actor", "train_log_probs"]
 """The optimizer steps of a rollout step, or one forward over its batch without gradient."""
 MEMORY_EVENTS: Final = 1_000_000
@@ -65,8 +67,9 @@ class Profile:
         requested = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & set(supported_activities())  # type: ignore[no-untyped-call]
         with profile(activities=sorted(requested, key=str), record_shapes=True, profile_memory=True) as profiler:
             yield
-        self._plan.folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._plan.folder / f"{self._name}-{target}-{call}.json"))
+        with written(self._plan.folder):
+            self._plan.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._plan.folder / f"{self._name}-{target}-{call}.json"))
 
     def _snapshot(self, when: str) -> None:
         if not self._plan.memory:

@@ -6,12 +6,16 @@ Runs that get a signal are started, as users do; those that end by themselves ar
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +174,30 @@ def test_ctrl_c_while_evaluating(moody: TinyRun) -> None:
     assert moody.checkpoints() == ["step_2"]
     finish(moody, *options, "--save-interval", "5")
     assert moody.steps("eval/step") == [2, 4, 5]
+
+
+def test_a_closed_terminal(moody: TinyRun) -> None:
+    """The system sends SIGHUP to the run and its workers, and printing fails with EIO."""
+    plan(moody, "wait", 2, again=True)
+    terminal, ours = pty.openpty()
+    words = ["run", "run.toml", *OPTIONS, "--save-interval", "5", "--reward-timeout", "300"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from slime_core.cli.main import main; main()", *words],
+        cwd=moody.folder, stdin=ours, stdout=ours, stderr=ours, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(ours)
+    os.set_blocking(terminal, False)
+    while not has_done(moody, [0, 1]):
+        assert process.poll() is None, "it ended before"
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 65536)
+        time.sleep(0.05)
+    os.close(terminal)
+    assert process.wait(120) == 129
+    assert moody.checkpoints() == ["step_2"]
+    (moody / "plan").unlink()
+    finish(moody, "--save-interval", "5", "--reward-timeout", "300")
 
 
 def test_a_second_ctrl_c_ends_at_once(moody: TinyRun) -> None:

@@ -560,3 +560,77 @@ def test_a_backend_may_refuse_an_optimizer(complaints, monkeypatch):
 
     monkeypatch.setattr(BackendDriver, "optimizer_problems", classmethod(refuse))
     assert complaints("--optimizer", "sgd") == ["sgd of SgdDriver: no."]
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("train.num_rollout", "true"),
+        ("train.lr", "true"),
+        ("rollout.rollout_stop_token_ids", "[1, true]"),
+        ("rollout.reward_timeout", "false"),
+        ("backend.tensor_model_parallel_size", "true"),
+        ("engine.mem_fraction_static", "true"),
+        ("algo.eps_clip", "true"),
+    ],
+)
+def test_true_and_false_are_no_numbers(complaints, key, text):
+    only(
+        complaints("--set", f"{key}={text}"),
+        rf"^{re.escape(key)} = .*: requires a number or text, not true or false\.$",
+    )
+
+
+def test_true_where_it_is_a_value(bound):
+    run = bound(
+        "--set", "backend.recompute=true",
+        "--set", "data.apply_chat_template_kwargs={ enable_thinking = false }",
+        "--set", "eval.datasets.a={ path = 'a.jsonl', metadata_overrides = { hard = true } }",
+    )  # fmt: skip
+    assert run.backend.config.recompute is True
+    assert run.config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert run.config.eval.datasets["a"].metadata_overrides == {"hard": True}
+
+
+@pytest.mark.parametrize("text", ["9223372036854775808", "-9223372036854775809", "1" + "0" * 30])
+def test_integers_have_64_bits(complaints, text):
+    for words in (("--seed", text), ("--set", f"rollout.rollout_stop_token_ids=[{text}]")):
+        only(complaints(*words), r"(seed|rollout_stop_token_ids) = .*: (is beyond the integers of 64 bits|.*integer)")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--rollout-batch-size", "1000000000000"), "rollout: rollout_batch_size 1000000000000 x n_samples_per_prompt"),
+        (("--n-samples-per-prompt", "1000000000000"), "x n_samples_per_prompt 1000000000000 = "),
+        (("--over-sampling-batch-size", "1000000000000"), "rollout: over_sampling_batch_size 1000000000000 x "),
+        (("--max-async-level", "1000000000000"), "x (max_async_level 1000000000000 + 1) = "),
+        (("--reward-workers", "1000000000"), "rollout.reward_workers = 1,000,000,000 processes: "),
+        (("--rollout-num-gpus", "1000000000"), "launcher.rollout_num_gpus = 1,000,000,000 engines: "),
+        (
+            ("--actor-num-gpus-per-node", "1000000000", "--launcher", "ray"),
+            "actor: ranks = 1,000,000,000 trainer ranks: ",
+        ),
+        (
+            ("--eval-prompt-data", "a", "a.jsonl", "--n-samples-per-eval-prompt", "1000000000000"),
+            "eval a: responses to a prompt = 1,000,000,000,000 samples: ",
+        ),
+    ],
+)
+def test_sizes_that_no_machine_holds(complaints, words, expected):
+    problems = complaints(*words)
+    assert expected in problems[0], problems
+    assert re.search(
+        r"needs at least [\d,]+ GiB for them, and this machine has \d+\. Pass a smaller number\.$", problems[0]
+    )
+
+
+def test_the_divisors_of_a_large_batch_are_found_at_once(complaints):
+    size = 49_999_999
+    only(
+        complaints("--rollout-batch-size", "50000000", "--n-samples-per-prompt", "2", "--global-batch-size", str(size)),
+        r"Nearest that fit: 25000000 and 50000000\.$|at least .* GiB",
+    )

@@ -253,3 +253,18 @@ def test_help_cuts_no_flag_short(capsys, monkeypatch, tmp_path):
     names = [f"--{flag.name}" for flag in [*kernel_flags(), *chosen]]
     assert len(max(names, key=len)) > 40
     assert [name for name in names if name not in given] == []
+
+
+def test_tables_in_a_list_are_not_cut_at_their_commas():
+    tables = ['{ name = "wandb", project = "a,b" }', "jsonl,csv", '{ name = "x" }']
+    parsed = [{"name": "wandb", "project": "a,b"}, "jsonl", "csv", {"name": "x"}]
+    assert parse("--trackers", *tables) == [(("trackers",), parsed)]
+    assert parse("--trackers", tables[0], "--trackers", *tables[1:]) == [(("trackers",), parsed)]
+    assert parse("--trackers", '[{ name = "a", b = 1 }, "c"]', "d")[0][1] == [{"name": "a", "b": 1}, "c", "d"]
+    for words in (['{name="wandb",', 'project="a"}'], ['{"name": "wandb"}', "jsonl"], ['{"name": "wandb"}']):
+        (problem,) = problems("--trackers", *words)
+        assert problem.startswith(
+            f"--trackers {words[0]}: begins like a TOML table or list and is none. Put it into quotes"
+        )
+    # Where the items are texts, they may begin like one.
+    assert parse("--rollout-stop", "[END]", "{") == [(("rollout", "rollout_stop"), ["[END]", "{"])]

@@ -1,9 +1,13 @@
 """`slime config`: the schema of a run file, and what a key does."""
 
+import json
+
 import jsonschema
 import pytest
+from typer.testing import CliRunner
 
 from slime_core.errors import ConfigError, PluginError
+from slime_preflight.cli.config import app
 from slime_preflight.explain import explain_key, list_keys
 from slime_preflight.schema import run_schema
 
@@ -82,3 +86,49 @@ def test_the_list_of_keys_has_every_key_once():
         keys
     )
     assert len(keys) == len(set(keys))
+
+
+PLUGIN = '''
+from pydantic import Field
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.generator import GeneratorDriver
+from slime_core.plugin import driver
+
+
+class QuickConfig(DriverConfig):
+    deep: int = Field(3, gt=0)
+    """How deep."""
+
+
+@driver("slime.generators", "quick")
+class Quick(GeneratorDriver):
+    Config = QuickConfig
+
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("nothing is built")
+'''
+
+
+@pytest.mark.parametrize("chosen", [{}, {"generate": "quick"}])
+def test_options_of_a_generator_in_a_plugin_file(tmp_path, chosen):
+    (tmp_path / "quick.py").write_text(PLUGIN)
+    text = explain_key("generate.deep", chosen, [tmp_path / "quick.py"])
+    assert "owner    quick (quick.py" in text
+    assert "How deep." in text
+    with pytest.raises((ConfigError, PluginError)):
+        explain_key("generate.deep", chosen)
+
+
+def test_a_broken_plugin_hides_no_keys(tmp_path):
+    (tmp_path / "quick.py").write_text(PLUGIN.replace("Quick(GeneratorDriver)", "Quick"))
+    assert explain_key("generate.command", {}, [tmp_path / "quick.py"]).startswith("generate.command\n")
+
+
+def test_the_commands_take_plugin_files(tmp_path):
+    (tmp_path / "quick.py").write_text(PLUGIN)
+    words = ["--plugin", str(tmp_path / "quick.py"), "--generate", "quick"]
+    assert "How deep." in CliRunner().invoke(app, ["explain", "generate.deep", *words]).stdout
+    schema = json.loads(CliRunner().invoke(app, ["schema", *words]).stdout)
+    assert schema["$defs"]["generate_quick"]["properties"]["deep"]["default"] == 3

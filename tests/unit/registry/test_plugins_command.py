@@ -226,3 +226,34 @@ def test_the_stored_cache_of_stevedore_is_not_written(shown, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(shown.folder), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", PROBE, "plugins", "show", "mine"], env=env, capture_output=True, check=True)
     assert not Path(tmp_path / "cache").exists()
+
+
+def test_a_broken_namesake_does_not_hide_the_others(shown, site):
+    site.add("acme-broken", {groups.REWARDS: {"mine": "acme_broken:gone"}}, {"acme_broken": "import nowhere_at_all\n"})
+    result = invoke("show", "mine")
+    assert result.exit_code == 0
+    assert "it cannot be used: " in result.stdout
+    assert "nowhere_at_all" in result.stdout
+    assert "slime.losses" in result.stdout
+    with pytest.raises(PluginError, match="nowhere_at_all"):
+        invoke("show", "mine", "--group", "rewards")
+
+
+def test_options_of_the_group_count_for_its_commands(shown, tmp_path):
+    path = tmp_path / "quick.py"
+    path.write_text("from slime_core.plugin import reward\n@reward('Fast')\ndef f(sample): return 1.0\n")
+    shown_after = invoke("show", "Fast", "--plugin", str(path)).stdout
+    assert "from quick.py " in shown_after
+    assert invoke("--plugin", str(path), "show", "Fast").stdout == shown_after
+    assert invoke("--plugin", str(path), "show", "Fast", "--plugin", str(path)).stdout == shown_after
+    assert "type one of the two" in invoke("--check", "show", "Fast").stderr
+
+
+def test_check_takes_the_names_that_a_run_takes(shown, tmp_path, monkeypatch):
+    """Capitals among them."""
+    monkeypatch.setenv("SLIME_PLUGINS_ALLOW", "slime-plugin-kit")
+    path = tmp_path / "quick.py"
+    path.write_text("from slime_core.plugin import reward\n@reward('Fast')\ndef f(sample): return 1.0\n")
+    for words in (("--plugin", str(path), "--json", "check"), ("--plugin", str(path), "--check", "--json")):
+        records = json.loads(invoke(*words).stdout)
+        assert [r["problems"] for r in records if r["name"] == "Fast"] == [[]]

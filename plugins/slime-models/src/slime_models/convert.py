@@ -21,7 +21,7 @@ from typing import Any, Final
 from slime_core.atomic_io.storage import storage_errors
 from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.contracts.converter import Checksums, Converter, Shard
-from slime_core.controller.run_folder import lock
+from slime_core.controller.folder_lock import lock
 from slime_core.errors import ModelError
 from slime_core.registry import Registry
 

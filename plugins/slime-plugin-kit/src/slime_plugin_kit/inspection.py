@@ -106,7 +106,7 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
         yield f"nothing reads the group {entry.group}{'; close match: ' + close[0] if close else ''}"
         return
     if not NAME_PATTERN.fullmatch(entry.name.rpartition(".")[2] if entry.group == groups.COMMANDS else entry.name):
-        yield f'"{entry.name}" is not a name that users can type: lower-case letters, digits, - and _'
+        yield f'"{entry.name}" is not a name that users can type: letters, digits, - and _'
     twins = [e for e in registry.entries(entry.group) if e.name == entry.name and e.is_from(entry.dist)]
     if len(twins) > 1:
         yield f"{entry.dist} registers the name {len(twins)} times: {', '.join(twin.target for twin in twins)}"

@@ -136,7 +136,7 @@ def entries_of(file: PluginFile) -> dict[str, dict[str, str]]:
 
 def check_name(name: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
-        raise ConfigError(f'"{name}" cannot be a name: use lower-case letters, digits, - and _.')
+        raise ConfigError(f'"{name}" cannot be a name: use letters, digits, - and _.')
 
 
 def write(plan: Plan, folder: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from slime_core import groups
@@ -14,20 +15,24 @@ from slime_core.registry import Registry
 from slime_core.registry.options import default_text, type_text
 
 TABLES: Final = {
-    groups.BACKENDS: ("backend",),
-    groups.ENGINES: ("engine",),
-    groups.ALGORITHMS: ("algo",),
-    groups.REWARDS: ("reward",),
-    groups.LAUNCHERS: ("launcher",),
-    groups.OPTIMIZERS: ("train", "optimizer"),
+    groups.BACKENDS: ("backend", "name"),
+    groups.ENGINES: ("engine", "name"),
+    groups.ALGORITHMS: ("algo", "name"),
+    groups.REWARDS: ("reward", "name"),
+    groups.GENERATORS: ("generate", "name"),
+    groups.SOURCES: ("data", "source"),
+    groups.COLLECTORS: ("rollout", "collector", "name"),
+    groups.TRANSPORTS: ("sync", "transport"),
+    groups.LAUNCHERS: ("launcher", "name"),
+    groups.OPTIMIZERS: ("train", "optimizer", "name"),
 }
-"""Groups whose options are listed where nothing is chosen, with the table that chooses one."""
+"""Groups whose options are listed where nothing is chosen, with the key that chooses one."""
 
 
-def explain_key(key: str, chosen: Mapping[str, str]) -> str:
+def explain_key(key: str, chosen: Mapping[str, str], plugin_files: Sequence[Path] = ()) -> str:
     """`key` as a dotted path, a bare name, or a flag. With nothing chosen, all installed plugins are searched."""
     name = key.removeprefix("--")
-    flags = all_flags(chosen)
+    flags = all_flags(chosen, plugin_files)
     spelled = name.replace("-", "_")
     found = [flag for flag in flags if name in (flag.name, ".".join(flag.path)) or spelled == ".".join(flag.path)]
     found = found or [flag for flag in flags if spelled == flag.path[-1]]
@@ -47,22 +52,23 @@ def described(flag: Flag) -> str:
     )
 
 
-def list_keys(chosen: Mapping[str, str]) -> str:
-    flags = sorted(all_flags(chosen), key=lambda flag: (flag.path, flag.owner))
+def list_keys(chosen: Mapping[str, str], plugin_files: Sequence[Path] = ()) -> str:
+    flags = sorted(all_flags(chosen, plugin_files), key=lambda flag: (flag.path, flag.owner))
     width = max(len(".".join(flag.path)) for flag in flags)
     return "\n".join(
         f"{'.'.join(flag.path):{width}}  {' '.join((flag.field.description or '').split())}" for flag in flags
     )
 
 
-def all_flags(chosen: Mapping[str, str]) -> list[Flag]:
-    """The kernel's flags, and those of the chosen plugins (of every installed one, if none is chosen)."""
-    registry = Registry.from_environment()
+def all_flags(chosen: Mapping[str, str], plugin_files: Sequence[Path] = ()) -> list[Flag]:
+    """The kernel's flags, and those of the chosen plugins (of every one that can be used, if none is chosen)."""
+    registry = Registry.from_environment(plugin_files)
     flags = kernel_flags()
     if chosen:
         return flags + chosen_flags(chosen, registry, strict=True)
     for group, path in TABLES.items():
         for entry in registry.entries(group):
-            more = chosen_flags(merge({}, [((*path, "name"), entry.qualified)]), registry, strict=True)
+            # A broken plugin must not hide the keys of all others.
+            more = chosen_flags(merge({}, [(path, entry.qualified)]), registry)
             flags += [flag for flag in more if flag not in flags]
     return flags

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -13,10 +14,10 @@ from slime_core.config.run import RunConfig
 from slime_core.registry import Registry
 
 
-def run_schema(chosen: Mapping[str, str]) -> dict[str, Any]:
-    """`chosen` maps tables (backend, engine, algo, reward) to plugin names. PluginError for an unknown one."""
+def run_schema(chosen: Mapping[str, str], plugin_files: Sequence[Path] = ()) -> dict[str, Any]:
+    """`chosen` maps tables (backend, engine, algo, reward, generate) to plugin names. PluginError for an unknown one."""
     schema = RunConfig.model_json_schema(mode="validation")
-    flags = [*kernel_flags(), *chosen_flags(chosen, Registry.from_environment(), strict=True)]
+    flags = [*kernel_flags(), *chosen_flags(chosen, Registry.from_environment(plugin_files), strict=True)]
     definitions = schema.setdefault("$defs", {})
     for table, name in chosen.items():
         owned = [flag for flag in flags if flag.path[:-1] == (table,) and flag.path[-1] != "name"]

@@ -72,7 +72,7 @@ class RayCluster:
         if address != "auto":
             probe(address, where)
         try:
-            with sigterm_kept():
+            with signals_kept():
                 ray.init(address=address, **QUIET, namespace=new_namespace())
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             raise ConfigError(
@@ -87,7 +87,7 @@ class RayCluster:
         # because the path of a Unix socket has to be short.
         folder = Path(tempfile.mkdtemp(prefix="slime-", dir="/tmp"))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with sigterm_kept(), loopback_only(), environment({**PRIVATE_ENVIRONMENT, "RAY_AUTH_TOKEN": process_token()}):
+        with signals_kept(), loopback_only(), environment({**PRIVATE_ENVIRONMENT, "RAY_AUTH_TOKEN": process_token()}):
             ray.init(
                 address="local",
                 num_cpus=LOGICAL_CPUS,
@@ -124,7 +124,7 @@ class RayCluster:
     def leave(self, *, keep_logs: bool = False) -> None:
         """Safe to call twice."""
         if self.connected_here and ray.is_initialized():
-            with sigterm_kept():
+            with signals_kept():
                 ray.shutdown()
         if self.folder is not None and not keep_logs:
             # Processes that are just dying may still write a last line to it.
@@ -203,16 +203,19 @@ def loopback_only() -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_kept() -> Iterator[None]:
-    """Ray sets a SIGTERM handler of its own; what to do at SIGTERM is the command line's decision."""
+def signals_kept() -> Iterator[None]:
+    """Ray sets a SIGTERM handler of its own; what to do at SIGTERM is the command line's decision. The processes that Ray
+    starts inherit that SIGHUP is ignored: a closed terminal must not end them before the driver has saved."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
+    at_hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, at_hangup)
 
 
 def fits(num_bundles: int, bundle: dict[str, float]) -> bool:

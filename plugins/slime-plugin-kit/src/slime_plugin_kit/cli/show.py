@@ -14,7 +14,7 @@ from rich.table import Table
 from slime_core import groups
 from slime_core.cli.commands import docstring
 from slime_core.cli.plugins import PluginOption
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Entry, Registry
 from slime_plugin_kit.cli.named import named
 
@@ -34,10 +34,18 @@ def show(
     """Describe a plugin: what it does, its distribution, and its options."""
     registry = Registry.from_environment(plugin or ())
     console = Console(markup=False, highlight=False, soft_wrap=True)
-    for position, entry in enumerate(named(registry, name, group)):
+    broken: list[PluginError] = []
+    found = named(registry, name, group)
+    for position, entry in enumerate(found):
         if position:
             console.print()
-        show_entry(console, registry, entry)
+        try:
+            show_entry(console, registry, entry)
+        except PluginError as error:
+            broken.append(error)
+            console.print(f"it cannot be used: {error}")
+    if len(broken) == len(found):
+        raise PluginError("\n".join(map(str, broken)))
 
 
 def show_entry(console: Console, registry: Registry, entry: Entry) -> None:

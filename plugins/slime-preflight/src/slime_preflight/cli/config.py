@@ -6,23 +6,34 @@ from typing import Annotated
 
 import typer
 
+from slime_core.cli.plugins import PluginOption
+
 app = typer.Typer(help="Describe the keys of a run file.", no_args_is_help=True)
 
 Backend = Annotated[str | None, typer.Option("--backend", help="Take in this backend's options.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="Take in this engine's options.")]
 Algo = Annotated[str | None, typer.Option("--algo", help="Take in the options of this algorithm's parts.")]
 Reward = Annotated[str | None, typer.Option("--reward", help="Take in this reward's options.")]
+Generate = Annotated[str | None, typer.Option("--generate", help="Take in this generator's options.")]
 
 
 @app.command()
-def schema(backend: Backend = None, engine: Engine = None, algo: Algo = None, reward: Reward = None) -> None:
+def schema(
+    backend: Backend = None,
+    engine: Engine = None,
+    algo: Algo = None,
+    reward: Reward = None,
+    generate: Generate = None,
+    plugin: PluginOption = None,
+) -> None:
     """Print the JSON schema of a run file, with the options of the plugins that are named."""
     import json
 
     from slime_preflight.schema import run_schema
 
-    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
-    typer.echo(json.dumps(run_schema({k: v for k, v in chosen.items() if v is not None}), indent=2))
+    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward, "generate": generate}
+    named = {k: v for k, v in chosen.items() if v is not None}
+    typer.echo(json.dumps(run_schema(named, plugin or ()), indent=2))
 
 
 @app.command()
@@ -32,10 +43,12 @@ def explain(
     engine: Engine = None,
     algo: Algo = None,
     reward: Reward = None,
+    generate: Generate = None,
+    plugin: PluginOption = None,
 ) -> None:
     """Explain what a key does, its type, default and owner; without a key, list all keys."""
     from slime_preflight.explain import explain_key, list_keys
 
-    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward}
+    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward, "generate": generate}
     named = {k: v for k, v in chosen.items() if v is not None}
-    typer.echo(list_keys(named) if key is None else explain_key(key, named))
+    typer.echo(list_keys(named, plugin or ()) if key is None else explain_key(key, named, plugin or ()))
