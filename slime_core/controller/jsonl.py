@@ -11,6 +11,7 @@ from slime_core.algorithm.metrics import EVAL_AXIS
 from slime_core.atomic_io.atomic_file import write_text
 from slime_core.atomic_io.storage import written
 from slime_core.contracts.tracker import RunInfo, Tracker
+from slime_core.controller.run_folder import damaged
 
 FILE: Final = "metrics.jsonl"
 
@@ -53,10 +54,15 @@ class JsonlTracker(Tracker):
 def kept_lines(path: Path, resumed_at: int) -> Iterator[str]:
     """The lines from before the checkpoint. An evaluation follows its step's checkpoint, so the last one is done again;
     the end of a line that was being written when the process died is dropped."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
             return
-        record: dict[str, Any] = json.loads(line)
-        first_dropped = resumed_at - 1 if record["axis"] == EVAL_AXIS else resumed_at
-        if record["rollout_id"] < first_dropped:
-            yield line
+        try:
+            record: dict[str, Any] = json.loads(line)
+            first_dropped = resumed_at - 1 if record["axis"] == EVAL_AXIS else resumed_at
+            kept = record["rollout_id"] < first_dropped
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "Remove the line, or move the file away, to continue without what it has"
+            raise damaged(Path(f"{path}:{number}"), error, fix) from error
+        if kept:
+            yield line.decode()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.controller.manifest import recorded_manifest
+from slime_core.errors import CheckpointError
 
 
 class RunFolder:
@@ -31,12 +32,22 @@ class RunFolder:
         return self.path / f"hf-{role}"
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest under current names, whichever release wrote it; None without a run."""
+        """The manifest under current names, whichever release wrote it; None without a run. CheckpointError if it is damaged and
+        the run has saved something."""
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
+            if missing := {"config", "plugins", "data", "fingerprint"} - content.keys():
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            return recorded_manifest(content)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if any(self.checkpoints.glob("step_*")):
+                raise damaged(self.manifest, error, "Restore the file, or pass another --name to train from the start") from error
             # The run was killed while the file was first written: nothing had begun.
             return None
-        return recorded_manifest(content)
+
+
+def damaged(path: Path, error: Exception, fix: str) -> CheckpointError:
+    """For a file of a run folder that cannot be read as what slime wrote."""
+    return CheckpointError(f"{path}: damaged: {error}. {fix}.")

@@ -30,7 +30,7 @@ from slime_core.controller.folder_lock import lock_folder
 from slime_core.controller.gc_control import frozen_gc
 from slime_core.controller.health import health_monitors
 from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
-from slime_core.controller.run_folder import RunFolder
+from slime_core.controller.run_folder import RunFolder, damaged
 from slime_core.controller.run_inputs import RunInputs
 from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
@@ -198,6 +198,8 @@ def count_attempt(folder: RunFolder) -> int:
         attempt = int(json.loads(folder.attempts.read_text())) + 1
     except FileNotFoundError:
         attempt = 1
+    except (ValueError, TypeError) as error:
+        raise damaged(folder.attempts, error, "Write the number of the last attempt into it, such as 1") from error
     write_text(folder.attempts, json.dumps(attempt))
     return attempt
 
