@@ -16,8 +16,8 @@ MAX_THREADS: Final = 16
 
 
 def checksums(files: Sequence[Path]) -> list[str]:
-    """8 hexadecimal digits for each file: the CRC-32 of the CRC-32s of its pieces, of 4 bytes each, little-endian. Threads share the
-    pieces of all files, since one thread computes 1 to 3 GB/s."""
+    """8 hexadecimal digits for each file: the CRC-32 of the CRC-32s of its pieces, of 4 bytes each, little-endian. Threads
+    share the pieces of all files, since one thread computes 1 to 3 GB/s."""
     pieces = [range(0, file.stat().st_size, PIECE) for file in files]
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "checksum") as threads:
         of_piece = threads.map(

@@ -32,8 +32,8 @@ class RunFolder:
         return self.path / f"hf-{role}"
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest under current names, whichever release wrote it; None without a run. CheckpointError if it is damaged and
-        the run has saved something."""
+        """The manifest under current names, whichever release wrote it; None without a run. CheckpointError if it is damaged
+        and the run has saved something."""
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
             if missing := {"config", "plugins", "data", "fingerprint"} - content.keys():
@@ -43,7 +43,8 @@ class RunFolder:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if any(self.checkpoints.glob("step_*")):
-                raise damaged(self.manifest, error, "Restore the file, or pass another --name to train from the start") from error
+                fix = "Restore the file, or pass another --name to train from the start"
+                raise damaged(self.manifest, error, fix) from error
             # The run was killed while the file was first written: nothing had begun.
             return None
 
