@@ -23,6 +23,7 @@ from slime_core.rollout.trace import GroupTrace, ResponseTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.trajectory import without_untrained_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,7 +167,8 @@ class GroupRunner:
             running.episodes.append(episode)
             began = time.perf_counter()
             try:
-                samples = check_samples(await self._generate(episode), self.generator)
+                generated = check_samples(await self._generate(episode), self.generator)
+                samples = [without_untrained_end(sample, self.tokenizer) for sample in generated]
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
                 return samples
