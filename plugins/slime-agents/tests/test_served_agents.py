@@ -154,22 +154,23 @@ def returning(function, reward):
 
 
 def test_several_responses_at_once_and_streams():
-    read = []
+    read, streamed = [], []
 
     async def many(task):
         async with client(task) as opened:
             response = await opened.chat.completions.create(
-                model="m", messages=[user("hi")], n=3, logprobs=True, temperature=0.3
+                model="m", messages=[user("hi")], n=3, logprobs=True, temperature=1
             )
             read.append([choice.message.content for choice in response.choices])
             read.append(response.choices[0].logprobs.content[0])
             read.append(
                 (response.usage.prompt_tokens, response.usage.completion_tokens, response.choices[0].finish_reason)
             )
-            options = {"stream": True, "tools": [{"type": "function", "function": ADD}]}
+            options = {"stream": True, "tools": [{"type": "function", "function": ADD}], "logprobs": True}
             stream = await opened.chat.completions.create(model="m", messages=[user("go")], **options)
-            deltas = [chunk.choices[0].delta async for chunk in stream]
-            read.extend(call.function.name for delta in deltas for call in delta.tool_calls or [])
+            chunks = [chunk.choices[0] async for chunk in stream]
+            read.extend(call.function.name for chunk in chunks for call in chunk.delta.tool_calls or [])
+            streamed.extend(row for chunk in chunks if chunk.logprobs for row in chunk.logprobs.content)
             read.append([model.id async for model in opened.models.list()])
         return 1.0
 
@@ -178,6 +179,9 @@ def test_several_responses_at_once_and_streams():
     assert (read[1].token, read[1].logprob < 0) == ("a", True)
     assert read[2] == (len("<s>user\nhi<e>\n<s>assistant\n") - 4 - 2, 3 * 4, "stop")
     assert read[3:] == ["add", ["slime"]]
+    assert "".join(row.token for row in streamed) == f"{ASKS}<e>"
+    assert [row.logprob for row in streamed] == pytest.approx(engine.completions[-1].log_probs.tolist())
+    assert bytes(byte for row in streamed for byte in row.bytes).decode() == f"{ASKS}<e>"
     assert len(samples) == 4
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     assert len({request.seed for request in engine.requests}) == 4

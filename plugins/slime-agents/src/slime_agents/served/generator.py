@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slime_agents.config import AgentConfig
+from slime_agents.control_tokens import ControlTokens
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
 from slime_agents.served.server import AgentServer
 from slime_agents.served.session import Session
@@ -25,17 +26,22 @@ class ServedAgent(Generator):
         self._agent = agent
         self._config = config
         self._server = AgentServer()
+        self._control: ControlTokens | None = None
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         if not episode.tokenizer.chat_template:
             raise PluginError(
                 "agents send messages, and the model's tokenizer has no chat template: add chat_template.jinja to its folder"
             )
+        if self._control is None:
+            self._control = ControlTokens(episode.tokenizer)
         session = Session(
             episode,
+            self._control,
             max_calls=self._config.max_calls,
             fork_threshold=self._config.fork_threshold,
             template_kwargs=self._config.chat_template_kwargs,
+            ignored_parameters=self._config.ignored_parameters,
         )
         key = await self._server.open(session)
         try:
