@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,11 +18,6 @@ UNSEEN: Final = frozenset({"thinking", "redacted_thinking"})
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-PARAMETERS: Final = Parameters(
-    used=frozenset(["messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"]),
-    no_effect=frozenset(["model", "metadata", "service_tier", "cache_control"]),
-    defaults={"thinking": [{"type": "disabled"}]},
-)
 TOOL_CHOICES: Final = ({"type": "auto"}, {"type": "none"})
 
 
@@ -45,8 +39,7 @@ class MessagesRequest(BaseModel):
         PARAMETERS.check(self.model_extra or {}, sampling, ignored)
         choice = {key: value for key, value in (self.tool_choice or TOOL_CHOICES[0]).items() if value is not False}
         if choice not in TOOL_CHOICES:
-            unused = replace(PARAMETERS, used=PARAMETERS.used - {"tool_choice"})
-            unused.check({"tool_choice": choice}, sampling, ignored)
+            PARAMETERS.refuse("tool_choice", choice, ignored)
         if self.messages and self.messages[-1].get("role") == "assistant":
             raise BadCall(
                 "messages: the last one is the assistant's, and a response that was begun is not continued here"
@@ -63,6 +56,13 @@ class MessagesRequest(BaseModel):
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
         )
+
+
+PARAMETERS: Final = Parameters(
+    used=frozenset(MessagesRequest.model_fields),
+    no_effect=frozenset(["model", "metadata", "service_tier", "cache_control"]),
+    defaults={"thinking": [{"type": "disabled"}]},
+)
 
 
 def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:

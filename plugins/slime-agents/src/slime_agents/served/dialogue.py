@@ -62,8 +62,8 @@ class Dialogue:
         """BadCall if a message cannot be shown to the model."""
         if not messages:
             raise BadCall("messages: there are none")
-        shown = [self._shown(message) for message in messages]
         try:
+            shown = [self._shown(message) for message in messages]
             text = str(
                 self._tokenizer.apply_chat_template(
                     shown,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,25 +17,6 @@ MODEL: Final = "slime"
 TextOf: TypeAlias = Callable[[Sequence[int]], str]
 
 
-PARAMETERS: Final = Parameters(
-    used=frozenset(
-        ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "n", "logprobs")
-        + ("stream", "stream_options")
-    ),
-    no_effect=frozenset(
-        ["model", "user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
-    ),
-    defaults={
-        "frequency_penalty": [0],
-        "presence_penalty": [0],
-        "logit_bias": [{}],
-        "top_logprobs": [0],
-        "parallel_tool_calls": [True],
-        "response_format": [{"type": "text"}],
-        "modalities": [["text"]],
-        "store": [False],
-    },
-)
 TOOL_CHOICES: Final = ("auto", "none")
 STREAM_OPTIONS: Final = frozenset({"include_usage", "include_obfuscation"})
 """The second only pads what is sent."""
@@ -63,8 +43,7 @@ class ChatRequest(BaseModel):
         """BadCall for a parameter that would not be respected."""
         PARAMETERS.check(self.model_extra or {}, sampling, ignored)
         if self.tool_choice not in (None, *TOOL_CHOICES):
-            unused = replace(PARAMETERS, used=PARAMETERS.used - {"tool_choice"})
-            unused.check({"tool_choice": self.tool_choice}, sampling, ignored)
+            PARAMETERS.refuse("tool_choice", self.tool_choice, ignored)
         if others := sorted(set(self.stream_options or {}) - STREAM_OPTIONS):
             raise BadCall(f"stream_options: {', '.join(others)}: not supported here", parameter="stream_options")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -75,6 +54,24 @@ class ChatRequest(BaseModel):
             max_tokens=min(limits, default=None),
             stop=tuple(stop),
         )
+
+
+PARAMETERS: Final = Parameters(
+    used=frozenset(ChatRequest.model_fields),
+    no_effect=frozenset(
+        ["model", "user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
+    ),
+    defaults={
+        "frequency_penalty": [0],
+        "presence_penalty": [0],
+        "logit_bias": [{}],
+        "top_logprobs": [0],
+        "parallel_tool_calls": [True],
+        "response_format": [{"type": "text"}],
+        "modalities": [["text"]],
+        "store": [False],
+    },
+)
 
 
 def message(reply: Reply) -> dict[str, Any]:

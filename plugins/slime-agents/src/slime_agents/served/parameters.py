@@ -42,22 +42,24 @@ class Parameters:
     defaults: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters that are not supported, with the values that ask for what is done anyway."""
 
-    def check(self, given: Mapping[str, Any], sampling: SamplingParams, ignored: Sequence[str]) -> None:
-        """BadCall with the name of the first parameter that would not be respected. `sampling`: that of the episode; `ignored`:
-        names that the run file accepts with any value."""
-        for name, value in given.items():
-            if value is None or name in self.used or name in self.no_effect or name in ignored:
+    def check(self, others: Mapping[str, Any], sampling: SamplingParams, ignored: Sequence[str]) -> None:
+        """BadCall for the first of the parameters that are not in `used`, if it would not be respected. `sampling`: that of
+        the episode; `ignored`: names that the run file accepts with any value."""
+        for name, value in others.items():
+            if value is None or name in self.no_effect or value in self.defaults.get(name, ()):
                 continue
-            if name in self.defaults and value in self.defaults[name]:
-                continue
-            if name in SAMPLED:
-                if value == getattr(sampling, name):
-                    continue
-                why = f"A call is sampled as the run samples: {name} = {getattr(sampling, name)}"
-            else:
-                why = ADVICE.get(name, f"Supported are {', '.join(sorted(self.used))}")
-            raise BadCall(
-                f"{name} = {value!r:.80}: not supported here. {why}. Leave it out; if the agent cannot, accept that it is "
-                f'ignored: generate.ignored_parameters = ["{name}"] in the run file.',
-                parameter=name,
-            )
+            if name not in SAMPLED:
+                self.refuse(name, value, ignored)
+            elif value != (of_run := getattr(sampling, name)):
+                self.refuse(name, value, ignored, f"A call is sampled as the run samples, with {name} = {of_run}")
+
+    def refuse(self, name: str, value: Any, ignored: Sequence[str], reason: str | None = None) -> None:
+        """BadCall, unless the run file ignores the parameter."""
+        if name in ignored:
+            return
+        reason = reason or ADVICE.get(name, f"Supported are {', '.join(sorted(self.used))}")
+        raise BadCall(
+            f"{name} = {value!r:.80}: not supported here. {reason}. Leave it out; if the agent cannot, accept in the run file "
+            f'that it is ignored: generate.ignored_parameters = ["{name}"].',
+            parameter=name,
+        )
