@@ -428,6 +428,24 @@ def test_an_agent_that_fails():
         play(once, lambda text: "x", fails=EngineError("it died"))
 
 
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1.0", [1.0]])
+def test_an_agent_that_returns_no_number_fails(returned):
+    async def once(task):
+        await ask(task, user("hi"))
+        return returned
+
+    with pytest.raises(AgentFailed, match=r"the agent returned .*: it must return a finite number, or None"):
+        play(once, lambda text: "x")
+
+
+def test_two_calls_at_the_same_time_are_two_samples():
+    async def both(task):
+        await asyncio.gather(ask(task, user("hi")), ask(task, user("hi")))
+
+    samples, _ = play(returning(both, 1.0), lambda text: "x")
+    assert [pieces(sample) for sample in samples] == [[(1, "x<e>")]] * 2
+
+
 def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
     stop = asyncio.Event()
 
@@ -586,6 +604,41 @@ def test_a_command_is_an_agent(tmp_path, monkeypatch):
     assert pieces(sample) == [(1, "42<e>")]
     with pytest.raises(AgentFailed, match=r"(?s)exit code 1: .*no way"):
         run(metadata={"from": "nowhere"})
+
+
+def test_a_program_that_leaves_a_process_behind_ends(tmp_path):
+    # In a session of its own, with the agent's output open.
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.exit('too bad')"
+
+    async def scene():
+        generator = OpenaiAgent.build(CommandConfig(command=(sys.executable, "-c", code), timeout_s=50))
+        try:
+            await generator.open()
+            await generator.generate(episode_with(Speaker(str, tokenizer=CHAT), tokenizer=CHAT))
+        finally:
+            await generator.close()
+
+    with pytest.raises(AgentFailed, match="ended with exit code 1"):
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"command": ["no-such-agent"]},
+            r'generate\.command = "no-such-agent": there is no such program, or it may not be run\.$',
+        ),
+        (
+            {"command": ["./agent.py"]},
+            r'generate\.command = "\./agent\.py": .* Write its whole path, or set generate\.folder',
+        ),
+        ({"command": ["sleep"], "folder": "/no/where"}, r'generate\.folder = "/no/where": there is no such folder'),
+    ],
+)
+def test_a_program_that_is_missing_is_named_before_the_run_starts(options, message):
+    with pytest.raises(PluginError, match=message):
+        asyncio.run(OpenaiAgent.build(CommandConfig(**options)).open())
 
 
 def test_a_function_in_a_plugin_file_is_a_generator(tmp_path):

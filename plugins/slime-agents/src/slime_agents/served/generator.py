@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -70,7 +72,7 @@ class ServedAgent(Generator):
                 raise AgentFailed("no agent that is to be trained has called the model")
             return paid[-1:] if episode.evaluation else paid
         if earned is not None:
-            return [replace(sample, reward=float(earned)) for sample in samples]
+            return [replace(sample, reward=reward_of(earned)) for sample in samples]
         if episode.evaluation or len(samples) == 1:
             return samples[-1:]
         (outcome,) = await episode.score(samples[-1:])
@@ -130,8 +132,17 @@ class ServedAgent(Generator):
         session.ended.set()
 
 
+def reward_of(returned: object) -> float:
+    """AgentFailed if it is no finite number."""
+    if not isinstance(returned, numbers.Real) or not math.isfinite(returned):
+        raise AgentFailed(
+            f"the agent returned {returned!r:.80}: it must return a finite number, or None for the run's reward"
+        )
+    return float(returned)
+
+
 def with_reward(sample: Sample, earned: Earned) -> Sample:
-    sample = replace(sample, reward=float(earned.reward), reward_parts=dict(earned.parts))
+    sample = replace(sample, reward=reward_of(earned.reward), reward_parts=dict(earned.parts))
     if earned.num_agents == 1:
         return sample
     # Negative, so that it differs from every group index.
