@@ -138,8 +138,8 @@ def test_what_is_sampled_or_continued_is_not_cut():
     assert without_untrained_end(kept, Letters()) is kept
     outside = trajectory()
     outside.append_environment([8, 9])
-    said = outside.finish(status=Status.COMPLETED)
-    assert without_untrained_end(said, Letters()) is said
+    whole = outside.finish(status=Status.COMPLETED)
+    assert without_untrained_end(whole, Letters()) is whole
 
 
 def test_a_response_whose_log_probs_do_not_fit_is_refused():

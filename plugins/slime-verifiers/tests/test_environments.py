@@ -246,9 +246,9 @@ CODE = {"before": "", "data": "Data", "task": "Task", "inside": "", "made": "Tas
         (
             "quoted_task",
             {"task": "'Task'"},
-            r'quoted_task\.Set: its type parameter "Task" is a name in quotes.*Define Task above',
+            r'"quoted_task": the type parameter "Task" of Set is a name in quotes.*Define Task above',
         ),
-        ("quoted_data", {"data": "'Data'"}, r'quoted_data\.Task: its type parameter "Data" is a name in quotes'),
+        ("quoted_data", {"data": "'Data'"}, r'"quoted_data": the type parameter "Data" of Task is a name in quotes'),
         (
             "other_task",
             {"made": "Other"},
@@ -274,7 +274,7 @@ def test_a_taskset_that_would_lose_its_rewards_or_fails_is_named(tmp_path, name,
 
 def test_an_environment_with_a_name_in_quotes_is_refused_with_other_prompts_too():
     with pytest.raises(
-        PluginError, match=r'slime_quoted\.QuotedTaskset: its type parameter "QuotedTask" is a name in quotes'
+        PluginError, match=r'env\.taskset = "slime_quoted": the type parameter "QuotedTask" of QuotedTaskset is'
     ):
         play({"id": "slime_sums"}, str, env={"taskset": {"id": "slime_quoted"}})
 

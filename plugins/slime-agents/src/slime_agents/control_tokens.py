@@ -48,7 +48,7 @@ class ControlTokens:
         return self._control.sub(lambda found: marked(found[0]), text)
 
     def plain_response(self, text: str) -> str:
-        """Marks only special tokens, in a text that is said to be the model's: templates look for other tokens there, such as
+        """Marks only special tokens, in a text of the role assistant: templates look for other tokens there, such as
         those around thoughts."""
         return self._special.sub(lambda found: marked(found[0]), text)
 

@@ -101,12 +101,12 @@ def environment(config: VerifiersConfig) -> vf.Env[Any]:
         if agent.max_turns is None:
             given["max_turns"] = config.max_turns
         changes[name] = agent.model_copy(update=given)
+    asked = f'generate.env.taskset = "{settings.taskset.id}"'
     try:
         env = vf.load_environment(settings.model_copy(update=changes))
     except Exception as error:
-        raise failure(f'generate.env.taskset = "{settings.taskset.id}"', error) from error
-    kinds = (type(env), type(env.taskset), type(env.taskset).task_type())
-    check_type_parameters(*kinds)
+        raise failure(asked, error) from error
+    check_type_parameters(asked, type(env), type(env.taskset), type(env.taskset).task_type())
     return env
 
 

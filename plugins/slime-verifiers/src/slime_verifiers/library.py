@@ -110,7 +110,7 @@ def place_of(error: Exception) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def check_type_parameters(*classes: type) -> None:
+def check_type_parameters(asked: str, *classes: type) -> None:
     """PluginError for a class whose type parameter is a name in quotes: the library would not find the class that it names, and
     use its own base class, which has no rewards."""
     for klass in classes:
@@ -120,7 +120,7 @@ def check_type_parameters(*classes: type) -> None:
                     if isinstance(parameter, ForwardRef | str):
                         name = parameter if isinstance(parameter, str) else parameter.__forward_arg__
                         raise PluginError(
-                            f'{parent.__module__}.{parent.__name__}: its type parameter "{name}" is a name in quotes, which '
+                            f'{asked}: the type parameter "{name}" of {parent.__name__} is a name in quotes, which '
                             f"verifiers does not find: tasks would have no rewards. Define {name} above "
                             f"{parent.__name__}, and write it without quotes."
                         )

@@ -33,7 +33,7 @@ class TaskSource(DataSource):
         if config.limit is None and not taskset.bounded:
             raise ConfigError(f'data.taskset = "{self._id}": this taskset is endless. Set data.limit.')
         asked = f'data.taskset = "{self._id}"'
-        check_type_parameters(type(taskset), type(taskset).task_type())
+        check_type_parameters(asked, type(taskset), type(taskset).task_type())
         try:
             tasks = list(itertools.islice(taskset, config.limit))
         except Exception as error:

@@ -214,7 +214,7 @@ class CommandAgent(Agent):
 
 
 async def reader_of(read_end: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
-    """Reads a pipe. Closing the transport ends the stream, whoever may still write."""
+    """Reads a pipe. Closing the transport ends the stream, even if a process may still write."""
     stream = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(

@@ -118,7 +118,7 @@ def log_probs(reply: Reply, text_of: TextOf) -> dict[str, Any]:
 
 
 def log_prob(token: str, value: float) -> dict[str, Any]:
-    # A token may be a part of a character: its bytes are not those of the text that stands for it.
+    # A token may be a part of a character: its bytes are not those of the replacement character.
     known = None if "\ufffd" in token else list(token.encode())
     return {"token": token, "logprob": value, "bytes": known, "top_logprobs": []}
 

@@ -1,5 +1,5 @@
-"""Parameters of requests. Each is used, has no effect on a response, or is refused by name: none is ignored unless the run file
-says so."""
+"""Parameters of requests. Each is used, has no effect on a response, or is refused by name. Only those that the run
+file names are ignored."""
 
 from __future__ import annotations
 
