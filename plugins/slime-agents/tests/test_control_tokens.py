@@ -217,6 +217,5 @@ def test_a_first_message_beyond_the_context_is_an_empty_truncated_response():
 
 def test_a_text_that_is_no_unicode_is_refused():
     control = ControlTokens(QWEN)
-    call = {"id": "a", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
     with pytest.raises(BadCall, match="a text is not valid Unicode"):
-        Dialogue(QWEN, {}, control).render([{"role": "assistant", "tool_calls": [call]}], None)
+        Dialogue(QWEN, {}, control).render([{"role": "tool", "content": "\ud800"}], None)

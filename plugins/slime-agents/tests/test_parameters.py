@@ -188,12 +188,12 @@ def test_requests_that_are_no_calls(post, path, body, status, text):
     assert text in response["error"]["message"]
 
 
-@pytest.mark.parametrize(("depth", "text"), [(100_000, "arguments are nested too deeply"), (900, "maximum recursion")])
-def test_arguments_that_are_nested_too_deeply(post, depth, text):
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_arguments_that_are_nested_too_deeply(post, depth):
     deep = {"name": "f", "arguments": '{"a":' + "[" * depth + "]" * depth + "}"}
     status, response = post(CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": deep}]}]})
     assert status == 400
-    assert text in response["error"]["message"]
+    assert "tool_calls: arguments are no JSON: recursion limit exceeded" in response["error"]["message"]
 
 
 def test_a_request_that_is_too_large_is_refused_before_it_is_read(post, monkeypatch):
@@ -210,6 +210,7 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(post, monkeypa
         '{"name": "f", "arguments": {"a": 1e999}}',
         '{"name": "f", "arguments": {"a": "\\ud800"}}',
         '{"name": "f", "arguments": {"a": ' + "[" * 1500 + "]" * 1500 + "}}",
+        '{"name": "f", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}",
         '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
         '["f"]',
     ],

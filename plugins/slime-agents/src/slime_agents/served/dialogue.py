@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError
+from pydantic_core import from_json
 
 from slime_agents.control_tokens import ControlTokens
 
@@ -144,11 +145,9 @@ def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError:
-            raise BadCall(f"tool_calls: arguments are no JSON: {arguments:.80}") from None
-        except RecursionError:
-            raise BadCall(f"tool_calls: arguments are nested too deeply: {arguments:.80}") from None
+            function["arguments"] = from_json(arguments or "{}")
+        except ValueError as error:
+            raise BadCall(f"tool_calls: arguments are no JSON: {error}: {arguments:.80}") from None
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
@@ -185,12 +184,13 @@ def written_calls(raw: str) -> list[str]:
 def tool_call(text: str, call_id: str) -> ToolCall | None:
     """None for a text that is no call, or whose arguments JSON cannot hold: no finite numbers, half of a character."""
     try:
-        call = json.loads(text)
+        # Unlike `json`, it refuses deep nesting, with which other code would fail.
+        call = from_json(text)
         name, arguments = call.get("name"), call.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         f"{name}{written}".encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     return ToolCall(call_id, name, written)
