@@ -30,6 +30,8 @@ class Renames:
     """Values that were renamed, by the key's new name."""
     added: Mapping[KeyPath, Any] = field(default_factory=dict)
     """Keys that there were not, and the value, as JSON has it, with which today's slime does what was done then."""
+    added_beside: Mapping[KeyPath, tuple[str, Any]] = field(default_factory=dict)
+    """The same for options of plugins, with another option that tables of these plugins always had."""
     became_plugins: Mapping[KeyPath, Mapping[str, str]] = field(default_factory=dict)
     """Keys, by their new names, whose values (of a table: whose keys) were words of the kernel and are names of plugins now;
     `group:distribution/name` by value."""
@@ -55,6 +57,7 @@ RENAMES: Final = Renames(
     keys=RENAMED,
     values=VALUES,
     added={},
+    added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,
@@ -125,6 +128,10 @@ def config_today(config: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
     for path, value in renames.added.items():
         table = table_at(result, path[:-1])
         if table is not None:
+            table.setdefault(path[-1], value)
+    for path, (beside, value) in renames.added_beside.items():
+        table = table_at(result, path[:-1])
+        if table is not None and beside in table:
             table.setdefault(path[-1], value)
     return result
 

@@ -51,6 +51,8 @@ class EngineEpisode:
     """Requests expert ids."""
     trained_versions: Callable[[], range] = lambda: range(1)
     request_ids: list[str] = field(default_factory=list, init=False)
+    unfinished: set[str] = field(default_factory=set, init=False)
+    """Ids of requests that have no response yet."""
     turns: list[Turn] = field(default_factory=list, init=False)
     began: float = field(default_factory=time.time, init=False)
 
@@ -100,7 +102,11 @@ class EngineEpisode:
         if sampling.max_new_tokens <= 0:
             return Completion.empty(request, FinishReason.LENGTH)
         began = time.perf_counter()
-        completion = await self.client.generate(request)
+        self.unfinished.add(request.request_id)
+        try:
+            completion = await self.client.generate(request)
+        finally:
+            self.unfinished.discard(request.request_id)
         self.turns.append(
             Turn(
                 request_id=request.request_id,

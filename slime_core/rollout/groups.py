@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -23,11 +23,14 @@ from slime_core.rollout.trace import GroupTrace, ResponseTrace
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.trajectory import without_untrained_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+LONGEST_INTERVAL_S: Final = 3.0
+"""Between two aborts of the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +169,8 @@ class GroupRunner:
             running.episodes.append(episode)
             began = time.perf_counter()
             try:
-                samples = check_samples(await self._generate(episode), self.generator)
+                generated = check_samples(await self._generate(episode), self.generator)
+                samples = [without_untrained_end(sample, self.tokenizer) for sample in generated]
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
                 return samples
@@ -181,6 +185,7 @@ class GroupRunner:
                 will_retry = attempt < self.settings.max_retries
                 self.on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
                 failure = error
+                await self._end_requests(episode)
             finally:
                 running.traces.append(episode.trace(time.perf_counter() - began))
         assert failure is not None
@@ -188,7 +193,9 @@ class GroupRunner:
 
     async def _generate(self, episode: EngineEpisode) -> Sequence[Sample]:
         try:
-            return await self.generator.generate(episode)
+            samples = await self.generator.generate(episode)
+            await self._end_requests(episode)
+            return samples
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -198,6 +205,15 @@ class GroupRunner:
                 f"generator {type(self.generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
                 "not by the run."
             ) from error
+
+    async def _end_requests(self, episode: EngineEpisode) -> None:
+        """Aborts requests that the generator has not waited for: they would run on while engines sleep or get weights. Repeats
+        it, since an engine may not have received a request yet."""
+        interval = 0.01
+        while episode.unfinished:
+            await self.client.abort(sorted(episode.unfinished))
+            await asyncio.sleep(interval)
+            interval = min(2 * interval, LONGEST_INTERVAL_S)
 
     async def _score(self, group: SampleGroup) -> SampleGroup:
         plan = self.settings.scoring

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,6 +130,26 @@ class Trajectory:
         self._mask.append(mask)
         self._log_probs.append(np.asarray(log_probs, np.float32))
         self._length += len(tokens)
+
+
+def without_untrained_end(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Cuts the response after its last token that is trained or that a policy sampled: what follows, such as the output of a
+    tool beyond the budget, costs memory and computation and has no gradient. A response without such a token, and one that a
+    partial rollout will continue, stay as they are."""
+    trained = np.flatnonzero(sample.loss_mask)
+    end = max(int(trained[-1]) + 1 if len(trained) else 0, *(e for _, s, e in sample.spans if e > s), 0)
+    if sample.status is Status.ABORTED or not 0 < end < sample.response_length:
+        return sample
+    return replace(
+        sample,
+        tokens=sample.tokens[: sample.prompt_length + end].copy(),
+        loss_mask=sample.loss_mask[:end].copy(),
+        rollout_log_probs=sample.rollout_log_probs[:end].copy(),
+        response=decode(tokenizer, sample.response_tokens[:end]),
+        spans=tuple(span for span in sample.spans if span.end <= end),
+        # A reward of tokens that are not trained is part of the rest of the reward.
+        span_rewards=tuple(r._replace(end=min(r.end, end)) for r in sample.span_rewards if r.start < end),
+    )
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32]) -> str:

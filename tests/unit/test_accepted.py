@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from slime_core.algorithm.build_batch import build_batch
+from slime_core.algorithm.metrics import rollout_metrics
 from slime_core.config.part import PluginSpec
 from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
@@ -22,9 +24,12 @@ from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
 from slime_core.rollout.rewards import RewardResult
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward
 from slime_core.types.buffer_item import ItemKind
-from slime_core.types.completion import SamplingParams
+from slime_core.types.completion import FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
+from slime_models.new_model import character_tokenizer
+from slime_plugin_kit.scripted_engine import ScriptedEngine
+from slime_plugin_kit.scripted_rollout import client_of
 
 
 def prompt(number):
@@ -444,6 +449,53 @@ async def test_responses_are_numbered_through_the_run():
     group = await made.start(prompt(5)).task
     assert [sample.index for sample in group.samples] == [15, 16, 17]
     assert group.rewards == [15, 16, 17]
+
+
+async def test_a_tools_output_beyond_the_budget_is_not_in_the_group():
+    def with_output(sample):
+        sampled = sample.response_length
+        return [
+            replace(
+                sample,
+                tokens=np.append(sample.tokens, np.full(900, 7, np.int32)),
+                loss_mask=np.append(sample.loss_mask, np.zeros(900, np.uint8)),
+                rollout_log_probs=np.append(sample.rollout_log_probs, np.zeros(900, np.float32)),
+                spans=(VersionSpan(0, 0, sampled),),
+                status=Status.TRUNCATED,
+            )
+        ]
+
+    made, _ = runner(Responses(samples=with_output))
+    made.tokenizer = character_tokenizer("abcdefgh")
+    group = await made.start(prompt(0)).task
+    batch = build_batch([group])
+    assert batch.response_length.tolist() == [sample.num_trainable for sample in group.samples]
+    assert rollout_metrics(batch, 0)["rollout/response_len/max"] == batch.response_length.max()
+    assert batch.truncated.all()
+
+
+class Impatient(Responses):
+    """Leaves a request behind."""
+
+    left = ()
+
+    async def generate(self, episode):
+        self.left = (*self.left, asyncio.create_task(episode.complete(episode.prompt.token_ids)))
+        await asyncio.sleep(0)
+        return await super().generate(episode)
+
+
+@pytest.mark.parametrize("failures", [{}, {1: 1}])
+async def test_requests_that_a_generator_leaves_behind_are_aborted(failures):
+    generator = Impatient(failures)
+    made, _ = runner(generator)
+    made.client = client_of(ScriptedEngine(held=True))
+    group = await made.start(prompt(0)).task
+    assert len(group.samples) == 3
+    ended, running = await asyncio.wait(generator.left, timeout=10)
+    assert not running
+    assert {task.result().finish_reason for task in ended} == {FinishReason.ABORT}
+    assert len(generator.left) == 3 + len(failures)
 
 
 async def test_a_failed_response_is_tried_again_and_then_given_up():

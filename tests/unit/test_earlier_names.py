@@ -124,3 +124,11 @@ def test_modalities_of_0_1_are_plugins_now():
         "data.multimodal_keys image": f"slime.media:slime-models/image {version}"
     }
     assert in_todays_names({"config": {"data": {"multimodal_keys": {}}}, "plugins": {}})["plugins"] == {}
+
+
+def test_an_option_is_added_to_the_plugins_that_have_it_alone():
+    agents = {"name": "mine", "fork_threshold": 8}
+    for table, expected in ((agents, {**agents, "ignored_parameters": []}), ({"name": "retool"}, {"name": "retool"})):
+        assert in_todays_names({"config": {"generate": table}})["config"]["generate"] == expected
+    given = {**agents, "ignored_parameters": ["seed"]}
+    assert in_todays_names({"config": {"generate": given}})["config"]["generate"] == given

@@ -13,8 +13,8 @@ from slime_core.rollout.seeds import request_seed
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Status, VersionSpan
-from slime_core.types.trajectory import Trajectory, decode
+from slime_core.types.sample import SpanReward, Status, VersionSpan
+from slime_core.types.trajectory import Trajectory, decode, without_untrained_end
 from slime_models.new_model import character_tokenizer
 
 PROMPT = Prompt(group_index=6, text="q", token_ids=np.array([5, 6, 7], np.int32), metadata={"kind": "x"})
@@ -106,6 +106,40 @@ def test_continuing_from_kept_tokens():
     assert sample.spans == ((4, 0, 2), (9, 3, 4))
     assert sample.status is Status.COMPLETED
     assert sample.oldest_version(99) == 4
+
+
+def test_what_follows_the_last_sampled_token_is_cut():
+    grown = trajectory()
+    grown.append_completion(completion([1, 2]))
+    grown.append_environment([8])
+    grown.append_completion(completion([3]))
+    whole = grown.finish()
+    assert without_untrained_end(whole, Letters()) is whole
+    grown.append_environment([9] * 5000)
+    grown.append_completion(completion([], "length"))
+    long = grown.finish()
+    long = replace(long, span_rewards=(SpanReward(0, 2, 0.5), SpanReward(3, 9, 0.25), SpanReward(5, 9, 1.0)))
+    sample = without_untrained_end(long, Letters())
+    assert (sample.status, sample.response) == (Status.TRUNCATED, "bcid")
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "spans"):
+        assert list(getattr(sample, name)) == list(getattr(whole, name)), name
+        # No view of the long array, which would keep it in memory.
+        assert getattr(getattr(sample, name), "base", None) is None
+    assert sample.span_rewards == ((0, 2, 0.5), (3, 4, 0.25))
+
+
+def test_what_is_sampled_or_continued_is_not_cut():
+    grown = trajectory()
+    grown.append_completion(completion([1, 2]))
+    masked = replace(grown.finish(), loss_mask=np.array([1, 0], np.uint8))
+    assert without_untrained_end(masked, Letters()) is masked
+    grown.append_environment([8])
+    kept = grown.finish(status=Status.ABORTED)
+    assert without_untrained_end(kept, Letters()) is kept
+    outside = trajectory()
+    outside.append_environment([8, 9])
+    whole = outside.finish(status=Status.COMPLETED)
+    assert without_untrained_end(whole, Letters()) is whole
 
 
 def test_a_response_whose_log_probs_do_not_fit_is_refused():

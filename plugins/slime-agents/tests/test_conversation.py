@@ -18,7 +18,7 @@ def completion(text):
 
 @pytest.fixture
 def talk():
-    made = Conversation(encode, fork_threshold=5)
+    made = Conversation(lambda text, most: encode(text), fork_threshold=5)
 
     def call(text, response):
         branch = made.place(text)

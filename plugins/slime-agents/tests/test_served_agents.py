@@ -154,22 +154,23 @@ def returning(function, reward):
 
 
 def test_several_responses_at_once_and_streams():
-    read = []
+    read, streamed = [], []
 
     async def many(task):
         async with client(task) as opened:
             response = await opened.chat.completions.create(
-                model="m", messages=[user("hi")], n=3, logprobs=True, temperature=0.3
+                model="m", messages=[user("hi")], n=3, logprobs=True, temperature=1
             )
             read.append([choice.message.content for choice in response.choices])
             read.append(response.choices[0].logprobs.content[0])
             read.append(
                 (response.usage.prompt_tokens, response.usage.completion_tokens, response.choices[0].finish_reason)
             )
-            options = {"stream": True, "tools": [{"type": "function", "function": ADD}]}
+            options = {"stream": True, "tools": [{"type": "function", "function": ADD}], "logprobs": True}
             stream = await opened.chat.completions.create(model="m", messages=[user("go")], **options)
-            deltas = [chunk.choices[0].delta async for chunk in stream]
-            read.extend(call.function.name for delta in deltas for call in delta.tool_calls or [])
+            chunks = [chunk.choices[0] async for chunk in stream]
+            read.extend(call.function.name for chunk in chunks for call in chunk.delta.tool_calls or [])
+            streamed.extend(row for chunk in chunks if chunk.logprobs for row in chunk.logprobs.content)
             read.append([model.id async for model in opened.models.list()])
         return 1.0
 
@@ -178,6 +179,9 @@ def test_several_responses_at_once_and_streams():
     assert (read[1].token, read[1].logprob < 0) == ("a", True)
     assert read[2] == (len("<s>user\nhi<e>\n<s>assistant\n") - 4 - 2, 3 * 4, "stop")
     assert read[3:] == ["add", ["slime"]]
+    assert "".join(row.token for row in streamed) == f"{ASKS}<e>"
+    assert [row.logprob for row in streamed] == pytest.approx(engine.completions[-1].log_probs.tolist())
+    assert bytes(byte for row in streamed for byte in row.bytes).decode() == f"{ASKS}<e>"
     assert len(samples) == 4
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     assert len({request.seed for request in engine.requests}) == 4
@@ -424,6 +428,24 @@ def test_an_agent_that_fails():
         play(once, lambda text: "x", fails=EngineError("it died"))
 
 
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1.0", [1.0]])
+def test_an_agent_that_returns_no_number_fails(returned):
+    async def once(task):
+        await ask(task, user("hi"))
+        return returned
+
+    with pytest.raises(AgentFailed, match=r"the agent returned .*: it must return a finite number, or None"):
+        play(once, lambda text: "x")
+
+
+def test_two_calls_at_the_same_time_are_two_samples():
+    async def both(task):
+        await asyncio.gather(ask(task, user("hi")), ask(task, user("hi")))
+
+    samples, _ = play(returning(both, 1.0), lambda text: "x")
+    assert [pieces(sample) for sample in samples] == [[(1, "x<e>")]] * 2
+
+
 def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
     stop = asyncio.Event()
 
@@ -582,6 +604,41 @@ def test_a_command_is_an_agent(tmp_path, monkeypatch):
     assert pieces(sample) == [(1, "42<e>")]
     with pytest.raises(AgentFailed, match=r"(?s)exit code 1: .*no way"):
         run(metadata={"from": "nowhere"})
+
+
+def test_a_program_that_leaves_a_process_behind_ends(tmp_path):
+    # In a session of its own, with the agent's output open.
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); sys.exit('too bad')"
+
+    async def scene():
+        generator = OpenaiAgent.build(CommandConfig(command=(sys.executable, "-c", code), timeout_s=50))
+        try:
+            await generator.open()
+            await generator.generate(episode_with(Speaker(str, tokenizer=CHAT), tokenizer=CHAT))
+        finally:
+            await generator.close()
+
+    with pytest.raises(AgentFailed, match="ended with exit code 1"):
+        asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"command": ["no-such-agent"]},
+            r'generate\.command = "no-such-agent": there is no such program, or it may not be run\.$',
+        ),
+        (
+            {"command": ["./agent.py"]},
+            r'generate\.command = "\./agent\.py": .* Write its whole path, or set generate\.folder',
+        ),
+        ({"command": ["sleep"], "folder": "/no/where"}, r'generate\.folder = "/no/where": there is no such folder'),
+    ],
+)
+def test_a_program_that_is_missing_is_named_before_the_run_starts(options, message):
+    with pytest.raises(PluginError, match=message):
+        asyncio.run(OpenaiAgent.build(CommandConfig(**options)).open())
 
 
 def test_a_function_in_a_plugin_file_is_a_generator(tmp_path):

@@ -48,9 +48,9 @@ class Speaker(ScriptedEngine):
         return np.array(tokens, np.int32), FinishReason.LENGTH if cut else FinishReason.STOP
 
 
-def tasks(taskset, **options):
+def tasks(taskset, *, folder=FOLDER, **options):
     """The source of a taskset's tasks."""
-    config = VerifiersTasksConfig(taskset=taskset, folder=FOLDER, **options)
+    config = VerifiersTasksConfig(taskset=taskset, folder=folder, **options)
     renderer = PromptRenderer(CHAT, label_key="label", apply_chat_template=True)
     return VerifiersTasks.build(config)(renderer, seed=1)
 
@@ -200,3 +200,90 @@ def test_missing_modules_are_reported_with_what_is_installed():
     with pytest.raises(PluginError, match=r'generate\.env\.id = "nosuch": there is no such module'):
         play({"id": "slime_sums"}, str, env={"id": "nosuch"})
     assert "nosuch" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["environments/slime_sums.py", "./slime_sums", "/x/slime_sums", "envs.slime_sums"])
+def test_a_path_is_no_id(name):
+    how = r'is not the name of a module\. For a file such as envs/sums\.py, set id = "sums" and data\.folder = "envs"'
+    with pytest.raises(PluginError, match=how):
+        tasks({"id": name})
+    with pytest.raises(PluginError, match=r'set id = "sums" and generate\.folder = "envs"'):
+        play({"id": "slime_sums"}, str, env={"id": name})
+
+
+def test_the_folder_and_what_it_has_are_named(tmp_path):
+    with pytest.raises(PluginError, match=r'data\.folder = ".*/nowhere": there is no such folder'):
+        tasks({"id": "slime_sums"}, folder=str(tmp_path / "nowhere"))
+    with pytest.raises(
+        PluginError, match=r"In data\.folder: slime_debate, slime_guesses, .* data\.folder to the folder"
+    ):
+        tasks({"id": "slime_sum"})
+
+
+TASKSET = """
+import verifiers.v1 as vf
+{before}
+class Data(vf.TaskData):
+    answer: str = "8"
+class Task(vf.Task[{data}]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return 1.0
+class Other(Task):
+    pass
+class Set(vf.Taskset[{task}, vf.TasksetConfig]):
+    def load(self):
+        {inside}
+        yield {made}(Data(prompt="4+4="), self.config.task)
+__all__ = ["Set"]
+"""
+CODE = {"before": "", "data": "Data", "task": "Task", "inside": "", "made": "Task"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "quoted_task",
+            {"task": "'Task'"},
+            r'"quoted_task": the type parameter "Task" of Set is a name in quotes.*Define Task above',
+        ),
+        ("quoted_data", {"data": "'Data'"}, r'"quoted_data": the type parameter "Data" of Task is a name in quotes'),
+        (
+            "other_task",
+            {"made": "Other"},
+            r'data\.taskset = "other_task": task 0 is Other with Data, but Set declares Task with',
+        ),
+        ("base_data", {"data": "vf.TaskData"}, r"task 0 is Task with Data, but Set declares Task with TaskData"),
+        ("raises", {"inside": "{}['x']"}, r'"raises": its code raised KeyError: \'x\' \(.*/raises\.py:14\)'),
+        (
+            "wrong",
+            {"before": "1 / 0"},
+            r'"wrong": its code raised ZeroDivisionError: division by zero \(.*/wrong\.py:3\)',
+        ),
+        ("syntax", {"before": "def"}, r"its code raised SyntaxError: .*\(syntax\.py, line 3\)"),
+        ("imports", {"before": "from json import nothing"}, r"its code raised ImportError: .*imports\.py:3\)"),
+        ("lacks", {"before": "import slime_lacking"}, r'"lacks": it requires slime_lacking, which is not installed'),
+    ],
+)
+def test_a_taskset_that_would_lose_its_rewards_or_fails_is_named(tmp_path, name, change, message):
+    (tmp_path / f"{name}.py").write_text(TASKSET.format(**{**CODE, **change}))
+    with pytest.raises(PluginError, match=message):
+        tasks({"id": name}, folder=str(tmp_path))
+
+
+def test_an_environment_with_a_name_in_quotes_is_refused_with_other_prompts_too():
+    with pytest.raises(
+        PluginError, match=r'env\.taskset = "slime_quoted": the type parameter "QuotedTask" of QuotedTaskset is'
+    ):
+        play({"id": "slime_sums"}, str, env={"taskset": {"id": "slime_quoted"}})
+
+
+def test_an_episode_without_any_reward_fails():
+    with pytest.raises(AgentFailed, match=r"agent agent has no reward: its task has no method with @vf\.reward"):
+        play({"id": "slime_unrewarded"}, lambda text: "x")
+
+
+def test_sampling_of_an_agent_is_refused():
+    with pytest.raises(ConfigError, match=r"generate\.env\.agent\.sampling: agents are sampled as the run is"):
+        play({"id": "slime_sums"}, str, env={"agent": {"sampling": {"temperature": 0.5}}})

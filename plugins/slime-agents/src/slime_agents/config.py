@@ -128,6 +128,9 @@ class AgentConfig(DriverConfig):
     text (not trained), a longer one stays a sample of its own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking."""
+    ignored_parameters: tuple[str, ...] = ()
+    """Parameters of calls that are ignored, such as temperature. Any other one that would not be respected is refused, with an
+    error response that names it."""
 
 
 class CommandConfig(AgentConfig):

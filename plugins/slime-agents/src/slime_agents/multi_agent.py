@@ -12,6 +12,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slime_agents.config import AgentRole, MultiAgentConfig
+from slime_agents.control_tokens import ControlTokens
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.errors import ConfigError, PluginError
 from slime_core.types.prompt import Prompt
@@ -30,6 +31,7 @@ class MultiAgent(Generator):
 
     def __init__(self, config: MultiAgentConfig) -> None:
         self._config = config
+        self._control: ControlTokens | None = None
         # A partial rollout of one sample continues; of several samples the kernel keeps none.
         self._is_lone = config.rounds * sum(agent.count for agent in config.agents) == 1
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -43,17 +45,20 @@ class MultiAgent(Generator):
                 raise ConfigError(f"agents.{agent.name}.prompt: {error}") from error
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
+        if self._control is None:
+            self._control = ControlTokens(episode.tokenizer)
+        control = self._control
         answers: dict[str, list[str]] = {agent.name: [] for agent in self._config.agents}
         samples: list[Sample] = []
         spoken: list[Sample] = []
         for turn in range(self._config.rounds):
             for number, agent in enumerate(self._config.agents):
-                prompt = self._prompt(episode, agent, answers, turn)
+                prompt = self._prompt(episode, control, agent, answers, turn)
                 spoken = await asyncio.gather(*(self._speak(episode, number, prompt) for _ in range(agent.count)))
                 samples += spoken
                 if any(sample.status is Status.ABORTED for sample in spoken):
                     return samples
-                answers[agent.name] += [spoken_text(sample, episode.tokenizer) for sample in spoken]
+                answers[agent.name] += [spoken_text(sample, episode.tokenizer, control) for sample in spoken]
         if episode.evaluation:
             return spoken
         return await self._shared(episode, samples, num_last=len(spoken))
@@ -85,7 +90,14 @@ class MultiAgent(Generator):
         outcome = float(np.mean(rewards))
         return [shared(sample, shares[sample.metadata["agent"]], outcome) for sample in scored]
 
-    def _prompt(self, episode: Episode, agent: AgentRole, answers: Mapping[str, Sequence[str]], turn: int) -> Prompt:
+    def _prompt(
+        self,
+        episode: Episode,
+        control: ControlTokens,
+        agent: AgentRole,
+        answers: Mapping[str, Sequence[str]],
+        turn: int,
+    ) -> Prompt:
         """The task unchanged, or the agent's template rendered with it and the responses so far."""
         task = episode.prompt
         if agent.prompt is None:
@@ -102,12 +114,13 @@ class MultiAgent(Generator):
             ) from error
         messages = None
         if task.messages is not None:
-            messages = [{"role": "user", "content": text}]
+            messages = [{"role": "user", "content": control.plain_response(text)}]
             text = str(episode.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        tokens = np.array(episode.tokenizer.encode(text, add_special_tokens=False), np.int32)
+            messages = [{"role": "user", "content": control.unmarked(messages[0]["content"])}]
+        tokens = control.encode(text)
         if not len(tokens):
             raise PluginError(f"agents.{agent.name}.prompt on {task.origin}: the text has no tokens.")
-        return replace(task, text=text, token_ids=tokens, messages=messages, images=())
+        return replace(task, text=control.unmarked(text), token_ids=tokens, messages=messages, images=())
 
 
 def shared(sample: Sample, share: float, outcome: float) -> Sample:
@@ -121,11 +134,7 @@ def shared(sample: Sample, share: float, outcome: float) -> Sample:
     )
 
 
-def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a response that other agents read, without special tokens. Special tokens that the model spelled out are
-    removed too, since they would be tokenized as special tokens."""
-    text = str(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))
-    # Removing one may join the text around it into another one.
-    while found := [special for special in tokenizer.all_special_tokens if special in text]:
-        text = text.replace(found[0], "")
-    return text
+def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> str:
+    """The text of a response that other agents read, without special tokens. Those that the model spelled out are marked, since
+    they would be tokenized as special tokens."""
+    return control.plain_response(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))

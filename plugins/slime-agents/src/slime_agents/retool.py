@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_agents.config import RetoolConfig
+from slime_agents.control_tokens import ControlTokens
 from slime_agents.sandbox import Execution, Interpreter, Outcome
-from slime_agents.tool_text import between, shortened
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Sample, Status
@@ -38,6 +38,7 @@ class Retool(Generator):
         self._config = config
         self._interpreter = Interpreter(config.sandbox)
         self._has_started = False
+        self._control: ControlTokens | None = None
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         if self._config.tool and not self._has_started:
@@ -89,7 +90,17 @@ class Retool(Generator):
         if execution.outcome is not Outcome.OK:
             text += execution.err.strip() if self._config.tracebacks and execution.err else execution.reason
         text = shortened(text.removesuffix("\n"), self._config.max_output_chars)
-        return between(episode.tokenizer, self._config.output_begin, text, self._config.output_end)
+        if self._control is None:
+            self._control = ControlTokens(episode.tokenizer)
+        return self._control.between(self._config.output_begin, text, self._config.output_end)
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text longer than `most` characters without its middle."""
+    if len(text) <= most:
+        return text
+    head = most // 2
+    return f"{text[:head]}...{text[len(text) - (most - head) :]}"
 
 
 def finished(trajectory: Trajectory, status: Status) -> Sample:

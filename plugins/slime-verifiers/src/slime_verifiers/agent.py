@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
-from slime_core.errors import DataError, PluginError
+from slime_core.errors import ConfigError, DataError, PluginError
 from slime_verifiers.config import VerifiersConfig
-from slime_verifiers.library import load_environment
+from slime_verifiers.library import check_type_parameters, failure, load_environment
 from slime_verifiers.source import TASK
 
 HARNESS = "slime_verifiers"
@@ -87,6 +87,12 @@ def environment(config: VerifiersConfig) -> vf.Env[Any]:
     own = vf.default_harness_id(settings.taskset.id)
     changes: dict[str, Any] = {}
     for name, agent in agent_config_fields(settings).items():
+        table = config.env.get(name)
+        if isinstance(table, Mapping) and table.get("sampling"):
+            raise ConfigError(
+                f"generate.env.{name}.sampling: agents are sampled as the run is (rollout_temperature, rollout_top_p, "
+                "rollout_max_response_len). Remove it."
+            )
         given: dict[str, Any] = {}
         if agent.harness is None and own == vf.default_harness_id(""):
             given["harness"] = vf.harness_config_type(HARNESS)(id=HARNESS)
@@ -95,7 +101,13 @@ def environment(config: VerifiersConfig) -> vf.Env[Any]:
         if agent.max_turns is None:
             given["max_turns"] = config.max_turns
         changes[name] = agent.model_copy(update=given)
-    return vf.load_environment(settings.model_copy(update=changes))
+    asked = f'generate.env.taskset = "{settings.taskset.id}"'
+    try:
+        env = vf.load_environment(settings.model_copy(update=changes))
+    except Exception as error:
+        raise failure(asked, error) from error
+    check_type_parameters(asked, type(env), type(env.taskset), type(env.taskset).task_type())
+    return env
 
 
 def task_of(env: vf.Env[Any], task: AgentTask) -> vf.Task[Any, Any, Any]:
@@ -119,6 +131,11 @@ def earned(trace: vf.Trace[Any, Any, Any], names: list[str]) -> Earned:
     reward = trace.reward
     if not math.isfinite(reward):
         raise AgentFailed(f"the environment returned the reward {reward}")
+    if trace.agent.trainable and not trace.rewards:
+        raise AgentFailed(
+            f"agent {trace.agent.name} has no reward: its task has no method with @vf.reward and no judge, and the environment "
+            "recorded none"
+        )
     parts = {name: part.score for name, part in trace.rewards.items() if part is not None}
     parts |= {name: value for name, value in trace.metrics.items() if value is not None}
     agent = trace.agent.name

@@ -20,7 +20,7 @@ def with_id(table: Mapping[str, Any], option: str) -> Mapping[str, Any]:
 class VerifiersConfig(DriverConfig):
     env: dict[str, Any]
     """The library's own table `[env]`: `taskset = { id = ... }`, `id` of an environment, its agents with their `max_turns`,
-    `timeout`, `sampling` (ignored), `harness` and `runtime`, `timeout`, `retries`."""
+    `timeout`, `harness` and `runtime`, `timeout`, `retries`. `sampling` is refused: the run sets it."""
     folder: RunPath | None = None
     """Folder in which to look for modules of tasksets and environments, after installed packages."""
     max_turns: int = Field(64, gt=0)
@@ -33,6 +33,9 @@ class VerifiersConfig(DriverConfig):
     text (not trained), a longer one stays a sample of its own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking."""
+    ignored_parameters: tuple[str, ...] = ()
+    """Parameters of an agent's calls that are ignored, such as temperature. Any other one that would not be respected is
+    refused, and the episode fails."""
 
     @field_validator("env")
     @classmethod

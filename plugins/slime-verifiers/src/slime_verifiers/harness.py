@@ -74,7 +74,7 @@ async def called(function: Any, dispatch: Any, connections: Any) -> Any:
     """The tool's result as content of a message, or a text that states what is wrong with the call."""
     try:
         arguments = json.loads(function.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"error: the arguments are no JSON: {error}"
     if not isinstance(arguments, dict):
         return f"error: the arguments must be an object, not {type(arguments).__name__}"

@@ -34,6 +34,7 @@ class Verifiers(GeneratorDriver):
             max_calls=1_000_000,
             fork_threshold=config.fork_threshold,
             chat_template_kwargs=config.chat_template_kwargs,
+            ignored_parameters=config.ignored_parameters,
         )
         return ServedAgent(EnvironmentAgent(config), served)
 

@@ -15,7 +15,7 @@ from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.types.prompt import Prompt
 from slime_sources.order import EpochOrder
 from slime_verifiers.config import VerifiersTasksConfig
-from slime_verifiers.library import load_taskset
+from slime_verifiers.library import check_tasks, check_type_parameters, failure, load_taskset
 
 TASK: Final = "task"
 """Key of a prompt's metadata with the task's data, from which the environment rebuilds the task. `taskset` has its id."""
@@ -32,7 +32,13 @@ class TaskSource(DataSource):
         taskset = load_taskset(config.taskset, config.folder)
         if config.limit is None and not taskset.bounded:
             raise ConfigError(f'data.taskset = "{self._id}": this taskset is endless. Set data.limit.')
-        tasks = list(itertools.islice(taskset, config.limit))
+        asked = f'data.taskset = "{self._id}"'
+        check_type_parameters(asked, type(taskset), type(taskset).task_type())
+        try:
+            tasks = list(itertools.islice(taskset, config.limit))
+        except Exception as error:
+            raise failure(asked, error) from error
+        check_tasks(tasks, taskset, asked)
         self._rows = [self._row(task) for task in tasks]
         self._usable = [n for n in range(len(tasks)) if renderer.accepts(self._rendered(n, group_index=0))]
         if not self._usable:

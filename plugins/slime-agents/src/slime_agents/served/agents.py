@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import tempfile
 from abc import ABC, abstractmethod
@@ -20,6 +21,8 @@ from slime_core.types.prompt import Message
 
 ALWAYS_PASSED: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "SSL_CERT_FILE")
 MOST_OUTPUT: Final = 65536
+LAST_OUTPUT_S: Final = 1.0
+"""Seconds after the end of a program in which its output must end too."""
 GRACE_S: Final = 30.0
 """Seconds that a cancelled agent has to end: on a busy machine imports alone may take as long."""
 
@@ -146,30 +149,55 @@ class CommandAgent(Agent):
         self._environment = tuple(environment)
         self._folder = folder
 
+    async def open(self) -> None:
+        if self._folder is not None and not os.path.isdir(self._folder):
+            raise PluginError(f'generate.folder = "{self._folder}": there is no such folder.')
+        program = self._command[0]
+        is_relative = "/" in program and not os.path.isabs(program)
+        # Without a folder it starts in an empty one.
+        found = None if is_relative and self._folder is None else os.path.join(self._folder or "", program)
+        if found is None or shutil.which(found if "/" in program else program) is None:
+            how = " Write its whole path, or set generate.folder." if is_relative and self._folder is None else ""
+            raise PluginError(f'generate.command = "{program}": there is no such program, or it may not be run.{how}')
+
     async def run(self, task: AgentTask) -> float | None:
+        message = json.dumps({"prompt": task.prompt, "messages": task.messages, "metadata": dict(task.metadata)})
         with tempfile.TemporaryDirectory(prefix="slime-agent-") as folder:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._variables(task),
-                cwd=self._folder or folder,
-                start_new_session=True,
-            )
+            read_end, write_end = os.pipe()
+            stream, closing = await reader_of(read_end)
+            reading = asyncio.create_task(last_of(stream))
             try:
-                message = json.dumps(
-                    {"prompt": task.prompt, "messages": task.messages, "metadata": dict(task.metadata)}
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=write_end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=self._variables(task),
+                    cwd=self._folder or folder,
+                    start_new_session=True,
                 )
-                output, _ = await asyncio.gather(last_of(process.stdout), give(process.stdin, message))
-                code = await process.wait()
+            except BaseException:
+                closing.close()
+                raise
             finally:
+                os.close(write_end)
+            giving = asyncio.create_task(give(process.stdin, message))
+            try:
+                code = await process.wait()
+                # A process that the agent has left behind may keep its output open for ever.
+                await asyncio.wait([reading], timeout=LAST_OUTPUT_S)
+            finally:
+                closing.close()
+                if not giving.done():
+                    giving.cancel()
+                    assert process.stdin is not None
+                    process.stdin.transport.abort()
                 # Kills its child processes too, also if it has ended itself.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if code:
-            text = output.decode(errors="replace").strip()[-800:]
+            text = (await reading).decode(errors="replace").strip()[-800:]
             raise AgentFailed(f"{self._command[0]} ended with exit code {code}: {text or 'no output'}")
         return None
 
@@ -185,9 +213,18 @@ class CommandAgent(Agent):
         }
 
 
-async def last_of(stream: asyncio.StreamReader | None) -> bytes:
+async def reader_of(read_end: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    """Reads a pipe. Closing the transport ends the stream, even if a process may still write."""
+    stream = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_end, "rb", 0)
+    )
+    return stream, transport
+
+
+async def last_of(stream: asyncio.StreamReader) -> bytes:
     """Reads the stream to its end, and returns the last MOST_OUTPUT bytes."""
-    assert stream is not None
     kept = b""
     while data := await stream.read(MOST_OUTPUT):
         kept = (kept + data)[-MOST_OUTPUT:]

@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime_agents.served.dialogue import BadCall
-from slime_agents.served.openai_api import MODEL
+from slime_agents.served.openai_api import MODEL, StopText
+from slime_agents.served.parameters import Parameters
 from slime_agents.served.session import Call, Reply
+from slime_core.types.completion import SamplingParams
 
 UNSEEN: Final = frozenset({"thinking", "redacted_thinking"})
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesRequest(BaseModel):
-    """The fields of a request that have an effect, as in ChatRequest."""
+TOOL_CHOICES: Final = ({"type": "auto"}, {"type": "none"})
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+
+class MessagesRequest(BaseModel):
+    """The parameters that are used, as in ChatRequest."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
     max_tokens: int | None = Field(None, gt=0)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopText] | None = None
     stream: bool | None = False
 
-    def call(self) -> Call:
+    def call(self, sampling: SamplingParams, ignored: Sequence[str]) -> Call:
+        """BadCall for a parameter that would not be respected."""
+        PARAMETERS.check(self.model_extra or {}, sampling, ignored)
+        choice = {key: value for key, value in (self.tool_choice or TOOL_CHOICES[0]).items() if value is not False}
+        if choice not in TOOL_CHOICES:
+            PARAMETERS.refuse("tool_choice", choice, ignored)
+        if self.messages and self.messages[-1].get("role") == "assistant":
+            raise BadCall(
+                "messages: the last one is the assistant's, and a response that was begun is not continued here"
+            )
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
         for given in self.messages:
             messages += plain_messages(given)
-        tools = [function_of(tool) for tool in self.tools or []]
+        tools = None if choice == TOOL_CHOICES[1] else [function_of(tool) for tool in self.tools or []]
         return Call(
             messages=messages,
             tools=tools or None,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
         )
+
+
+PARAMETERS: Final = Parameters(
+    used=frozenset(MessagesRequest.model_fields),
+    no_effect=frozenset(["model", "metadata", "service_tier", "cache_control"]),
+    defaults={"thinking": [{"type": "disabled"}]},
+)
 
 
 def function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +81,12 @@ def plain_messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     role, content = given.get("role"), given.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise BadCall(f"content: {content!r:.80}: must be a string or a list of blocks")
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for block in content or []:
+    for block in content:
         kind = block.get("type")
         if kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
@@ -133,5 +157,5 @@ def event(kind: str, data: dict[str, Any]) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
 
-def error(text: str, code: str) -> dict[str, Any]:
+def error(text: str, code: str, parameter: str | None = None) -> dict[str, Any]:
     return {"type": "error", "error": {"type": code, "message": text}}

@@ -7,17 +7,33 @@ Each call is a text to be continued. What the model wrote keeps its tokens; only
   text replaces the response and is not trained (realign).
 - Otherwise the text becomes a new branch. What it shares with another branch is its prompt, so a turn that two branches share
   is trained once (fork).
+
+A text that leaves no room for a response is not appended to a branch: nothing after it could be trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from slime_core.types.completion import Completion
+
+
+class Encode(Protocol):
+    def __call__(self, text: str, most: int | None) -> npt.NDArray[np.int32] | None:
+        """(T,) int32 tokens; None if they are more than `most`."""
+
+
+class NoRoom(Exception):
+    """The text leaves no room for a response. `branch`: the one that it continues, unchanged; None: it continues none."""
+
+    def __init__(self, branch: Branch | None) -> None:
+        super().__init__()
+        self.branch = branch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +53,8 @@ class Branch:
         self.text = prompt.text
         self.is_waiting = False
         """Whether a response is being generated. No other call may then continue this branch."""
+        self.is_cut = False
+        """Whether a text that would continue it left no room for a response."""
         self.last_response = -1
         """Number of its last response, counted over the whole episode; -1 if it has none."""
 
@@ -50,7 +68,7 @@ class Branch:
 
     @property
     def response_length(self) -> int:
-        return sum(len(piece.token_ids) for piece in self.pieces[1:])
+        return num_tokens(self.pieces[1:])
 
     @property
     def num_responses(self) -> int:
@@ -67,14 +85,19 @@ class Branch:
 class Conversation:
     """All branches of one thread of calls."""
 
-    def __init__(self, encode: Callable[[str], npt.NDArray[np.int32]], *, fork_threshold: int) -> None:
+    def __init__(
+        self, encode: Encode, *, fork_threshold: int, max_response: int | None = None, max_context: int | None = None
+    ) -> None:
+        """`max_response`: tokens of a branch after its prompt; `max_context`: all tokens of a branch. None: no limit."""
         self.branches: list[Branch] = []
         self.num_realigned = 0
         self._encode = encode
         self._fork_threshold = fork_threshold
+        self._max_response = max_response
+        self._max_context = max_context
 
     def place(self, text: str) -> Branch:
-        """Returns the branch that now ends with this text, and marks it as waiting for a response."""
+        """Returns the branch that now ends with this text, and marks it as waiting for a response. Raises NoRoom."""
         branch = self._extended(text) or self._realigned(text) or self._forked(text)
         branch.is_waiting = True
         return branch
@@ -91,7 +114,7 @@ class Conversation:
     def _extended(self, text: str) -> Branch | None:
         longest = max((b for b in self._free() if text.startswith(b.text)), key=lambda b: len(b.text), default=None)
         if longest is not None and (tail := text[len(longest.text) :]):
-            longest.append(Piece(tail, self._encode(tail)))
+            longest.append(self._fitting(tail, longest.pieces, longest))
         return longest
 
     def _realigned(self, text: str) -> Branch | None:
@@ -107,7 +130,7 @@ class Conversation:
         if found is None or self._shared(text)[1] > length:
             # No branch, or the text shares a longer beginning with another branch.
             return None
-        replacement = Piece(text[length:], self._encode(text[length:]))
+        replacement = self._fitting(text[length:], found.pieces[:-1], found)
         found.drop_last()
         found.append(replacement)
         self.num_realigned += 1
@@ -116,10 +139,20 @@ class Conversation:
     def _forked(self, text: str) -> Branch:
         pieces, length = self._shared(text)
         rest = text[length:]
-        shared = [*pieces, Piece(rest, self._encode(rest))] if rest else list(pieces)
+        shared = [*pieces, self._fitting(rest, pieces, None)] if rest else list(pieces)
         branch = Branch(Piece(text, joined(shared)))
         self.branches.append(branch)
         return branch
+
+    def _fitting(self, text: str, before: Sequence[Piece], branch: Branch | None) -> Piece:
+        """The text as a piece, after which there is room for at least one token. `branch`: None: it belongs to the prompt."""
+        rooms = [] if self._max_context is None else [self._max_context - num_tokens(before)]
+        if branch is not None and self._max_response is not None:
+            rooms.append(self._max_response - num_tokens(before[1:]))
+        tokens = self._encode(text, min(rooms) - 1 if rooms else None)
+        if tokens is None:
+            raise NoRoom(branch)
+        return Piece(text, tokens)
 
     def _shared(self, text: str) -> tuple[Sequence[Piece], int]:
         """The longest beginning that the text shares with a branch: its pieces, and its length in characters."""
@@ -133,6 +166,10 @@ class Conversation:
                 if length > best[1]:
                     best = (branch.pieces[: number + 1], length)
         return best
+
+
+def num_tokens(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.token_ids) for piece in pieces)
 
 
 def joined(pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:

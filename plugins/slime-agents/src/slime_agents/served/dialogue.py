@@ -9,16 +9,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError
+from pydantic_core import from_json
+
+from slime_agents.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOOL_CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""Tool calls in the format of the Hermes and Qwen families."""
+BEGIN: Final = re.compile(r"<tool_call>\s*(?=\{)")
+END: Final = re.compile(r"\}\s*</tool_call>")
+"""Tool calls in the format of the Hermes and Qwen families. With one pattern for all of it, a text of many beginnings would
+take time that grows with its square."""
 
 
 class BadCall(Exception):
     """A call that cannot be served. The agent gets the reason as an error response."""
+
+    def __init__(self, reason: str, *, parameter: str | None = None) -> None:
+        """`parameter`: the one that is wrong, if it is one."""
+        super().__init__(reason)
+        self.parameter = parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +49,44 @@ class AssistantMessage:
 
 class Dialogue:
     """Renders conversations with the tokenizer's chat template. Responses of the model are rendered as the model wrote them,
-    not as the agent got them, which is parsed."""
+    not as the agent got them, which is parsed. Control tokens in all other texts are marked (see ControlTokens)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], control: ControlTokens
+    ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        self._control = control
         self._raw: dict[str, str] = {}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """BadCall if a message cannot be shown to the model."""
         if not messages:
             raise BadCall("messages: there are none")
-        shown = [self._shown(message) for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                shown, tools=tools or None, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            shown = [self._shown(message) for message in messages]
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    shown,
+                    tools=self._control.plain_values(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self._template_kwargs,
+                )
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise BadCall(f"the chat template does not take these messages: {error}") from error
-        return str(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadCall(f"messages: a text is not valid Unicode: {error}") from error
+        return text
 
     def parse(self, raw: str, *, turn: int, with_tools: bool, stop_sequence: str | None) -> AssistantMessage:
-        """Parses `raw`: what the model wrote, without the end of its turn. A stop string of the agent's is removed."""
-        message = parsed(raw, turn) if with_tools else AssistantMessage(content=raw)
+        """Parses `raw`: what the model wrote, without the end of its turn, with marks in control tokens that it spelled out. A
+        stop string of the agent's is removed."""
+        text = self._control.unmarked(raw)
+        message = parsed(text, turn) if with_tools else AssistantMessage(content=text)
         if stop_sequence is not None:
             message = replace(message, content=message.content.removesuffix(stop_sequence))
         self._raw[known_by(message.content, [call.id for call in message.tool_calls])] = raw
@@ -72,16 +97,28 @@ class Dialogue:
             raise BadCall(f"messages: {message!r:.80}: must be an object with a role")
         role = "system" if message["role"] == "developer" else message["role"]
         content = text_of(message.get("content"))
-        calls = message.get("tool_calls") or []
+        calls = calls_of(message)
         if role == "assistant":
-            raw = self._raw.get(known_by(content, [call.get("id", "") for call in calls]))
+            raw = self._raw.get(known_by(content, [str(call.get("id", "")) for call in calls]))
             if raw is not None:
                 return {"role": role, "content": raw}
+            content = self._control.plain_response(content)
+        else:
+            content = self._control.plain(content)
         shown = {key: value for key, value in message.items() if key in ("name", "tool_call_id") and value is not None}
-        shown |= {"role": role, "content": content}
         if calls:
             shown["tool_calls"] = [with_object(call) for call in calls]
-        return shown
+        return {**self._control.plain_values({**shown, "role": role}), "content": content}
+
+
+def calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The tool calls in a message. BadCall if they are no list of objects with a function."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
+    ):
+        raise BadCall(f"tool_calls: {calls!r:.80}: must be a list of objects with a function")
+    return calls
 
 
 def known_by(content: str, call_ids: Sequence[str]) -> str:
@@ -104,28 +141,56 @@ def text_of(content: Any) -> str:
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool call whose arguments are an object, as chat templates require."""
-    function = dict(call.get("function") or {})
+    function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError:
-            raise BadCall(f"tool_calls: arguments are no JSON: {arguments:.80}") from None
+            function["arguments"] = from_json(arguments or "{}")
+        except ValueError as error:
+            raise BadCall(f"tool_calls: arguments are no JSON: {error}: {arguments:.80}") from None
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def parsed(raw: str, turn: int) -> AssistantMessage:
     """Parses the tool calls in the text. If one cannot be parsed, all of it stays plain text."""
     calls: list[ToolCall] = []
-    for number, found in enumerate(TOOL_CALL.finditer(raw)):
-        try:
-            call = json.loads(found[1])
-        except ValueError:
+    for number, written in enumerate(written_calls(raw)):
+        call = tool_call(written, f"call_{turn}_{number}")
+        if call is None:
             return AssistantMessage(content=raw)
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return AssistantMessage(content=raw)
-        calls.append(ToolCall(f"call_{turn}_{number}", name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append(call)
     if not calls:
         return AssistantMessage(content=raw)
     return AssistantMessage(content=raw[: raw.index("<tool_call>")].strip(), tool_calls=tuple(calls))
+
+
+def written_calls(raw: str) -> list[str]:
+    """The JSON texts between the tags."""
+    ends = [(found.start() + 1, found.end()) for found in END.finditer(raw)]
+    texts: list[str] = []
+    number = position = 0
+    for begin in BEGIN.finditer(raw):
+        if begin.start() < position:
+            continue
+        while number < len(ends) and ends[number][0] <= begin.end():
+            number += 1
+        if number == len(ends):
+            break
+        texts.append(raw[begin.end() : ends[number][0]])
+        position = ends[number][1]
+    return texts
+
+
+def tool_call(text: str, call_id: str) -> ToolCall | None:
+    """None for a text that is no call, or whose arguments JSON cannot hold: no finite numbers, half of a character."""
+    try:
+        # Unlike `json`, it refuses deep nesting, with which other code would fail.
+        call = from_json(text)
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{written}".encode()
+    except ValueError:
+        return None
+    return ToolCall(call_id, name, written)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slime_agents.config import AgentConfig
+from slime_agents.control_tokens import ControlTokens
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned
 from slime_agents.served.server import AgentServer
 from slime_agents.served.session import Session
@@ -25,17 +28,22 @@ class ServedAgent(Generator):
         self._agent = agent
         self._config = config
         self._server = AgentServer()
+        self._control: ControlTokens | None = None
 
     async def generate(self, episode: Episode) -> Sequence[Sample]:
         if not episode.tokenizer.chat_template:
             raise PluginError(
                 "agents send messages, and the model's tokenizer has no chat template: add chat_template.jinja to its folder"
             )
+        if self._control is None:
+            self._control = ControlTokens(episode.tokenizer)
         session = Session(
             episode,
+            self._control,
             max_calls=self._config.max_calls,
             fork_threshold=self._config.fork_threshold,
             template_kwargs=self._config.chat_template_kwargs,
+            ignored_parameters=self._config.ignored_parameters,
         )
         key = await self._server.open(session)
         try:
@@ -64,7 +72,7 @@ class ServedAgent(Generator):
                 raise AgentFailed("no agent that is to be trained has called the model")
             return paid[-1:] if episode.evaluation else paid
         if earned is not None:
-            return [replace(sample, reward=float(earned)) for sample in samples]
+            return [replace(sample, reward=reward_of(earned)) for sample in samples]
         if episode.evaluation or len(samples) == 1:
             return samples[-1:]
         (outcome,) = await episode.score(samples[-1:])
@@ -124,8 +132,17 @@ class ServedAgent(Generator):
         session.ended.set()
 
 
+def reward_of(returned: object) -> float:
+    """AgentFailed if it is no finite number."""
+    if not isinstance(returned, numbers.Real) or not math.isfinite(returned):
+        raise AgentFailed(
+            f"the agent returned {returned!r:.80}: it must return a finite number, or None for the run's reward"
+        )
+    return float(returned)
+
+
 def with_reward(sample: Sample, earned: Earned) -> Sample:
-    sample = replace(sample, reward=float(earned.reward), reward_parts=dict(earned.parts))
+    sample = replace(sample, reward=reward_of(earned.reward), reward_parts=dict(earned.parts))
     if earned.num_agents == 1:
         return sample
     # Negative, so that it differs from every group index.

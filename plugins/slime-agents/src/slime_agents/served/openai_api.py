@@ -3,40 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from slime_agents.served.dialogue import BadCall
+from slime_agents.served.parameters import Parameters
 from slime_agents.served.session import Call, Reply
+from slime_core.types.completion import SamplingParams
 
-MODEL = "slime"
+MODEL: Final = "slime"
+TextOf: TypeAlias = Callable[[Sequence[int]], str]
+
+
+TOOL_CHOICES: Final = ("auto", "none")
+STREAM_OPTIONS: Final = frozenset({"include_usage", "include_obfuscation"})
+"""The second only pads what is sent."""
+StopText: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class ChatRequest(BaseModel):
-    """The fields of a request that have an effect. Temperature, top_p, seed and others are ignored: the run sets them."""
+    """The parameters that are used. `call` checks the others."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_tokens: int | None = Field(None, gt=0)
     max_completion_tokens: int | None = Field(None, gt=0)
-    stop: str | list[str] | None = None
+    stop: StopText | list[StopText] | None = None
     n: int | None = Field(1, ge=1, le=128)
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
 
-    def call(self) -> Call:
+    def call(self, sampling: SamplingParams, ignored: Sequence[str]) -> Call:
+        """BadCall for a parameter that would not be respected."""
+        PARAMETERS.check(self.model_extra or {}, sampling, ignored)
+        if self.tool_choice not in (None, *TOOL_CHOICES):
+            PARAMETERS.refuse("tool_choice", self.tool_choice, ignored)
+        if others := sorted(set(self.stream_options or {}) - STREAM_OPTIONS):
+            raise BadCall(f"stream_options: {', '.join(others)}: not supported here", parameter="stream_options")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return Call(
             messages=self.messages,
             tools=None if self.tool_choice == "none" else self.tools,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=min(limits, default=None),
             stop=tuple(stop),
         )
+
+
+PARAMETERS: Final = Parameters(
+    used=frozenset(ChatRequest.model_fields),
+    no_effect=frozenset(
+        ["model", "user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"]
+    ),
+    defaults={
+        "frequency_penalty": [0],
+        "presence_penalty": [0],
+        "logit_bias": [{}],
+        "top_logprobs": [0],
+        "parallel_tool_calls": [True],
+        "response_format": [{"type": "text"}],
+        "modalities": [["text"]],
+        "store": [False],
+    },
+)
 
 
 def message(reply: Reply) -> dict[str, Any]:
@@ -51,7 +86,7 @@ def message(reply: Reply) -> dict[str, Any]:
     return shown
 
 
-def chat_completion(replies: list[Reply], request: ChatRequest, tokens_of: Any, created: int) -> dict[str, Any]:
+def chat_completion(replies: list[Reply], request: ChatRequest, text_of: TextOf, created: int) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{replies[0].number}",
         "object": "chat.completion",
@@ -62,7 +97,7 @@ def chat_completion(replies: list[Reply], request: ChatRequest, tokens_of: Any, 
                 "index": index,
                 "message": message(reply),
                 "finish_reason": reply.finish,
-                "logprobs": log_probs(reply, tokens_of) if request.logprobs else None,
+                "logprobs": log_probs(reply, text_of) if request.logprobs else None,
             }
             for index, reply in enumerate(replies)
         ],
@@ -76,15 +111,19 @@ def usage(replies: list[Reply]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def log_probs(reply: Reply, tokens_of: Any) -> dict[str, Any]:
+def log_probs(reply: Reply, text_of: TextOf) -> dict[str, Any]:
     """Log-probs of the sampled tokens only."""
     pairs = zip(reply.completion.token_ids.tolist(), reply.completion.log_probs.tolist(), strict=True)
-    rows = [(tokens_of([token]), value) for token, value in pairs]
-    content = [{"token": t, "logprob": v, "bytes": list(t.encode()), "top_logprobs": []} for t, v in rows]
-    return {"content": content, "refusal": None}
+    return {"content": [log_prob(text_of([token]), value) for token, value in pairs], "refusal": None}
 
 
-def events(replies: list[Reply], request: ChatRequest, created: int) -> Iterator[bytes]:
+def log_prob(token: str, value: float) -> dict[str, Any]:
+    # A token may be a part of a character: its bytes are not those of the replacement character.
+    known = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": value, "bytes": known, "top_logprobs": []}
+
+
+def events(replies: list[Reply], request: ChatRequest, text_of: TextOf, created: int) -> Iterator[bytes]:
     """The responses as server-sent events."""
     head = {
         "id": f"chatcmpl-{replies[0].number}",
@@ -96,8 +135,10 @@ def events(replies: list[Reply], request: ChatRequest, created: int) -> Iterator
         delta = message(reply)
         for number, call in enumerate(delta.get("tool_calls", [])):
             call["index"] = number
-        yield event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]})
-        yield event({**head, "choices": [{"index": index, "delta": {}, "finish_reason": reply.finish}]})
+        shown = log_probs(reply, text_of) if request.logprobs else None
+        yield event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None, "logprobs": shown}]})
+        ended = {"index": index, "delta": {}, "finish_reason": reply.finish, "logprobs": None}
+        yield event({**head, "choices": [ended]})
     if (request.stream_options or {}).get("include_usage"):
         yield event({**head, "choices": [], "usage": usage(replies)})
     yield b"data: [DONE]\n\n"
@@ -107,5 +148,5 @@ def event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data)}\n\n".encode()
 
 
-def error(text: str, code: str) -> dict[str, Any]:
-    return {"error": {"message": text, "type": code, "param": None, "code": code}}
+def error(text: str, code: str, parameter: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": text, "type": code, "param": parameter, "code": code}}

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -22,6 +23,10 @@ from slime_serving.in_loop import InLoopServer
 from slime_serving.listener import listen
 
 BACKLOG: Final = 1024
+LARGEST_BODY: Final = 64 * 2**20
+"""Bytes."""
+INVALID: Final = "invalid_request_error"
+SERVED: Final = ("POST /v1/chat/completions", "POST /v1/messages", "GET /v1/models")
 EVENTS: Final = "text/event-stream"
 # Clients must not retry: every retry would fail.
 FINAL: Final = {"x-should-retry": "false"}
@@ -42,7 +47,8 @@ class AgentServer:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/messages", self._messages, methods=["POST"]),
                 Route("/v1/models", self._models),
-            ]
+            ],
+            exception_handlers={404: not_served, 405: not_served},
         )
 
     @property
@@ -98,11 +104,12 @@ class AgentServer:
     async def _chat(self, request: Request) -> Response:
         async def respond(session: Session, thread: str, body: bytes) -> Response:
             asked = openai_api.ChatRequest.model_validate_json(body)
-            call = replace(asked.call(), thread=thread)
-            replies = list(await asyncio.gather(*(session.respond(call) for _ in range(asked.n or 1))))
+            call = replace(asked.call(session.sampling, session.ignored_parameters), thread=thread)
+            replies = await session.respond_all(call, asked.n or 1)
             created = int(time.time())
             if asked.stream:
-                return StreamingResponse(iter(list(openai_api.events(replies, asked, created))), media_type=EVENTS)
+                events = openai_api.events(replies, asked, session.text_of, created)
+                return StreamingResponse(iter(list(events)), media_type=EVENTS)
             return JSONResponse(openai_api.chat_completion(replies, asked, session.text_of, created))
 
         return await self._serve(request, respond, openai_api.error)
@@ -110,24 +117,52 @@ class AgentServer:
     async def _messages(self, request: Request) -> Response:
         async def respond(session: Session, thread: str, body: bytes) -> Response:
             asked = anthropic_api.MessagesRequest.model_validate_json(body)
-            reply = await session.respond(replace(asked.call(), thread=thread))
+            call = asked.call(session.sampling, session.ignored_parameters)
+            reply = await session.respond(replace(call, thread=thread))
             if asked.stream:
                 return StreamingResponse(iter(list(anthropic_api.events(reply))), media_type=EVENTS)
             return JSONResponse(anthropic_api.message(reply))
 
         return await self._serve(request, respond, anthropic_api.error)
 
-    async def _serve(self, request: Request, respond: Any, error: Callable[[str, str], dict[str, Any]]) -> Response:
+    async def _serve(self, request: Request, respond: Any, error: Callable[..., dict[str, Any]]) -> Response:
         session, thread = self._session(request)
         if session is None:
             return JSONResponse(error("no such key, or its episode has ended", "authentication_error"), 401)
+        body = await body_of(request)
+        if body is None:
+            text = f"the request has more than {LARGEST_BODY // 2**20} MiB: shorten its messages"
+            return JSONResponse(error(text, "request_too_large"), 413, headers=FINAL)
         try:
-            done: Response = await respond(session, thread, await request.body())
+            done: Response = await respond(session, thread, body)
         except ValidationError as problem:
-            text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in problem.errors())
-            return JSONResponse(error(text, "invalid_request_error"), 400)
+            first = problem.errors()[0]["loc"]
+            text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".removeprefix(": ") for e in problem.errors())
+            return JSONResponse(error(text, INVALID, str(first[0]) if first else None), 400)
         except BadCall as problem:
-            return JSONResponse(error(str(problem), "invalid_request_error"), 400)
+            return JSONResponse(error(str(problem), INVALID, problem.parameter), 400)
         except Ended as end:
             return JSONResponse(error(str(end), "episode_ended"), 409, headers=FINAL)
         return done
+
+
+async def not_served(request: Request, problem: Exception) -> Response:
+    text = (
+        f"{request.method} {request.url.path} is not served here. There are {', '.join(SERVED)}: OpenAI's chat completions and "
+        "Anthropic's messages."
+    )
+    return JSONResponse(
+        openai_api.error(text, INVALID), problem.status_code if isinstance(problem, HTTPException) else 404
+    )
+
+
+async def body_of(request: Request) -> bytes | None:
+    """None if it is larger than LARGEST_BODY."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > LARGEST_BODY:
+            return None
+        parts.append(part)
+    return b"".join(parts)

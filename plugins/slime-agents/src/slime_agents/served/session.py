@@ -11,10 +11,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from slime_agents.served.conversation import Branch, Conversation
+from slime_agents.control_tokens import ControlTokens
+from slime_agents.served.conversation import Branch, Conversation, NoRoom
 from slime_agents.served.dialogue import AssistantMessage, BadCall, Dialogue
 from slime_core.contracts.generator import Episode
-from slime_core.types.completion import Completion, FinishReason
+from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.sample import Sample, Status, VersionSpan
 from slime_core.types.trajectory import decode
 
@@ -52,16 +53,27 @@ class Session:
     """Responds to the calls of one agent. It samples as the run does: the trainer assumes that for what it trains."""
 
     def __init__(
-        self, episode: Episode, *, max_calls: int, fork_threshold: int, template_kwargs: Mapping[str, Any]
+        self,
+        episode: Episode,
+        control: ControlTokens,
+        *,
+        max_calls: int,
+        fork_threshold: int,
+        template_kwargs: Mapping[str, Any],
+        ignored_parameters: Sequence[str] = (),
     ) -> None:
         self._episode = episode
         self._max_calls = max_calls
-        self._dialogue = Dialogue(episode.tokenizer, template_kwargs)
+        self.ignored_parameters = ignored_parameters
+        self._control = control
+        self._dialogue = Dialogue(episode.tokenizer, template_kwargs, control)
         self._fork_threshold = fork_threshold
         self._conversations: dict[str, Conversation] = {}
         self._response_numbers = itertools.count()
         ends = frozenset((*episode.tokenizer.all_special_ids, *episode.sampling.stop_token_ids))
         self._kept = None if episode.kept is None else Kept(episode.kept, ends)
+        self._unread: str | None = None
+        """Thread of a first message that left no room for a response."""
         self.num_calls = 0
         self.is_used_up = False
         self.is_aborted = False
@@ -69,28 +81,41 @@ class Session:
         self.ended = asyncio.Event()
         """Set when the agent can get no more responses."""
 
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._episode.sampling
+
+    async def respond_all(self, call: Call, number: int) -> list[Reply]:
+        """Generates `number` responses to a call, at the same time. Raises as `respond`."""
+        if number > self._max_calls:
+            raise BadCall(f"n = {number}: the agent may call {self._max_calls} times (max_calls)", parameter="n")
+        if self.num_calls + number > self._max_calls:
+            # None at all: the agent would not get those that were still generated.
+            raise self._used_up()
+        return list(await asyncio.gather(*(self.respond(call) for _ in range(number))))
+
     async def respond(self, call: Call) -> Reply:
         """Generates the response to a call. BadCall if the call is invalid, Ended if no more calls are served."""
         if self.ended.is_set():
             raise Ended("this run of the agent has ended")
         text = self._dialogue.render(call.messages, call.tools)
         if self.num_calls >= self._max_calls:
-            self.is_used_up = True
-            raise Ended(f"the agent may call {self._max_calls} times (max_calls)")
+            raise self._used_up()
         number = self.num_calls
         self.num_calls += 1
         conversation = self._conversation(call.thread)
-        branch = conversation.place(text)
+        try:
+            branch = conversation.place(text)
+        except NoRoom as full:
+            return await self._without_room(full.branch, call.thread, number)
         token_ids = branch.token_ids
         room = self._episode.sampling.max_new_tokens - branch.response_length
         limit = room if call.max_tokens is None else min(room, call.max_tokens)
         completion = await self._complete(branch, token_ids, limit, call.stop)
-        raw = decode(self._episode.tokenizer, completion.token_ids)
+        raw = self._control.decode(completion.token_ids)
         conversation.add_response(branch, raw, completion, number=next(self._response_numbers))
         if completion.finish_reason is FinishReason.ABORT:
-            self.is_aborted = True
-            self.ended.set()
-            raise Ended("the run stops")
+            raise self._aborted()
         shown, stop_sequence = self._without_end(completion, call.stop)
         message = self._dialogue.parse(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
         finish = (
@@ -105,9 +130,43 @@ class Session:
             completion=completion,
         )
 
+    async def _without_room(self, branch: Branch | None, thread: str, number: int) -> Reply:
+        """An empty response of finish `length`: the messages leave no room for another one."""
+        nothing = replace(self._episode.sampling, max_new_tokens=0)
+        completion = await self._episode.complete(self._episode.prompt.token_ids, nothing)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise self._aborted()
+        if branch is None:
+            self._unread = thread
+        else:
+            branch.is_cut = True
+            branch.last_response = next(self._response_numbers)
+        return Reply(
+            message=AssistantMessage(content=""),
+            finish=CUT,
+            stop_sequence=None,
+            number=number,
+            prompt_tokens=0 if branch is None else len(branch.token_ids),
+            completion=completion,
+        )
+
+    def _used_up(self) -> Ended:
+        self.is_used_up = True
+        return Ended(f"the agent may call {self._max_calls} times (max_calls)")
+
+    def _aborted(self) -> Ended:
+        self.is_aborted = True
+        self.ended.set()
+        return Ended("the run stops")
+
     def _conversation(self, thread: str) -> Conversation:
         if thread not in self._conversations:
-            self._conversations[thread] = Conversation(self._encode, fork_threshold=self._fork_threshold)
+            self._conversations[thread] = Conversation(
+                self._control.encode_at_most,
+                fork_threshold=self._fork_threshold,
+                max_response=self._episode.sampling.max_new_tokens,
+                max_context=self._episode.max_context_len,
+            )
         return self._conversations[thread]
 
     async def _complete(
@@ -142,19 +201,15 @@ class Session:
         return any(one in text and text.rindex(one) + len(one) > len(before) for one in stop)
 
     def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
-        """The text without the special tokens at its end, and the stop string that it ends with, or None."""
+        """The text without the special tokens at its end, and the stop string that it ends with, or None. Control tokens that
+        the model spelled out are marked."""
         tokens = completion.token_ids.tolist()
         special = set(self._episode.tokenizer.all_special_ids)
         while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in special:
             tokens.pop()
-        text = decode(self._episode.tokenizer, np.array(tokens, np.int32))
-        return text, next((one for one in stop if text.endswith(one)), None)
-
-    def _encode(self, text: str) -> npt.NDArray[np.int32]:
-        try:
-            return np.array(self._episode.tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
-        except UnicodeEncodeError as error:
-            raise BadCall(f"messages: {error}") from error
+        marked = self._control.decode(np.array(tokens, np.int32))
+        text = self._control.unmarked(marked)
+        return marked, next((one for one in stop if text.endswith(one)), None)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         return decode(self._episode.tokenizer, np.array(tokens, np.int32))
@@ -169,6 +224,8 @@ class Session:
         has_tokens = [any(len(p.token_ids) for p in branch.pieces if p.completion) for _, branch in responded]
         if responded and (self.is_aborted or not any(has_tokens)):
             has_tokens[-1] = True
+        if not responded and self._unread is not None:
+            return [(self._unread, self._episode.trajectory().finish(status=Status.TRUNCATED))]
         kept = itertools.compress(responded, has_tokens)
         samples = [(thread, self._sample(thread, branch, is_cut(thread))) for thread, branch in kept]
         if samples and self.is_aborted:
@@ -181,7 +238,11 @@ class Session:
         prompt = self._episode.prompt
         if not np.array_equal(prompt.token_ids, branch.prompt.token_ids):
             prompt = replace(
-                prompt, text=branch.prompt.text, token_ids=branch.prompt.token_ids, messages=None, images=()
+                prompt,
+                text=self._control.unmarked(branch.prompt.text),
+                token_ids=branch.prompt.token_ids,
+                messages=None,
+                images=(),
             )
         trajectory = self._episode.trajectory(prompt)
         last = max(number for number, piece in enumerate(branch.pieces) if piece.completion is not None)
@@ -192,7 +253,7 @@ class Session:
                 trajectory.append_completion(piece.completion)
         trajectory.counts["agent_answers"] = branch.num_responses
         trajectory.counts["agent_realigned"] = self._conversations[thread].num_realigned
-        if trajectory.status is Status.COMPLETED and is_cut:
+        if trajectory.status is Status.COMPLETED and (is_cut or branch.is_cut):
             return trajectory.finish(status=Status.TRUNCATED)
         return trajectory.finish()
 
