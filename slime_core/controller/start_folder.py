@@ -171,9 +171,7 @@ def note(earlier: EarlierRun, free: RunFolder) -> str:
     return f"{earlier.folder.path} {state} began with others: {changes}. This one starts in {free.path}"
 
 
-def newest_checkpoint(
-    folder: RunFolder, options: StartOptions, *, checksum: bool
-) -> tuple[RunState, Path] | None:
+def newest_checkpoint(folder: RunFolder, options: StartOptions, *, checksum: bool) -> tuple[RunState, Path] | None:
     """The checkpoint from which a start in this folder continues. CheckpointError if it is missing or damaged, as far as sizes
     show it, and with `checksum` the content of its files."""
     found = CheckpointStore(folder.checkpoints, keep=1, checksum=checksum).load(options.ckpt_step)
