@@ -96,6 +96,9 @@ class Trajectory:
     ) -> Sample:
         """Returns the sample. status: overrides that of the last completion; metadata: added to the prompt's."""
         response = np.concatenate([np.empty(0, np.int32), *self._tokens])
+        mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
+        raw = decode(self._tokenizer, response)
+        clean = clean_text(self._tokenizer, response, mask)
         return Sample(
             index=self.index,
             group_index=self.prompt.group_index,
@@ -103,9 +106,10 @@ class Trajectory:
             prompt=self.prompt,
             tokens=np.concatenate([self.prompt.token_ids, response]),
             prompt_length=len(self.prompt.token_ids),
-            loss_mask=np.concatenate([np.empty(0, np.uint8), *self._mask]),
+            loss_mask=mask,
             rollout_log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
-            response=decode(self._tokenizer, response),
+            response=raw if clean == raw else clean,
+            raw_response=raw,
             spans=tuple(self._spans),
             status=status or self.status,
             reward=reward,
@@ -131,9 +135,28 @@ class Trajectory:
         self._length += len(tokens)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32]) -> str:
-    """Text of the tokens, special ones included. Calls the fast tokenizer directly if the wrapper would not change its
-    result: that is several times faster, and every response is decoded."""
+def decode(
+    tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], *, skip_special_tokens: bool = False
+) -> str:
+    """Text of the tokens, special ones included unless skipped. Calls the fast tokenizer directly if the wrapper would not
+    change its result: that is several times faster, and every response is decoded."""
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+
+
+def clean_text(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str:
+    """Text of response tokens without special ones; mask: 1 = the model's, 0 = the environment's. Where only special tokens
+    separate the model's text from the environment's, a line break does: "12" and "34" must not become 1234."""
+    turns = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    cuts = [cut for cut in turns.tolist() if any(_is_special(tokenizer, tokens[at : at + 1]) for at in (cut - 1, cut))]
+    text = ""
+    for part in np.split(tokens, cuts):
+        added = decode(tokenizer, part, skip_special_tokens=True)
+        is_joined = text and added and not text[-1].isspace() and not added[0].isspace()
+        text += f"\n{added}" if is_joined else added
+    return text
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token: npt.NDArray[np.int32]) -> bool:
+    return not decode(tokenizer, token, skip_special_tokens=True) and bool(decode(tokenizer, token))

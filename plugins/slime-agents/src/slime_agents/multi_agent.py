@@ -124,7 +124,7 @@ def shared(sample: Sample, share: float, outcome: float) -> Sample:
 def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of a response that other agents read, without special tokens. Special tokens that the model spelled out are
     removed too, since they would be tokenized as special tokens."""
-    text = str(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))
+    text = sample.response
     # Removing one may join the text around it into another one.
     while found := [special for special in tokenizer.all_special_tokens if special in text]:
         text = text.replace(found[0], "")

@@ -18,6 +18,7 @@ from slime_core.errors import DataError, ModelError, RolloutError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.trajectory import clean_text, decode
 from slime_distill.assistant_turns import ASSISTANT, AssistantTurns, Rendered
 from slime_models.media.token_places import VIDEO_MARK, timed_mark, with_features, with_times
 
@@ -93,7 +94,8 @@ def group_of(
         prompt_length=start,
         loss_mask=mask[start:length],
         rollout_log_probs=np.zeros(length - start, np.float32),
-        response=tokenizer.decode(token_ids[start:length]),
+        response=clean_text(tokenizer, token_ids[start:length], mask[start:length]),
+        raw_response=decode(tokenizer, token_ids[start:length]),
         status=Status.COMPLETED if length == len(token_ids) else Status.TRUNCATED,
     )
     return SampleGroup(prompt=prompt, samples=(sample,))
