@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_core.cli.invocation import bind_invocation, parse_words
+from slime_core.cli.invocation import bind_invocation, parse_words, warn
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
@@ -49,6 +49,8 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         from slime_core.controller.run_inputs import load_run_inputs
 
         inputs = load_run_inputs(run)
+    warned = inputs.notices()
+    warn(warned)
     if typed.own.get("dry-run"):
         from slime_core.workers.choose import choose_device
 
@@ -69,6 +71,8 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         replay=None if replay is None else Path(str(replay)),
     )
     asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
+    # Rows that were checked when they were drawn.
+    warn([notice for notice in inputs.notices() if notice not in warned])
 
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:

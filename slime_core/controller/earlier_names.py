@@ -54,7 +54,7 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={},
+    added={("data", "max_unknown_share"): 0.0},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,

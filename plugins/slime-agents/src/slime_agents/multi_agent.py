@@ -13,7 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slime_agents.config import AgentRole, MultiAgentConfig
 from slime_core.contracts.generator import Episode, Generator
-from slime_core.errors import ConfigError, PluginError
+from slime_core.data.chat_template import TEMPLATE_ERRORS, CountedRange, render_chat, shown
+from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status
 
@@ -94,16 +95,19 @@ class MultiAgent(Generator):
         if task.messages is not None:
             seen["prompt"] = task.messages[-1].get("content", "")
         try:
-            text = self._templates[agent.name].render(seen)
-        except TemplateError as error:
+            text = self._templates[agent.name].render(seen, range=CountedRange())
+        except TEMPLATE_ERRORS as error:
             raise PluginError(
-                f"agents.{agent.name}.prompt on {task.origin}: {error}. It may use prompt, metadata, round, and "
+                f"agents.{agent.name}.prompt on {task.origin}: {shown(error)}. It may use prompt, metadata, round, and "
                 f"answers with {', '.join(answers)}."
             ) from error
         messages = None
         if task.messages is not None:
             messages = [{"role": "user", "content": text}]
-            text = str(episode.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            try:
+                text = render_chat(episode.tokenizer, messages)
+            except TEMPLATE_ERRORS as error:
+                raise DataError(f"{task.origin}: the chat template failed: {shown(error)}") from error
         tokens = np.array(episode.tokenizer.encode(text, add_special_tokens=False), np.int32)
         if not len(tokens):
             raise PluginError(f"agents.{agent.name}.prompt on {task.origin}: the text has no tokens.")

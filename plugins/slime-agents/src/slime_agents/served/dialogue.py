@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError
+from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,12 +52,9 @@ class Dialogue:
             raise BadCall("messages: there are none")
         shown = [self._shown(message) for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                shown, tools=tools or None, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            return render_chat(self._tokenizer, shown, tools=tools or None, template_kwargs=self._template_kwargs)
+        except TEMPLATE_ERRORS as error:
             raise BadCall(f"the chat template does not take these messages: {error}") from error
-        return str(text)
 
     def parse(self, raw: str, *, turn: int, with_tools: bool, stop_sequence: str | None) -> AssistantMessage:
         """Parses `raw`: what the model wrote, without the end of its turn. A stop string of the agent's is removed."""
