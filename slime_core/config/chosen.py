@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,10 +77,13 @@ def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
         return []
     parts: list[tuple[str, Any]] = [
         (groups.ADVANTAGES, algo.get("advantage", recipe.advantage)),
-        *((groups.ADVANTAGES, item) for item in algo.get("advantage_terms", recipe.options.get("advantage_terms", ()))),
+        *(
+            (groups.ADVANTAGES, item)
+            for item in items_of(algo.get("advantage_terms", recipe.options.get("advantage_terms", ())))
+        ),
         (groups.LOSSES, algo.get("loss", recipe.loss)),
-        *((groups.ADVANTAGES, item) for item in algo.get("shaping", recipe.shaping)),
-        *((groups.CORRECTIONS, item) for item in algo.get("corrections", recipe.corrections)),
+        *((groups.ADVANTAGES, item) for item in items_of(algo.get("shaping", recipe.shaping))),
+        *((groups.CORRECTIONS, item) for item in items_of(algo.get("corrections", recipe.corrections))),
         *((groups.LOSSES, algo.get(key, recipe.options.get(key))) for key in LOSS_KEYS.values()),
     ]
     return [flag for group, item in parts for flag in finder.options(group, name_of(item), ("algo",))]
@@ -123,6 +126,11 @@ def name_of(value: Any) -> str:
 def word_of(value: Any) -> str:
     """A name of a plugin; empty for a value of another type, which the validation reports."""
     return value if isinstance(value, str) else ""
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """A list; empty for a value of another type, which the validation reports."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def as_table(value: Any) -> Mapping[str, Any]:
