@@ -1,4 +1,4 @@
-"""render_chat: chat messages to text with the tokenizer's template, which is a program of whoever made the model."""
+"""render_chat: chat messages to text with the tokenizer's template, a program that comes with the model."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def variables(template: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(error: Exception) -> str:
-    """The template's error in a line: a bare KeyError says nothing but the key."""
+    """The template's error in a line, with the kind of a Python error."""
     return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

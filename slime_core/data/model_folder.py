@@ -90,9 +90,11 @@ def copy_processor(source: Path, target: Path) -> None:
 
 
 def context_length(model_config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that the model reads; None if its config does not say."""
+    """Tokens of the longest sequence that the model reads; None if its config has no such number."""
     text = model_config.get("text_config", model_config)
-    stated = next((text[key] for key in CONTEXT_KEYS if isinstance(text.get(key), int) and text[key] > 0), None)
+    stated: int | None = next(
+        (text[key] for key in CONTEXT_KEYS if isinstance(text.get(key), int) and text[key] > 0), None
+    )
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if stated is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in EXTENDED:
         return stated

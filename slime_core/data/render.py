@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -239,17 +238,9 @@ class PromptRenderer:
         return UnknownText(self.tokenizer)
 
     def _check_unknown(self, text: str, token_ids: npt.NDArray[np.int32], origin: str) -> None:
-        share = self._unknown_text.share(text, token_ids)
-        if not share:
-            return
-        examples = ", ".join(map(repr, self._unknown_text.examples(text))) or "some of its words"
-        what = f"the tokenizer cannot express {share:.2%} of the prompt, such as {examples}"
-        if share > self.max_unknown_share:
-            raise DataError(
-                f"{origin}: {what}; the model would not see it. Use a model that has these characters, or "
-                f"accept it: --max-unknown-share {min(1, math.ceil(share * 1000) / 1000):g}"
-            )
-        note(self.unknown, origin, what)
+        what = self._unknown_text.refuse(text, token_ids, origin, self.max_unknown_share)
+        if what is not None:
+            note(self.unknown, origin, what)
 
 
 def note(rows: dict[str, str], origin: str, what: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+
+from slime_core.errors import DataError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -32,6 +35,21 @@ class UnknownText:
             found = int(np.isin(token_ids, list(self._unknown.values())).sum())
             return max(0, found - known) / max(1, len(token_ids))
         return sum(map(text.count, self._lost(text, token_ids.tolist()))) / max(1, len(text))
+
+    def refuse(self, text: str, token_ids: npt.NDArray[np.int32], origin: str, max_share: float) -> str | None:
+        """DataError, which begins with the origin, if more than `max_share` of the text is unknown. Returns what is unknown, if
+        anything is."""
+        share = self.share(text, token_ids)
+        if not share:
+            return None
+        examples = ", ".join(map(repr, self.examples(text))) or "some of its words"
+        what = f"the tokenizer cannot express {share:.2%} of the text, such as {examples}"
+        if share > max_share:
+            raise DataError(
+                f"{origin}: {what}; the model would not see it. Use a model that has these characters, or "
+                f"accept it: --max-unknown-share {min(1, math.ceil(share * 1000) / 1000):g}"
+            )
+        return what
 
     def examples(self, text: str, count: int = 5) -> list[str]:
         """Some characters that cannot be expressed."""

@@ -247,7 +247,7 @@ DATA_CASES = {
         ["--prompt-data", "odd.jsonl"],
         DATA,
         [
-            "odd.jsonl, line 2: the tokenizer cannot express 25.00% of the prompt, such as 'é'",
+            "odd.jsonl, line 2: the tokenizer cannot express 25.00% of the text, such as 'é'",
             "--max-unknown-share 0.25",
         ],
         files={"odd.jsonl": '{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+é=", "label": "2"}\n'},

@@ -197,6 +197,7 @@ def test_a_file_that_was_rewritten_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("name", "text"), [("missing.jsonl", "there is no file"), ("rows.csv", "can be read")])
 def test_no_file(tmp_path, name, text):
+    (tmp_path / "rows.csv").touch()
     with pytest.raises(DataError, match=text):
         stream(tmp_path / name)
 

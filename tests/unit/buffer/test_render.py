@@ -197,14 +197,14 @@ def test_text_that_the_tokenizer_cannot_express_is_a_bad_row(options):
     with pytest.raises(DataError) as caught:
         render(renderer, input="1+1=²日日日")
     assert str(caught.value) == (
-        "train.jsonl, line 3: the tokenizer cannot express 50.00% of the prompt, such as '²', '日'; the model would not see "
+        "train.jsonl, line 3: the tokenizer cannot express 50.00% of the text, such as '²', '日'; the model would not see "
         "it. Use a model that has these characters, or accept it: --max-unknown-share 0.5"
     )
     tolerant = PromptRenderer(renderer.tokenizer, max_unknown_share=0.5)
     for _ in range(2):
         assert render(tolerant, input="1+1=²日日日").text == "1+1=²日日日"
     assert tolerant.notices() == [
-        "1 row (train.jsonl, line 3: the tokenizer cannot express 50.00% of the prompt, such as '²', '日'): the model does not "
+        "1 row (train.jsonl, line 3: the tokenizer cannot express 50.00% of the text, such as '²', '日'): the model does not "
         "see this text (max_unknown_share)"
     ]
 
@@ -212,7 +212,7 @@ def test_text_that_the_tokenizer_cannot_express_is_a_bad_row(options):
 def test_a_text_may_name_the_unknown_token(tokenizer):
     renderer = PromptRenderer(tokenizer)
     assert render(renderer, input="why?").token_ids.tolist() == ids("why?")
-    with pytest.raises(DataError, match=r"cannot express 25\.00% of the prompt, such as '日'"):
+    with pytest.raises(DataError, match=r"cannot express 25\.00% of the text, such as '日'"):
         render(renderer, input="1日a?")
 
 
