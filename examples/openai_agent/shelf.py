@@ -63,7 +63,7 @@ async def stocktaker_without_tool(task: AgentTask) -> None:
 @reward("stock")
 def stock(sample: Sample) -> float:
     """1 if the model's last message is the number of things on the shelf."""
-    return float(sample.response.endswith(f"<model>{count(sample.metadata['shelf'])}<end>"))
+    return float(sample.raw_response.endswith(f"<model>{count(sample.metadata['shelf'])}<end>"))
 
 
 async def take_stock(task: AgentTask, tool: Callable[[str], str]) -> None:

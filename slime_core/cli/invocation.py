@@ -64,8 +64,7 @@ def parse_words(words: Sequence[str], *, switches: Iterable[str], options: Itera
 def bind_invocation(words: Words) -> BoundRun:
     """Everything resolved and checked; nothing heavy imported. ConfigError has all problems."""
     tables = read_run_file(words.file)
-    for notice in notices(tables, words.flags):
-        print(f"warning: {notice}", file=sys.stderr)
+    warn(notices(tables, words.flags))
     base = words.file.parent.resolve()
     kernel = kernel_flags()
     # Names first: which flags there are depends on which plugins are chosen.
@@ -94,6 +93,11 @@ def missing_plugin(named: Mapping[str, Any], registry: Registry) -> list[str]:
     except PluginError as error:
         return [str(error)]
     return []
+
+
+def warn(notices: Iterable[str]) -> None:
+    for notice in notices:
+        print(f"warning: {notice}", file=sys.stderr)
 
 
 def trace(line: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_core.atomic_io.storage import written
-from slime_core.cli.invocation import bind_invocation, parse_words
+from slime_core.cli.invocation import bind_invocation, parse_words, warn
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
@@ -50,6 +50,8 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         removed = (Path(run.config.runs_dir) / run.config.name).resolve()
         if options.replay.resolve().is_relative_to(removed):
             raise ConfigError(f"--fresh removes {removed}, which holds the schedule to replay. Pass another --name.")
+    warned = inputs.notices()
+    warn(warned)
     if typed.own.get("dry-run"):
         from slime_core.workers.choose import choose_device
 
@@ -57,6 +59,8 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         print_dry_run(run, inputs, options)
         return
     asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
+    # Rows that were checked when they were drawn.
+    warn([notice for notice in inputs.notices() if notice not in warned])
 
 
 def start_options(own: Mapping[str, str | bool]) -> StartOptions:

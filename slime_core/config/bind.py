@@ -40,7 +40,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     teacher = bind_engines("teacher", config.engines.teacher, engine, binder)
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
     transport = bind_sync(config, engine, binder)
-    source = binder.part(groups.SOURCES, options_beside(config.data, config.data.source), "data")
+    source = binder.part(groups.SOURCES, options_beside(config.data, config.data.source, "data.source"), "data")
     rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
     collector = bind_collector(config, algo, binder)
@@ -48,7 +48,9 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
         groups.FILTERS, config.rollout.buffer_filter, "rollout.buffer_filter", BufferFilterDriver
     )
     filters = bind_filters(config, algo, binder)
-    launcher = binder.part(groups.LAUNCHERS, options_beside(config.launcher, config.launcher.name), "launcher")
+    launcher = binder.part(
+        groups.LAUNCHERS, options_beside(config.launcher, config.launcher.name, "launcher.name"), "launcher"
+    )
     trackers = binder.parts(groups.TRACKERS, config.trackers, "trackers")
     middlewares = binder.parts(groups.MIDDLEWARES, config.router.middlewares, "router.middlewares")
     media = bind_media(config, binder)
@@ -85,11 +87,17 @@ def bind_sync(config: RunConfig, engine: BoundPlugin | None, binder: Binder) -> 
     """The weight transport: the one that is named, else the first that the engine understands."""
     preferred = engine.driver.transports if engine else ()
     name = config.sync.transport or next(iter(preferred), None)
-    return None if name is None else binder.part(groups.TRANSPORTS, options_beside(config.sync, name), "sync")
+    return (
+        None
+        if name is None
+        else binder.part(groups.TRANSPORTS, options_beside(config.sync, name, "sync.transport"), "sync")
+    )
 
 
-def options_beside(table: Table, name: str) -> PluginTable:
-    """The keys of a table that are not the kernel's, as options of the plugin `name`."""
+def options_beside(table: Table, name: str, where: str) -> PluginTable:
+    """The keys of a table that are not the kernel's, as options of the plugin `name`, which the key `where` chooses."""
+    if "name" in (table.model_extra or {}):
+        raise ConfigError(f"{where.rpartition('.')[0]}.name: unknown option; {where} chooses the plugin")
     return PluginTable.model_validate({"name": name, **(table.model_extra or {})})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,12 +39,12 @@ def chosen_flags(tables: Mapping[str, Any], registry: Registry, *, strict: bool 
         flags += finder.options(groups.OPTIMIZERS, name, ("roles", role, "optimizer"), prefix=f"{role}-")
     name = name_of(as_table(tables.get("train")).get("optimizer")) or TrainConfig().optimizer.name
     flags += finder.options(groups.OPTIMIZERS, name, ("train", "optimizer"))
-    flags += finder.options(groups.SOURCES, as_table(tables.get("data")).get("source", "files"), ("data",))
+    flags += finder.options(groups.SOURCES, word_of(as_table(tables.get("data")).get("source", "files")), ("data",))
     engine = finder.find(groups.ENGINES, name_of(tables.get("engine")), "engine")
     preferred = engine.transports[:1] if engine is not None else ()
-    launcher = as_table(tables.get("launcher")).get("name", LauncherConfig().name)
+    launcher = word_of(as_table(tables.get("launcher")).get("name", LauncherConfig().name))
     flags += finder.options(groups.LAUNCHERS, launcher, ("launcher",))
-    transport = as_table(tables.get("sync")).get("transport") or "".join(preferred)
+    transport = word_of(as_table(tables.get("sync")).get("transport")) or "".join(preferred)
     flags += finder.options(groups.TRANSPORTS, transport, ("sync",))
     recipe = finder.find(groups.ALGORITHMS, name_of(tables.get("algo")), "algo")
     collector = name_of(as_table(tables.get("rollout")).get("collector")) or getattr(recipe, "collector", None) or ""
@@ -77,10 +77,13 @@ def algo_flags(tables: Mapping[str, Any], finder: Finder) -> list[Flag]:
         return []
     parts: list[tuple[str, Any]] = [
         (groups.ADVANTAGES, algo.get("advantage", recipe.advantage)),
-        *((groups.ADVANTAGES, item) for item in algo.get("advantage_terms", recipe.options.get("advantage_terms", ()))),
+        *(
+            (groups.ADVANTAGES, item)
+            for item in items_of(algo.get("advantage_terms", recipe.options.get("advantage_terms", ())))
+        ),
         (groups.LOSSES, algo.get("loss", recipe.loss)),
-        *((groups.ADVANTAGES, item) for item in algo.get("shaping", recipe.shaping)),
-        *((groups.CORRECTIONS, item) for item in algo.get("corrections", recipe.corrections)),
+        *((groups.ADVANTAGES, item) for item in items_of(algo.get("shaping", recipe.shaping))),
+        *((groups.CORRECTIONS, item) for item in items_of(algo.get("corrections", recipe.corrections))),
         *((groups.LOSSES, algo.get(key, recipe.options.get(key))) for key in LOSS_KEYS.values()),
     ]
     return [flag for group, item in parts for flag in finder.options(group, name_of(item), ("algo",))]
@@ -117,8 +120,17 @@ class Finder:
 
 def name_of(value: Any) -> str:
     """The name in a plugin table; empty if there is none."""
-    name = as_table(value).get("name", "")
-    return name if isinstance(name, str) else ""
+    return word_of(as_table(value).get("name"))
+
+
+def word_of(value: Any) -> str:
+    """A name of a plugin; empty for a value of another type, which the validation reports."""
+    return value if isinstance(value, str) else ""
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """A list; empty for a value of another type, which the validation reports."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def as_table(value: Any) -> Mapping[str, Any]:

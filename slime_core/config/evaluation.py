@@ -116,11 +116,16 @@ class EvalConfig(Table):
         value = dict(value)
         sets = value.get("datasets", {})
         if isinstance(sets, list):
-            if missing := [number for number, entry in enumerate(sets) if "name" not in entry]:
-                raise ValueError(f"datasets[{missing[0]}] has no name")
+            for number, entry in enumerate(sets):
+                if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                    raise ValueError(f"datasets[{number}] must be a table with a name")
             refuse_duplicates([entry["name"] for entry in sets])
             sets = {entry["name"]: {k: v for k, v in entry.items() if k != "name"} for entry in sets}
-        pairs = list(value.pop("eval_prompt_data", ()))
+        if not isinstance(sets, dict):
+            raise ValueError("datasets must be a table of sets: [eval.datasets.NAME] with path = FILE")
+        pairs = value.pop("eval_prompt_data", ())
+        if not isinstance(pairs, list | tuple) or not all(isinstance(word, str) for word in pairs):
+            raise ValueError("eval_prompt_data requires a list of NAME PATH pairs")
         if len(pairs) % 2:
             raise ValueError(f"eval_prompt_data requires NAME PATH pairs, got {len(pairs)} words")
         refuse_duplicates([*pairs[::2], *sets])

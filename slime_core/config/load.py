@@ -19,7 +19,8 @@ from slime_core.registry.options import problem_line
 def read_run_file(path: Path) -> dict[str, Any]:
     """The tables of a TOML run file. ConfigError names the file, and line and column of a syntax error."""
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         beside = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         there = f" There is: {', '.join(beside[:5])}." if beside else ""
@@ -30,6 +31,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid TOML: arrays or tables are nested too deep.") from None
 
 
 def merge(tables: Mapping[str, Any], overrides: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:

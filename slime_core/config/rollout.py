@@ -25,7 +25,8 @@ class RolloutConfig(Table):
     rollout_max_response_len: int = Field(gt=0)
     """Tokens a response may have."""
     rollout_max_prompt_len: int | None = Field(None, gt=0)
-    """Longer prompts are filtered out and counted; by default rollout_max_context_len - 1, else no limit."""
+    """Longer prompts are filtered out and counted; by default rollout_max_context_len - 1. Prompts that leave the model no
+    token for a response (max_position_embeddings) are always filtered out, and named at the start."""
     rollout_max_context_len: int | None = Field(None, gt=0)
     """Prompt and response together; by default no limit of its own."""
     rollout_temperature: float = Field(1.0, ge=1e-6)

@@ -53,6 +53,9 @@ class DataConfig(Table, extra="allow"):
     """Render prompts through the tokenizer's chat template."""
     apply_chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of the template."""
+    max_unknown_share: float = Field(0.0, ge=0, le=1)
+    """Share of a prompt that the tokenizer may be unable to express: unknown tokens, or lost characters. A row with more is
+    a bad row (on_bad_row); rows with less are named at the start. Tokenizers of bytes express every text."""
 
     @field_validator("multimodal_keys", mode="before")
     @classmethod

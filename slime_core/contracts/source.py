@@ -20,14 +20,18 @@ class Renderer(Protocol):
 
     @property
     def max_prompt_len(self) -> int | None:
-        """In tokens, for messages; None: any length. `accepts` decides."""
+        """In tokens, for messages; None: the run sets none. `accepts` decides."""
+
+    @property
+    def limit(self) -> str:
+        """Why `accepts` refuses a prompt, for messages: `rollout_max_prompt_len is 512`."""
 
     def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
         """Raises DataError if a key is missing, an image does not decode, or the template fails. group_index: number of the
         draw; origin: file and row, for messages; folder: base of relative paths of images."""
 
     def accepts(self, prompt: Prompt) -> bool:
-        """False if it is longer than the maximum prompt length."""
+        """False if it is longer than the maximum prompt length, or leaves the model no token for a response."""
 
 
 class DataSource(ABC):

@@ -56,7 +56,7 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={},
+    added={("data", "max_unknown_share"): 0.0},
     added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,

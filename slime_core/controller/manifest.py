@@ -25,8 +25,9 @@ def key_paths(*keys: str) -> tuple[KeyPath, ...]:
 
 
 MAY_CHANGE: Final = key_paths(
-    "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row", "eval",
-    "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout", "rollout.reward_retries",
+    "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row",
+    "data.max_unknown_share", "eval", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
+    "rollout.reward_retries",
 )  # fmt: skip
 """Keys that a resumed run may change: they alter what is logged or how long it continues, not what is trained."""
 

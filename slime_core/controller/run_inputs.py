@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,14 @@ from slime_core.contracts.media import Media, MediaRenderer
 from slime_core.contracts.source import DataSource
 from slime_core.controller.engine_folder import converter_for
 from slime_core.controller.manifest import check_required
-from slime_core.data.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
+from slime_core.data.model_folder import (
+    NO_LIMIT,
+    check_weights,
+    context_length,
+    has_tokenizer,
+    load_tokenizer,
+    read_model_config,
+)
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
 from slime_core.registry import bind
@@ -41,8 +48,14 @@ class RunInputs:
     """None: the collector makes its own groups."""
     eval_sources: Mapping[str, DataSource]
     num_rollout: int
+    renderers: Mapping[str, PromptRenderer] = field(default_factory=dict)
+    """By the table of their data."""
     converter: BoundPlugin | None = None
     """Converts trained weights to the format of the policy's engines; None: they have the same format."""
+
+    def notices(self) -> list[str]:
+        """Sentences on rows that were left out so far, or that the tokenizer changes."""
+        return [f"{where}: {notice}" for where, renderer in self.renderers.items() for notice in renderer.notices()]
 
 
 def load_run_inputs(run: BoundRun) -> RunInputs:
@@ -63,11 +76,18 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
     if max_prompt_len is None and rollout.rollout_max_context_len is not None:
         max_prompt_len = rollout.rollout_max_context_len - 1
     media = media_renderer(run, folder, tokenizer)
+    limits = {"context_len": longest_sequence(model_config, tokenizer), "max_unknown_share": data.max_unknown_share}
+    renderers: dict[str, PromptRenderer] = {}
     source = None
     if run.reads_prompts:
-        renderer = prompt_renderer(run, data, tokenizer, media, max_prompt_len)
-        source = run.source.build()(renderer, seed=run.rollout_seed)
-    evals = {settings.name: eval_source(run, settings, tokenizer, media) for settings in run.evals}
+        renderers["data"] = prompt_renderer(run, data, tokenizer, media, max_prompt_len=max_prompt_len, **limits)
+        source = run.source.build()(renderers["data"], seed=run.rollout_seed)
+    evals = {}
+    for settings in run.evals:
+        longest = max_prompt_len if settings.max_prompt_len is None else settings.max_prompt_len
+        renderer = prompt_renderer(run, settings, tokenizer, media, max_prompt_len=longest, **limits)
+        evals[settings.name] = eval_source(run, settings, renderer)
+        renderers[f"eval.datasets.{settings.name}"] = renderer
     return RunInputs(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -75,6 +95,7 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
         source=source,
         eval_sources=evals,
         num_rollout=count_rollouts(run, source),
+        renderers=renderers,
         converter=converter,
     )
 
@@ -157,8 +178,9 @@ def prompt_renderer(
     keys: DataConfig | BoundEvalSet,
     tokenizer: PreTrainedTokenizerBase,
     media: MediaRenderer | None,
-    max_prompt_len: int | None,
+    **limits: Any,
 ) -> PromptRenderer:
+    """limits: `max_prompt_len`, `context_len` and `max_unknown_share` of the renderer."""
     return PromptRenderer(
         tokenizer,
         input_key=keys.input_key,
@@ -168,15 +190,18 @@ def prompt_renderer(
         media=media,
         apply_chat_template=keys.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
-        max_prompt_len=max_prompt_len,
+        **limits,
     )
 
 
-def eval_source(
-    run: BoundRun, settings: BoundEvalSet, tokenizer: PreTrainedTokenizerBase, media: MediaRenderer | None
-) -> DataSource:
+def longest_sequence(model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that the model reads. Without a number in its config, the tokenizer's counts if it is one: without a limit, it
+    has 1e30."""
+    return context_length(model_config) or max(2, min(NO_LIMIT, tokenizer.model_max_length))
+
+
+def eval_source(run: BoundRun, settings: BoundEvalSet, renderer: PromptRenderer) -> DataSource:
     """An evaluation set is read by the same kind of source as the training data, in order."""
-    renderer = prompt_renderer(run, settings, tokenizer, media, settings.max_prompt_len)
     where = f"eval.datasets.{settings.name}"
     files = run.registry.resolve(groups.SOURCES, EVAL_SOURCE, where=where)
     try:

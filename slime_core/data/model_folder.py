@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,12 @@ INDEX: Final = "model.safetensors.index.json"
 """Index of weights in several files: the file of each tensor."""
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Preprocessing configs of models with images or videos."""
+CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Names of a model's longest sequence in its config."""
+EXTENDED: Final = ("yarn", "dynamic")
+"""Kinds of rotary embeddings whose `factor` multiplies the longest sequence."""
+NO_LIMIT: Final = 2**20
+"""Tokens; for a model whose config has no longest sequence."""
 WEIGHT_PATTERNS: Final = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -80,6 +87,18 @@ def copy_processor(source: Path, target: Path) -> None:
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def context_length(model_config: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest sequence that the model reads; None if its config has no such number."""
+    text = model_config.get("text_config", model_config)
+    stated: int | None = next(
+        (text[key] for key in CONTEXT_KEYS if isinstance(text.get(key), int) and text[key] > 0), None
+    )
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    if stated is None or not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in EXTENDED:
+        return stated
+    return max(stated, int(rope.get("factor", 1) * (rope.get("original_max_position_embeddings") or stated)))
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.media import MediaRenderer
+from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat, shown
+from slime_core.data.unknown_text import UnknownText
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.types.prompt import Message, Prompt
 
@@ -23,6 +26,11 @@ RESERVED_TEMPLATE_KWARGS: Final = frozenset(
     {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
 )
 """Arguments of the template that the renderer sets itself."""
+CHARACTERS_PER_TOKEN: Final = 8
+LEAST_HEAD: Final = 50_000
+"""A text is tokenized up to this many characters, and as many per token that a prompt may have, before the rest is: a row of
+hundreds of megabytes would take minutes."""
+MOST_NOTED: Final = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +41,8 @@ class PromptRenderer:
     The input key and, if set, the label key must be in every row; metadata and tools are optional. Tools are a list
     or its JSON text, and are kept in the prompt's metadata too.
 
-    `media` inserts images and videos into messages, text and tokens.
+    `media` inserts images and videos into messages, text and tokens. `token_ids` of a prompt that `accepts` refuses may be only
+    its beginning.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,6 +55,13 @@ class PromptRenderer:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_len: int | None = None
+    context_len: int | None = None
+    """Tokens that the model reads; a prompt leaves one of them for the response."""
+    max_unknown_share: float = 0.0
+    too_long: dict[str, str] = field(default_factory=dict, init=False)
+    """The first rows that the model cannot read, by origin."""
+    unknown: dict[str, str] = field(default_factory=dict, init=False)
+    """The first rows with unknown text, by origin."""
 
     def __post_init__(self) -> None:
         if reserved := sorted(RESERVED_TEMPLATE_KWARGS & (self.apply_chat_template_kwargs or {}).keys()):
@@ -85,8 +101,10 @@ class PromptRenderer:
         if self.media is not None:
             text = self.media.mark(text, images, origin)
         token_ids = self._token_ids(text, origin)
-        if self.media is not None:
-            token_ids, images = self.media.expand(token_ids, images, origin)
+        if self._fits(len(token_ids)):
+            self._check_unknown(text, token_ids, origin)
+            if self.media is not None:
+                token_ids, images = self.media.expand(token_ids, images, origin)
         return Prompt(
             group_index=group_index,
             text=text,
@@ -100,7 +118,44 @@ class PromptRenderer:
         )
 
     def accepts(self, prompt: Prompt) -> bool:
-        return self.max_prompt_len is None or len(prompt.token_ids) <= self.max_prompt_len
+        length = len(prompt.token_ids)
+        if self._fits(length):
+            return True
+        if self._most != self.max_prompt_len:
+            more = " or more" if len(prompt.text) > self._head else ""
+            note(self.too_long, prompt.origin, f"{length:,} tokens{more}")
+        return False
+
+    @property
+    def limit(self) -> str:
+        if self._most == self.max_prompt_len:
+            return f"rollout_max_prompt_len is {self.max_prompt_len}"
+        return f"the model reads {self.context_len} tokens, one of which is left for the response"
+
+    def notices(self) -> list[str]:
+        """Sentences on rows that are left out, or changed by the tokenizer, which name the first."""
+        found = []
+        if self.too_long:
+            found.append(f"{listed(self.too_long)}: left out, because {self.limit} (rollout/data/num_too_long)")
+        if self.unknown:
+            found.append(f"{listed(self.unknown)}: the model does not see this text (max_unknown_share)")
+        return found
+
+    @cached_property
+    def _most(self) -> int | None:
+        """Tokens that a prompt may have."""
+        return min(
+            (limit for limit in (self.max_prompt_len, self.context_len and self.context_len - 1) if limit is not None),
+            default=None,
+        )
+
+    @property
+    def _head(self) -> int:
+        """Characters that are tokenized first."""
+        return max(LEAST_HEAD, CHARACTERS_PER_TOKEN * (self._most or 0))
+
+    def _fits(self, length: int) -> bool:
+        return self._most is None or length <= self._most
 
     def _required(self, row: Mapping[str, Any], key: str, option: str, origin: str) -> Any:
         if key not in row:
@@ -153,30 +208,55 @@ class PromptRenderer:
         )
 
     def _render_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, origin: str) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                **(self.apply_chat_template_kwargs or {}),
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{origin}: the chat template failed: {error}") from error
-        assert isinstance(text, str)
-        return text
+            return render_chat(self.tokenizer, messages, tools=tools, template_kwargs=self.apply_chat_template_kwargs)
+        except TEMPLATE_ERRORS as error:
+            name = self.tokenizer.name_or_path or "the model"
+            raise DataError(f"{origin}: the chat template of {name} failed: {shown(error)}") from error
 
     def _token_ids(self, text: str, origin: str) -> npt.NDArray[np.int32]:
+        """The tokens; of a text that is too long, those of a beginning that is."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{origin}: the prompt is not valid Unicode: {error}") from error
-        token_ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False, verbose=False), np.int32)
+        length = len(text) if self._most is None else self._head
+        while True:
+            token_ids = np.asarray(
+                self.tokenizer.encode(text[:length], add_special_tokens=False, verbose=False), np.int32
+            )
+            # The cut changes a few tokens before it.
+            if length >= len(text) or (self._most is not None and len(token_ids) > 1.125 * self._most + 16):
+                break
+            length *= 2
         if not len(token_ids):
             raise DataError(f"{origin}: the prompt has no tokens: {_shown(text)}")
         return token_ids
+
+    @cached_property
+    def _unknown_text(self) -> UnknownText:
+        return UnknownText(self.tokenizer)
+
+    def _check_unknown(self, text: str, token_ids: npt.NDArray[np.int32], origin: str) -> None:
+        what = self._unknown_text.refuse(text, token_ids, origin, self.max_unknown_share)
+        if what is not None:
+            note(self.unknown, origin, what)
+
+
+def note(rows: dict[str, str], origin: str, what: str) -> None:
+    if len(rows) < MOST_NOTED:
+        rows[origin] = what
+
+
+def listed(rows: Mapping[str, str], count: int = 3) -> str:
+    """How many rows, and the first.
+
+    >>> listed({"train.jsonl, line 2": "80 tokens"})
+    '1 row (train.jsonl, line 2: 80 tokens)'
+    """
+    number = f"{len(rows)} {'row' if len(rows) == 1 else 'rows'}{' or more' if len(rows) == MOST_NOTED else ''}"
+    first = [f"{origin}: {what}" for origin, what in list(rows.items())[:count]]
+    return f"{number} ({'; '.join(first)}{'; ...' if len(rows) > count else ''})"
 
 
 def _shown(value: Any, length: int = 60) -> str:

@@ -4,7 +4,7 @@ One row per sample, in order. `group` numbers the groups of the table. A group w
 sample's (or that has no samples) begins with a row for that prompt, in which the sample's columns are null.
 The images of a prompt are in its group's first row with that prompt: null in a row means those of the row before.
 User values (label, messages, tools, metadata) are JSON text; everything else keeps its type and bits. The columns of expert ids
-exist if any sample has them: flat, with their sizes in another column.
+exist if any sample has them: flat, with their sizes in another column. `raw_response` is null where `response` is the same.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _IMAGE: Final = pa.struct(
 )
 _SPAN_REWARD: Final = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("value", pa.float64())])
 
+RAW_RESPONSE: Final = "raw_response"
+
 SCHEMA: Final = pa.schema(
     [
         pa.field("group", pa.int32(), nullable=False),
@@ -59,6 +61,7 @@ SCHEMA: Final = pa.schema(
         ("remove_sample", pa.bool_()),
         pa.field("prompt", pa.string(), nullable=False),
         ("response", pa.string()),
+        (RAW_RESPONSE, pa.string()),
         ("label", pa.string()),
         ("messages", pa.string()),
         ("tools", pa.string()),
@@ -115,6 +118,7 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
         "tools": [_optional_json(prompt.tools, prompt, "the tools") for prompt in prompts],
         "prompt_metadata": [_optional_json(prompt.metadata, prompt, "the metadata") for prompt in prompts],
         "metadata": of_sample(lambda s: json_text(s.metadata, f"sample {s.index}: the metadata")),
+        RAW_RESPONSE: of_sample(lambda s: None if s.raw_response == s.response else s.raw_response),
         "status": of_sample(lambda s: s.status.value),
         "reward_parts": of_sample(lambda s: list(s.reward_parts.items())),
         "counts": of_sample(lambda s: list(s.counts.items())),
@@ -136,6 +140,9 @@ def groups_to_table(groups: Sequence[SampleGroup]) -> pa.Table:
 
 def table_to_groups(table: pa.Table) -> list[SampleGroup]:
     """Returns groups equal to those written; other columns are ignored. Raises DataError if a column is missing."""
+    if RAW_RESPONSE not in table.column_names:
+        # Slime 0.2 wrote the text with special tokens as the response.
+        table = table.append_column(RAW_RESPONSE, pa.nulls(table.num_rows, pa.string()))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise DataError(f"not a table of sample groups: it lacks {', '.join(missing)}")
     lists = {name: _slices(table[name]) for name in ("prompt_token_ids", "tokens", "loss_mask", "rollout_log_probs")}
@@ -286,6 +293,7 @@ def _read_sample(
         loss_mask=lists["loss_mask"][row],
         rollout_log_probs=lists["rollout_log_probs"][row],
         spans=tuple(VersionSpan(**span) for span in plain["spans"][row]),
+        raw_response=plain[RAW_RESPONSE][row] or "",
         status=Status(plain["status"][row]),
         reward_parts=dict(plain["reward_parts"][row]),
         span_rewards=tuple(SpanReward(**span) for span in plain["span_rewards"][row]),

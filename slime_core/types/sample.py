@@ -60,6 +60,9 @@ class Sample:
     rollout_log_probs: npt.NDArray[np.float32]
     """(R,) nats, under the sampling policy at the sampling temperature; 0 where the mask is 0."""
     response: str = ""
+    """Text of the response without special tokens, such as the end token: what rewards compare."""
+    raw_response: str = ""
+    """Text of all response tokens, special ones included; if not given: `response`."""
     spans: tuple[VersionSpan, ...] = ()
     """Policy versions of the response tokens, in order; no span: not sampled by a policy."""
     status: Status = Status.COMPLETED
@@ -80,6 +83,10 @@ class Sample:
     last sampled one are never included. None: not recorded."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Counters of the generator, such as turns and tool calls; their means are metrics."""
+
+    def __post_init__(self) -> None:
+        if not self.raw_response:
+            object.__setattr__(self, "raw_response", self.response)
 
     @property
     def response_length(self) -> int:

@@ -97,6 +97,8 @@ class Trajectory:
     ) -> Sample:
         """Returns the sample. status: overrides that of the last completion; metadata: added to the prompt's."""
         response = np.concatenate([np.empty(0, np.int32), *self._tokens])
+        mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
+        text, raw = texts_of(self._tokenizer, response, mask)
         return Sample(
             index=self.index,
             group_index=self.prompt.group_index,
@@ -104,9 +106,10 @@ class Trajectory:
             prompt=self.prompt,
             tokens=np.concatenate([self.prompt.token_ids, response]),
             prompt_length=len(self.prompt.token_ids),
-            loss_mask=np.concatenate([np.empty(0, np.uint8), *self._mask]),
+            loss_mask=mask,
             rollout_log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
-            response=decode(self._tokenizer, response),
+            response=text,
+            raw_response=raw,
             spans=tuple(self._spans),
             status=status or self.status,
             reward=reward,
@@ -140,21 +143,51 @@ def without_untrained_end(sample: Sample, tokenizer: PreTrainedTokenizerBase) ->
     end = max(int(trained[-1]) + 1 if len(trained) else 0, *(e for _, s, e in sample.spans if e > s), 0)
     if sample.status is Status.ABORTED or not 0 < end < sample.response_length:
         return sample
+    text, raw = texts_of(tokenizer, sample.response_tokens[:end], sample.loss_mask[:end])
     return replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length + end].copy(),
         loss_mask=sample.loss_mask[:end].copy(),
         rollout_log_probs=sample.rollout_log_probs[:end].copy(),
-        response=decode(tokenizer, sample.response_tokens[:end]),
+        response=text,
+        raw_response=raw,
         spans=tuple(span for span in sample.spans if span.end <= end),
         # A reward of tokens that are not trained is part of the rest of the reward.
         span_rewards=tuple(r._replace(end=min(r.end, end)) for r in sample.span_rewards if r.start < end),
     )
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32]) -> str:
-    """Text of the tokens, special ones included. Calls the fast tokenizer directly if the wrapper would not change its
-    result: that is several times faster, and every response is decoded."""
+def decode(
+    tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], *, skip_special_tokens: bool = False
+) -> str:
+    """Text of the tokens, special ones included unless skipped. Calls the fast tokenizer directly if the wrapper would not
+    change its result: that is several times faster, and every response is decoded."""
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+
+
+def texts_of(
+    tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]
+) -> tuple[str, str]:
+    """`Sample.response` and `Sample.raw_response`: one object where they are equal."""
+    raw = decode(tokenizer, tokens)
+    clean = clean_text(tokenizer, tokens, mask)
+    return (raw if clean == raw else clean), raw
+
+
+def clean_text(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str:
+    """Text of response tokens without special ones; mask: 1 = the model's, 0 = the environment's. Where only special tokens
+    separate the model's text from the environment's, a line break does: "12" and "34" must not become 1234."""
+    turns = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    cuts = [cut for cut in turns.tolist() if any(_is_special(tokenizer, tokens[at : at + 1]) for at in (cut - 1, cut))]
+    text = ""
+    for part in np.split(tokens, cuts):
+        added = decode(tokenizer, part, skip_special_tokens=True)
+        is_joined = text and added and not text[-1].isspace() and not added[0].isspace()
+        text += f"\n{added}" if is_joined else added
+    return text
+
+
+def _is_special(tokenizer: PreTrainedTokenizerBase, token: npt.NDArray[np.int32]) -> bool:
+    return not decode(tokenizer, token, skip_special_tokens=True) and bool(decode(tokenizer, token))

@@ -10,11 +10,9 @@ from typing import Any
 from slime_core.config.bound import BoundEngines, BoundRun
 from slime_core.config.part import BoundPlugin
 from slime_core.contracts.setup import EngineSetup, RoutingReplay
+from slime_core.data.model_folder import NO_LIMIT, context_length
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine_worker import EngineWorkerSpec
-
-NO_LIMIT = 2**20
-"""Tokens; for a model whose config has no longest sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class EngineSpecs:
 
     def _spec(self, engine: BoundPlugin, *, index: int, num_devices: int, **own: Any) -> EngineWorkerSpec:
         config = self.run.config
-        limit = self.model_config.get("max_position_embeddings") or NO_LIMIT
+        limit = context_length(self.model_config) or NO_LIMIT
         setup = EngineSetup(
             index=index,
             device="cuda" if self.device == "cuda" else "cpu",

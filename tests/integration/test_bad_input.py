@@ -231,6 +231,27 @@ DATA_CASES = {
         DATA,
         ["none of the 20 rows", "the shortest prompt has 4 tokens", "rollout_max_prompt_len is 3"],
     ),
+    "all prompts as long as the context": Case(
+        ["--prompt-data", "long.jsonl"],
+        DATA,
+        ["none of the 1 rows", "the shortest prompt has 64 tokens and the model reads 64 tokens, one of which is left"],
+        files={"long.jsonl": json.dumps({"prompt": "1" * 64, "label": "1"})},
+    ),
+    "an evaluation set as long as the context": Case(
+        ["--eval-prompt-data", "held_out", "long.jsonl"],
+        DATA,
+        ["eval.datasets.held_out: ", "none of the 1 rows", "the model reads 64 tokens"],
+        files={"long.jsonl": json.dumps({"prompt": "1" * 64, "label": "1"})},
+    ),
+    "text that the tokenizer cannot express": Case(
+        ["--prompt-data", "odd.jsonl"],
+        DATA,
+        [
+            "odd.jsonl, line 2: the tokenizer cannot express 25.00% of the text, such as 'é'",
+            "--max-unknown-share 0.25",
+        ],
+        files={"odd.jsonl": '{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+é=", "label": "2"}\n'},
+    ),
     "fewer rows than one step": Case(
         ["--prompt-data", "train.jsonl@[:1]"],
         CONFIG,
@@ -315,6 +336,18 @@ def test_a_dry_run_starts_nothing_and_counts_what_is_left_out(tiny: TinyRun) -> 
     assert (ended.code, ended.err) == (0, "")
     (metrics,) = [record["metrics"] for record in tiny.metrics() if record["axis"] == "rollout/step"]
     assert metrics["rollout/data/num_bad_rows"] == metrics["rollout/data/num_too_long"] == 1
+
+
+def test_rows_beyond_the_context_are_named(tiny: TinyRun) -> None:
+    row = json.dumps({"prompt": "1" * 64, "label": "1"})
+    (tiny / "train.jsonl").write_text((tiny / "train.jsonl").read_text() + row)
+    ended = tiny.run("--dry-run")
+    assert ended.code == 0
+    assert ended.err == (
+        f"warning: data: 1 row ({tiny / 'train.jsonl'}, line 21: 64 tokens): left out, because the model reads 64 tokens, "
+        "one of which is left for the response (rollout/data/num_too_long)\n"
+    )
+    assert json.loads(ended.out)["rows"] == 20
 
 
 REWARDS = """

@@ -433,7 +433,7 @@ def test_sets_may_be_pairs_a_list_or_a_mapping(bound, complaints):
         complaints("--set", "eval.datasets=[{ name = 'a', path = 'a' }, { name = 'a', path = 'b' }]"),
         "the sets a are named twice",
     )
-    only(complaints("--set", "eval.datasets=[{ path = 'a' }]"), r"datasets\[0\] has no name")
+    only(complaints("--set", "eval.datasets=[{ path = 'a' }]"), r"datasets\[0\] must be a table with a name")
 
 
 def test_problems_of_sets_name_where_they_were_typed_and_come_once(complaints):
@@ -634,3 +634,14 @@ def test_the_divisors_of_a_large_batch_are_found_at_once(complaints):
         complaints("--rollout-batch-size", "50000000", "--n-samples-per-prompt", "2", "--global-batch-size", str(size)),
         r"Nearest that fit: 25000000 and 50000000\.$|at least .* GiB",
     )
+
+
+def test_a_run_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "x"', encoding="utf-8-sig")
+    assert read_run_file(tmp_path / "run.toml") == {"name": "x"}
+
+
+def test_a_run_file_nested_too_deep(tmp_path):
+    (tmp_path / "run.toml").write_text("x = " + "[" * 5000)
+    with pytest.raises(ConfigError, match=r"run.toml: not valid TOML: arrays or tables are nested too deep"):
+        read_run_file(tmp_path / "run.toml")

@@ -112,13 +112,12 @@ def scorer(*teachers, max_losses=3):
     return TeacherClient("teacher", engines, max_losses=max_losses), engines.client
 
 
-BATCH = build_batch(
-    [group_of(["a" * (n % 7), "b" * (n % 5 + 1)], rewards=[1.0, 0.0], group_index=n) for n in range(80)]
-)
+GROUPS = [group_of(["a" * (n % 7), "b" * (n % 5 + 1)], rewards=[1.0, 0.0], group_index=n) for n in range(80)]
+BATCH = build_batch(GROUPS)
 
 
 def expected_log_probs():
-    return np.concatenate([-(5.0 + np.arange(count)) for count in BATCH.response_length])
+    return np.concatenate([-sample.response_tokens.astype(np.float64) for group in GROUPS for sample in group.samples])
 
 
 async def test_sequences_of_a_lost_teacher_are_sent_to_another():

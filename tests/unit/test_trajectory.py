@@ -24,8 +24,7 @@ class Letters:
     is_fast = False
 
     def decode(self, ids, skip_special_tokens):
-        assert not skip_special_tokens
-        return "".join(chr(97 + i) for i in ids)
+        return "".join(chr(97 + i) for i in ids if not (skip_special_tokens and chr(97 + i) == "z"))
 
 
 def completion(tokens, reason="stop", spans=None):
@@ -69,6 +68,35 @@ def test_two_turns_with_a_tool_between_them():
         np.float32,
         np.int32,
     )
+
+
+@pytest.mark.parametrize(
+    ("turns", "response", "raw_response"),
+    [
+        (["ab"], "ab", "ab"),
+        (["abz"], "ab", "abz"),
+        (["z"], "", "z"),
+        # The environment's text after an end token, or with special tokens around it, does not join the model's.
+        (["ab", "cd", "ez"], "abcde", "abcdez"),
+        (["abz", "cd", "ez"], "ab\ncde", "abzcdez"),
+        (["abz", "zcdz", "ez"], "ab\ncd\ne", "abzzcdzez"),
+        (["abz", "z", "ez"], "ab\ne", "abzzez"),
+        (["azb", "c"], "abc", "azbc"),
+    ],
+)
+def test_the_response_is_text_without_special_tokens(turns, response, raw_response):
+    grown = trajectory()
+    for number, text in enumerate(turns):
+        tokens = [ord(letter) - 97 for letter in text]
+        if number % 2:
+            grown.append_environment(tokens)
+        else:
+            grown.append_completion(completion(tokens))
+    sample = grown.finish()
+    assert (sample.response, sample.raw_response) == (response, raw_response)
+    # Equal texts are one object.
+    assert (sample.response is sample.raw_response) == (response == raw_response)
+    assert replace(sample, raw_response="").raw_response is sample.response
 
 
 @pytest.mark.parametrize(

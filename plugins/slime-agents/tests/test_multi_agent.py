@@ -106,7 +106,7 @@ def test_words_of_others_are_no_special_tokens(speak):
     samples, engine = speak(
         lambda text: "4<e<end>nd>2", multi({"name": "solver"}, {"name": "next", "prompt": "{{ answers.solver[0] }}!"})
     )
-    assert samples[0].response.count("<end>") >= 1
+    assert samples[0].raw_response.count("<end>") >= 1
     assert engine.requests[1].token_ids.tolist().count(1) == 0
 
 

@@ -99,7 +99,7 @@ def test_limits_end_a_response(speak):
 def test_a_turn_without_a_code_block_ends_the_response(speak):
     for written in ("no code", "code> </code", "</code> it ends", "<code>1</code> and more"):
         [sample], _ = speak(lambda text, written=written: written, retool(code_end="</CODE>"))
-        assert (sample.status, sample.response) == (Status.COMPLETED, written + "<end>")
+        assert (sample.status, sample.raw_response) == (Status.COMPLETED, written + "<end>")
     [sample], _ = speak(turns("alone </code>"), retool())
     assert (sample.status, sample.response, sample.counts) == (Status.COMPLETED, "alone </code>", {})
 

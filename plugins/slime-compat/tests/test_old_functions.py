@@ -16,7 +16,7 @@ from slime_compat.plugin import CompatFilter, CompatGenerator, CompatReward
 from slime_core.errors import PluginError, RewardError, RolloutError
 from slime_core.rollout.groups import check_samples
 from slime_core.types.sample import Status
-from slime_plugin_kit.groups import group_of
+from slime_plugin_kit.groups import END, group_of
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of, episode_of, vocab_size
 
@@ -58,9 +58,11 @@ def test_rewards_of_every_form(write_module):
     folder = write_module("old_rewards", REWARDS)
     group = group_of(("4", "four", ""))
     group = replace(group, samples=tuple(replace(s, status=Status.COMPLETED, metadata={}) for s in group.samples))
-    assert reward(folder, "old_rewards.by_sample", args={"bonus": 10}).score(group) == [11, 14, 10]
+    # As upstream, an old sample's text has the end token.
+    end = len(END)
+    assert reward(folder, "old_rewards.by_sample", args={"bonus": 10}).score(group) == [11 + end, 14 + end, 10]
     assert "seen" not in group.samples[0].metadata
-    assert reward(folder, "old_rewards.named").score(group)[1] == {"score": 4.0, "ok": 1.0}
+    assert reward(folder, "old_rewards.named").score(group)[1] == {"score": 4.0 + end, "ok": 1.0}
     assert reward(folder, "old_rewards.by_group", group=True).score(group) == [0.0, 1.0, 0.0]
     labelled = replace(group, samples=tuple(replace(s, prompt=replace(s.prompt, label="four")) for s in group.samples))
     assert reward(folder, "old_rewards.by_text").score(labelled) == [0.0, 1.0, 0.0]

@@ -21,6 +21,7 @@ from slime_core.rollout.context import RolloutContext
 from slime_core.types.image import Image
 from slime_core.types.sample import Status
 from slime_models.media.renderer import QwenVlRenderer
+from slime_models.new_model import character_tokenizer
 from slime_sources.config import FilesConfig
 from slime_sources.files import FilesSource
 
@@ -70,6 +71,13 @@ def collected(part, tmp_path):
 
 def pieces(tokenizer, token_ids):
     return "".join(tokenizer.convert_ids_to_tokens(token_ids))
+
+
+def test_a_label_that_the_tokenizer_cannot_express(collected):
+    with pytest.raises(
+        DataError, match=r"train.jsonl, line 1: the tokenizer cannot express 50\.00% of the text, such as '²'"
+    ):
+        collected(character_tokenizer("ab"), [{"input": "a", "label": "b²"}], data={"label_key": "label"})
 
 
 def test_prompts_with_labels(collected, tokenizer):

@@ -133,6 +133,7 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         "writes_metadata": {"groups_are_left_alone"},
         "keeps_state": {"scores_the_same_in_a_worker_process"},
         "mistaken": {"examples_get_their_rewards"},
+        "compares_raw_text": {"examples_get_their_rewards"},
     },
     "generators": {
         "one_turn": set(),

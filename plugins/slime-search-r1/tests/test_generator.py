@@ -147,7 +147,7 @@ async def test_an_agent_that_never_ends_is_truncated() -> None:
 
 async def test_an_invalid_action_gets_the_invalid_text() -> None:
     sample = await played(Player(f"textwrap{END}", "<search> </search>", ANSWER), Shelf(), max_turns=3, budget=900)
-    assert sample.response == f"textwrap{END}" + INVALID + "<search> </search>" + INVALID + ANSWER
+    assert sample.raw_response == f"textwrap{END}" + INVALID + "<search> </search>" + INVALID + ANSWER
     assert sample.counts == {"turns": 3, "invalid_actions": 2}
     assert sample.status is Status.COMPLETED
     trained = sample.response_tokens[sample.loss_mask == 1]

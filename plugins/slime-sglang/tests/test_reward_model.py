@@ -88,7 +88,8 @@ def test_rewards_of_the_run_are_the_reward_models_scores(judge, tiny, tmp_path):
     for step in range(2):
         table = pyarrow.parquet.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pydict()
         assert len(table["reward"]) == 8
-        texts = [prompt + response for prompt, response in zip(table["prompt"], table["response"], strict=True)]
+        raw = [raw or clean for raw, clean in zip(table["raw_response"], table["response"], strict=True)]
+        texts = [prompt + response for prompt, response in zip(table["prompt"], raw, strict=True)]
         assert table["reward"] == pytest.approx([score(text) for text in texts], abs=1e-4)
         assert len(set(table["reward"])) > 4
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from pydantic import ValidationError
 from slime_core.contracts.source import DataSource
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError
-from slime_sources.config import FilesConfig
+from slime_sources.config import FilesConfig, StreamConfig
 from slime_sources.plugin import Files
+from slime_sources.stream import StreamSource
 
 
 @pytest.fixture
@@ -150,6 +152,82 @@ def test_the_error_of_a_broken_line_has_the_flag_to_continue(source, jsonl):
     with pytest.raises(DataError, match=r"train.jsonl, line 2: not valid JSON .* --on-bad-row skip"):
         source(path)
     assert texts(source(path, on_bad_row="skip"), 3) == list("aaa")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 200_000, "lists and objects are nested more than 100 deep: found '\\[\\[\\["),
+        ('{"input": "b", "metadata": {"x": ' + "[" * 100 + "]" * 100 + "}}", "nested more than 100 deep"),
+        ('{"input": "b", "label": "1", "input": "c"}', 'key "input" occurs twice in one object'),
+        ('{"input": "b", "metadata": {"x": 1, "x": 2}}', 'key "x" occurs twice in one object'),
+        ('{"input": "b\x00"}', "Invalid control character"),
+        ('{"input": "b\\ud800"}', "the prompt is not valid Unicode"),
+        ('["b"]', "a row is a JSON object"),
+        ("3", "a row is a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named_or_skipped(source, tokenizer, jsonl, line, message):
+    path = jsonl([{"input": "a"}, line])
+    with pytest.raises(DataError, match=f"train.jsonl, line 2: .*{message}.*--on-bad-row skip"):
+        source(path)
+    skipping = source(path, on_bad_row="skip")
+    assert texts(skipping, 2) == ["a", "a"]
+    assert skipping.metrics["rollout/data/num_bad_rows"] == 1
+    streaming = StreamSource(StreamConfig(prompt_data=(path,), on_bad_row="skip"), PromptRenderer(tokenizer), seed=0)
+    assert texts(streaming, 2) == ["a", "a"]
+
+
+def test_brackets_in_text_are_no_nesting(source, jsonl):
+    row = {"input": "a", "metadata": {"x": "[" * 5000, "y": [{}] * 200}}
+    assert source(jsonl([row])).take(1)[0].metadata == row["metadata"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(source, tmp_path: Path):
+    (tmp_path / "marked.jsonl").write_text('{"input": "a"}\n', encoding="utf-8-sig")
+    assert texts(source(str(tmp_path / "marked.jsonl")), 1) == ["a"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_is_no_file_of_rows_is_named(source, tokenizer, tmp_path: Path, is_stream):
+    def stream(path: str) -> DataSource:
+        return StreamSource(StreamConfig(prompt_data=(path,)), PromptRenderer(tokenizer), seed=0)
+
+    opened = stream if is_stream else source
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, message in {
+        "pipe.jsonl": "pipe.jsonl is a pipe or a device. Rows are read more than once; write them to a file",
+        "device.jsonl": "device.jsonl is a pipe or a device",
+        "folder.jsonl": "folder.jsonl is a folder; it holds no .jsonl or .parquet file",
+        f"{'x' * 300}.jsonl": "not the name of a file: File name too long",
+        "nothing.jsonl": "there is no file",
+    }.items():
+        path = str(tmp_path / name)
+        with pytest.raises(DataError, match=message):
+            opened(path)
+
+
+def test_a_damaged_parquet_file_is_named(source, tmp_path: Path):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows(500, "ab")), path, compression="none", use_dictionary=False)
+    whole = path.read_bytes()
+    damaged = {
+        "cannot be read as Parquet": [whole[: len(whole) // 2], b"PAR1" + b"x" * 50 + b"PAR1", b'{"input": "a"}\n'],
+        "train.parquet, row 0: it cannot be decoded": [
+            whole[:20] + b"\xff" * 400 + whole[420:],
+            whole.replace(b"ab0", b"a\xff0"),
+        ],
+    }
+    for message, contents in damaged.items():
+        for content in contents:
+            path.write_bytes(content)
+            with pytest.raises(DataError, match=message):
+                source(str(path))
+    pq.write_table(pa.table([pa.array(["1"]), pa.array(["2"])], names=["input", "input"]), path)
+    with pytest.raises(DataError, match="it has several columns with the name input"):
+        source(str(path))
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -63,6 +63,7 @@ def samples(draw: st.DrawFn, prompt: Prompt) -> Sample:
         # Any 32 bits: NaNs of every kind, -0.0, subnormals.
         rollout_log_probs=draw(vector(np.float32, st.integers(0, 2**32 - 1), length)),
         response=draw(TEXT),
+        raw_response=draw(TEXT),
         spans=tuple(
             VersionSpan(*span)
             for span in draw(st.lists(st.tuples(st.integers(0, 2**40), st.just(0), st.just(length)), max_size=2))
@@ -159,6 +160,7 @@ def test_the_columns_that_readers_see(tmp_path: Path):
         "remove_sample": False,
         "prompt": "hi",
         "response": "ab",
+        "raw_response": None,
         "label": '"北京"',
         "messages": None,
         "tools": None,
@@ -177,6 +179,14 @@ def test_the_columns_that_readers_see(tmp_path: Path):
     }
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_of_slime_0_2_has_one_text():
+    table = groups_to_table([make_group(3)])
+    (group,) = table_to_groups(table.drop_columns(["raw_response"]))
+    assert [(s.response, s.raw_response) for s in group.samples] == [
+        (s.response, s.response) for s in make_group(3).samples
+    ]
 
 
 def test_samples_of_a_group_share_their_prompt_and_own_their_memory(tmp_path: Path):

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime_core.contracts.media import MediaRenderer
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.types.image import Image
+from slime_plugin_kit.groups import byte_tokenizer
 
 TOOLS = [{"name": "search"}, {"name": "run"}]
 
@@ -103,7 +105,7 @@ def test_a_bad_row_is_named(tokenizer, row, message: str):
         ({"role": "user"}, "must be a string or a list of messages"),
         ([{"role": "user", "content": "a"}, "b"], 'message 1 of "input" is not an object with a role'),
         ([{"content": "a"}], 'message 0 of "input" is not an object with a role'),
-        ([{"role": "villain", "content": "a"}], "the chat template failed: no villains"),
+        ([{"role": "villain", "content": "a"}], "the chat template of the model failed: no villains"),
         ([{"role": "user", "content": {"a", "b"}}], r"\[0\]\['content'\] is of type set"),
     ],
 )
@@ -131,6 +133,121 @@ def test_the_maximum_length_counts_the_rendered_tokens(tokenizer):
     assert not renderer.accepts(render(renderer, input="123"))
     assert not renderer.accepts(render(renderer, input=[{"role": "user", "content": "123"}]))
     assert PromptRenderer(tokenizer).accepts(render(renderer, input="1" * 1000))
+
+
+def test_a_prompt_leaves_the_model_a_token_for_the_response(tokenizer):
+    renderer = PromptRenderer(tokenizer, context_len=4)
+    assert renderer.accepts(render(renderer, input="123"))
+    assert renderer.notices() == []
+    assert not renderer.accepts(render(renderer, input="1234"))
+    (notice,) = renderer.notices()
+    assert notice == (
+        "1 row (train.jsonl, line 3: 4 tokens): left out, because the model reads 4 tokens, one of which is left for the "
+        "response (rollout/data/num_too_long)"
+    )
+    # A limit that the run sets below that is not warned about, and one above it does not count.
+    for limit, is_named in ((2, False), (3, False), (4, True), (100, True)):
+        renderer = PromptRenderer(tokenizer, max_prompt_len=limit, context_len=4)
+        assert not renderer.accepts(render(renderer, input="1234"))
+        assert bool(renderer.notices()) == is_named
+        assert renderer.limit.startswith(
+            "the model reads 4 tokens" if is_named else f"rollout_max_prompt_len is {limit}"
+        )
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_only_the_beginning_of_a_text_that_is_too_long_is_tokenized(tokenizer, monkeypatch, is_chat):
+    lengths = []
+    encode = PreTrainedTokenizerFast.encode
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "encode",
+        lambda self, text, **options: lengths.append(len(text)) or encode(self, text, **options),
+    )
+    renderer = PromptRenderer(tokenizer, context_len=10_000, apply_chat_template=is_chat)
+    assert not renderer.accepts(render(renderer, input="1" * 3_000_000))
+    assert max(lengths) < 100_000
+    assert "79,992 tokens or more" in renderer.notices()[0]
+    # Without a limit, everything is a prompt.
+    assert len(render(PromptRenderer(tokenizer), input="1" * 100_001).token_ids) == 100_001
+
+
+def test_a_long_text_of_few_tokens_is_a_prompt():
+    core = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    renderer = PromptRenderer(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?"), context_len=4)
+    prompt = render(renderer, input=f"a{' ' * 300_000}b")
+    assert prompt.token_ids.tolist() == [0, 1]
+    assert renderer.accepts(prompt)
+
+
+def of_characters(alphabet: str, **options: str) -> PreTrainedTokenizerFast:
+    """BPE without merges drops what is not in its alphabet, if it has no unknown token."""
+    vocabulary = {piece: number for number, piece in enumerate([*options.values(), *alphabet])}
+    core = Tokenizer(models.BPE(vocabulary, [], **options))
+    core.normalizer = normalizers.Lowercase()
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize("options", [{}, {"unk_token": "<pad>"}])
+def test_text_that_the_tokenizer_cannot_express_is_a_bad_row(options):
+    renderer = PromptRenderer(of_characters("0123456789+= ab", **options))
+    assert render(renderer, input="A 1+1=").token_ids.tolist() == renderer.tokenizer.encode("a 1+1=")
+    with pytest.raises(DataError) as caught:
+        render(renderer, input="1+1=²日日日")
+    assert str(caught.value) == (
+        "train.jsonl, line 3: the tokenizer cannot express 50.00% of the text, such as '²', '日'; the model would not see "
+        "it. Use a model that has these characters, or accept it: --max-unknown-share 0.5"
+    )
+    tolerant = PromptRenderer(renderer.tokenizer, max_unknown_share=0.5)
+    for _ in range(2):
+        assert render(tolerant, input="1+1=²日日日").text == "1+1=²日日日"
+    assert tolerant.notices() == [
+        "1 row (train.jsonl, line 3: the tokenizer cannot express 50.00% of the text, such as '²', '日'): the model does not "
+        "see this text (max_unknown_share)"
+    ]
+
+
+def test_a_text_may_name_the_unknown_token(tokenizer):
+    renderer = PromptRenderer(tokenizer)
+    assert render(renderer, input="why?").token_ids.tolist() == ids("why?")
+    with pytest.raises(DataError, match=r"cannot express 25\.00% of the text, such as '日'"):
+        render(renderer, input="1日a?")
+
+
+def test_a_tokenizer_of_bytes_expresses_every_text():
+    renderer = PromptRenderer(byte_tokenizer())
+    text = "1²日\U00012000\x00\u0301"
+    assert render(renderer, input=text).token_ids.size == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[9].content.x }}", "list object has no element 9"),
+        ("{{ {}['a']['b'] }}", "'dict object' has no attribute 'a'"),
+        ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ 'a' * 10**18 }}", "MemoryError"),
+        ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
+        ("{% for i in range(10**12) %}1{% endfor %}", "its loops over range\\(\\) count more than 100,000 numbers"),
+        ("{% for i in range(10**99) %}1{% endfor %}", "OverflowError"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "count more than 100,000"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ ", "unexpected"),
+    ],
+)
+def test_a_template_that_fails_is_a_bad_row(tokenizer, template, problem):
+    failing = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+    with pytest.raises(DataError, match=f"^train.jsonl, line 3: the chat template of the model failed: .*{problem}"):
+        render(PromptRenderer(failing, apply_chat_template=True), input="1")
+
+
+def test_a_template_may_count(tokenizer):
+    template = "{% for i in range(2, 5) %}{{ i }}{% endfor %}{% for i in range(messages | length) %}m{% endfor %}"
+    counting = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+    assert render(PromptRenderer(counting, apply_chat_template=True), input="1").text == "234m"
 
 
 class Marks(MediaRenderer):

@@ -14,7 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slime_agents.config import AgentRole, MultiAgentConfig
 from slime_agents.control_tokens import ControlTokens
 from slime_core.contracts.generator import Episode, Generator
-from slime_core.errors import ConfigError, PluginError
+from slime_core.data.chat_template import TEMPLATE_ERRORS, CountedRange, render_chat, shown
+from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status
 
@@ -58,7 +59,7 @@ class MultiAgent(Generator):
                 samples += spoken
                 if any(sample.status is Status.ABORTED for sample in spoken):
                     return samples
-                answers[agent.name] += [spoken_text(sample, episode.tokenizer, control) for sample in spoken]
+                answers[agent.name] += [spoken_text(sample, control) for sample in spoken]
         if episode.evaluation:
             return spoken
         return await self._shared(episode, samples, num_last=len(spoken))
@@ -106,16 +107,19 @@ class MultiAgent(Generator):
         if task.messages is not None:
             seen["prompt"] = task.messages[-1].get("content", "")
         try:
-            text = self._templates[agent.name].render(seen)
-        except TemplateError as error:
+            text = self._templates[agent.name].render(seen, range=CountedRange())
+        except TEMPLATE_ERRORS as error:
             raise PluginError(
-                f"agents.{agent.name}.prompt on {task.origin}: {error}. It may use prompt, metadata, round, and "
+                f"agents.{agent.name}.prompt on {task.origin}: {shown(error)}. It may use prompt, metadata, round, and "
                 f"answers with {', '.join(answers)}."
             ) from error
         messages = None
         if task.messages is not None:
             messages = [{"role": "user", "content": control.plain_response(text)}]
-            text = str(episode.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            try:
+                text = render_chat(episode.tokenizer, messages)
+            except TEMPLATE_ERRORS as error:
+                raise DataError(f"{task.origin}: the chat template failed: {shown(error)}") from error
             messages = [{"role": "user", "content": control.unmarked(messages[0]["content"])}]
         tokens = control.encode(text)
         if not len(tokens):
@@ -134,7 +138,7 @@ def shared(sample: Sample, share: float, outcome: float) -> Sample:
     )
 
 
-def spoken_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, control: ControlTokens) -> str:
+def spoken_text(sample: Sample, control: ControlTokens) -> str:
     """The text of a response that other agents read, without special tokens. Those that the model spelled out are marked, since
     they would be tokenized as special tokens."""
-    return control.plain_response(tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True))
+    return control.plain_response(sample.response)

@@ -21,6 +21,7 @@ from slime_compat.written_tokens import WrittenTokens
 from slime_core.contracts.generator import Episode, Generator
 from slime_core.errors import PluginError, RolloutError
 from slime_core.types.sample import Sample, Status, VersionSpan
+from slime_core.types.trajectory import clean_text, decode
 
 FORMS = "(args, sample, sampling_params) or (args, samples, evaluation)"
 
@@ -115,7 +116,8 @@ class OldGenerator(Generator):
             prompt_length=start,
             loss_mask=mask,
             rollout_log_probs=log_probs,
-            response=str(old.response),
+            response=self._text(str(old.response), tokens[start:], mask, episode),
+            raw_response=str(old.response),
             spans=with_unknown(spans, unknown, oldest),
             status=self._status(old.status, fail),
             reward=number,
@@ -142,6 +144,11 @@ class OldGenerator(Generator):
             "before them: probably the function tokenized text again. Append the ids of output_token_logprobs instead, set "
             "loss_mask to 0 there, set rollout_log_probs, or set generate.missing_log_probs to zero"
         )
+
+    def _text(self, given: str, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8], episode: Episode) -> str:
+        """The response without special tokens; a text that is not that of the tokens stays as it was returned."""
+        is_of_tokens = given == decode(episode.tokenizer, tokens)
+        return clean_text(episode.tokenizer, tokens, mask) if is_of_tokens else given
 
     def _status(self, status: Any, fail: Any) -> Status:
         try:

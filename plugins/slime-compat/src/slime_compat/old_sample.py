@@ -80,7 +80,7 @@ def old_sample(sample: KernelSample) -> Sample:
     old = old_prompt(sample.prompt, sample.index)
     old.rollout_id = sample.rollout_id
     old.tokens = sample.tokens.tolist()
-    old.response = sample.response
+    old.response = sample.raw_response
     old.response_length = sample.response_length
     old.reward = dict(sample.reward_parts) or sample.reward
     old.loss_mask = sample.loss_mask.tolist()

@@ -42,12 +42,13 @@ class OldReward(Reward):
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
         samples = [old_sample(sample) for sample in group.samples]
         with limited(self._request_timeout, "reward.request_timeout"):
-            values = self._loop.run_until_complete(self._values(samples))
+            values = self._loop.run_until_complete(self._values(samples, [sample.response for sample in group.samples]))
         return [self._value(value) for value in values]
 
-    async def _values(self, samples: list[Sample]) -> Sequence[Any]:
+    async def _values(self, samples: list[Sample], responses: list[str]) -> Sequence[Any]:
+        """responses: without special tokens, for functions of text; old samples have them, as upstream."""
         if not self._group:
-            return await asyncio.gather(*(self._one(sample) for sample in samples))
+            return await asyncio.gather(*map(self._one, samples, responses))
         values = await finished(self._function(self._args, samples))
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise RewardError(
@@ -55,11 +56,11 @@ class OldReward(Reward):
             )
         return values
 
-    async def _one(self, sample: Sample) -> Any:
+    async def _one(self, sample: Sample, response: str) -> Any:
         if not self._by_text:
             return await finished(self._function(self._args, sample))
         label = {"label": sample.label} if takes_keyword(self._function, "label") else {}
-        return await finished(self._function(sample.prompt, sample.response, **label))
+        return await finished(self._function(sample.prompt, response, **label))
 
     def _value(self, value: Any) -> RewardValue:
         """The numbers of a dict, which the run logs; other values are dropped."""

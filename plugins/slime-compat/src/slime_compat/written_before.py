@@ -12,8 +12,8 @@ STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort
 
 
 async def reward(args: Any, sample: Sample) -> float:
-    """1 for a response that equals the label."""
-    return float(sample.response.strip() == str(sample.label))
+    """1 for a response that begins with the label; an end token follows."""
+    return float(sample.response.startswith(str(sample.label)))
 
 
 async def rewards_of_group(args: Any, samples: list[Sample]) -> list[float]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError
-
+from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat, shown, variables
 from slime_core.errors import DataError
 from slime_core.types.prompt import Message
 
@@ -65,8 +64,8 @@ class AssistantTurns:
             if GENERATION_BLOCK.search(template):
                 return self._marked(template, messages, tools, len(spoken), selected, origin)
             return self._by_beginnings(messages, tools, [spoken[position] for position in selected], origin)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{origin}: the chat template failed: {error}") from error
+        except TEMPLATE_ERRORS as error:
+            raise DataError(f"{origin}: the chat template failed: {shown(error)}") from error
 
     def _marked(
         self,
@@ -85,7 +84,7 @@ class AssistantTurns:
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **{**self._tokenizer.special_tokens_map, **self._kwargs},
+            **{**self._tokenizer.special_tokens_map, **variables(template, self._kwargs)},
         )
         if len(selected) == num_spoken and marks:
             return Rendered(text, tuple(marks))
@@ -115,8 +114,6 @@ class AssistantTurns:
         return Rendered(whole, tuple(turns))
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self._kwargs
+        return render_chat(
+            self._tokenizer, messages, tools=tools, add_generation_prompt=prompt, template_kwargs=self._kwargs
         )
-        assert isinstance(text, str)
-        return text

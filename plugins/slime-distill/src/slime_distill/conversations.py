@@ -5,8 +5,9 @@ Legend: T tokens, P of them before the first trained one, R = T - P.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.contracts.collector import Collector
+from slime_core.data.unknown_text import UnknownText
 from slime_core.errors import DataError, ModelError, RolloutError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.trajectory import clean_text, decode
 from slime_distill.assistant_turns import ASSISTANT, AssistantTurns, Rendered
 from slime_models.media.token_places import VIDEO_MARK, timed_mark, with_features, with_times
 
@@ -53,21 +56,30 @@ class ConversationGroups(Collector["RolloutContext"]):
         turns = AssistantTurns(
             context.tokenizer, context.data.apply_chat_template_kwargs, last_turn_only=self._last_turn_only
         )
-        groups = [group_of(item.prompt, context.tokenizer, turns, context.config) for item in items]
+        unknown = UnknownText(context.tokenizer)
+        refuse = functools.partial(unknown.refuse, max_share=context.data.max_unknown_share)
+        groups = [group_of(item.prompt, context.tokenizer, turns, context.config, refuse) for item in items]
         context.observe(step, groups, [])
         return groups
 
 
 def group_of(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: AssistantTurns, limits: RolloutConfig
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: AssistantTurns,
+    limits: RolloutConfig,
+    refuse: Callable[[str, Tokens, str], object],
 ) -> SampleGroup:
-    """Makes a group of one sample from a row."""
+    """Makes a group of one sample from a row. `refuse` raises for text, its tokens and its origin, if too much is unknown."""
     images = prompt.images
     if prompt.messages is None:
         token_ids, mask = labelled(prompt, tokenizer)
+        # The renderer has checked the prompt; the last token is the end token.
+        refuse(text_label(prompt), token_ids[len(prompt.token_ids) : -1], prompt.origin)
     else:
         rendered = with_videos(turns.render(conversation(prompt), prompt.tools, prompt.origin), prompt)
         token_ids, mask = tokenized(rendered, tokenizer)
+        refuse(rendered.text, token_ids, prompt.origin)
         if images:
             token_ids, mask, images = with_images(prompt, token_ids, mask)
     # The first token cannot be predicted: no token is before it.
@@ -93,7 +105,8 @@ def group_of(
         prompt_length=start,
         loss_mask=mask[start:length],
         rollout_log_probs=np.zeros(length - start, np.float32),
-        response=tokenizer.decode(token_ids[start:length]),
+        response=clean_text(tokenizer, token_ids[start:length], mask[start:length]),
+        raw_response=decode(tokenizer, token_ids[start:length]),
         status=Status.COMPLETED if length == len(token_ids) else Status.TRUNCATED,
     )
     return SampleGroup(prompt=prompt, samples=(sample,))

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from slime_core.contracts.example import RewardExample
+from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.prompt import Prompt
-from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
+from slime_core.types.sample import SampleGroup, Status, VersionSpan
+from slime_core.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+END: Final = "<|end|>"
+
+
+@functools.cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and an end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {piece: number for number, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
 
 
 def group_of(
@@ -22,7 +44,8 @@ def group_of(
     example: RewardExample | None = None,
     group_index: int = 3,
 ) -> SampleGroup:
-    """One prompt and these responses, a token for each character."""
+    """One prompt and these responses, as a run makes them: a token for each byte, and the end token after a completed response
+    that is not empty."""
     asked = example or RewardExample(prompt="2+2=", label="4", responses=responses)
     prompt = Prompt(
         group_index=group_index,
@@ -34,28 +57,25 @@ def group_of(
     )
     samples = []
     for position, response in enumerate(responses):
-        length = len(response)
         index = group_index * len(responses) + position
         status = Status.COMPLETED if statuses is None else statuses[position]
-        samples.append(
-            Sample(
-                index=index,
-                group_index=group_index,
-                rollout_id=index,
-                prompt=prompt,
-                tokens=np.concatenate([prompt.token_ids, 5 + np.arange(length, dtype=np.int32)]),
-                prompt_length=len(prompt.token_ids),
-                loss_mask=np.ones(length, np.uint8),
-                rollout_log_probs=np.full(length, -0.5, np.float32),
-                response=response,
-                spans=(VersionSpan(2, 0, length),) if length else (),
-                status=status,
-                reward=None if rewards is None else rewards[position],
-                remove_sample=status is Status.FAILED,
-                metadata=dict(asked.metadata),
-            )
-        )
+        grown = Trajectory(prompt, index=index, rollout_id=index, tokenizer=byte_tokenizer())
+        grown.append_completion(completion_of(response, has_ended=status is Status.COMPLETED))
+        sample = grown.finish(status=status, reward=None if rewards is None else rewards[position])
+        samples.append(replace(sample, remove_sample=status is Status.FAILED))
     return SampleGroup(prompt=prompt, samples=tuple(samples))
+
+
+def completion_of(response: str, *, has_ended: bool) -> Completion:
+    text = response + END if response and has_ended else response
+    tokens = np.array(byte_tokenizer().encode(text, add_special_tokens=False), np.int32)
+    return Completion(
+        request_id="example",
+        token_ids=tokens,
+        log_probs=np.full(len(tokens), -0.5, np.float32),
+        finish_reason=FinishReason.STOP,
+        spans=(VersionSpan(2, 0, len(tokens)),),
+    )
 
 
 def frozen(thing: object) -> bytes:

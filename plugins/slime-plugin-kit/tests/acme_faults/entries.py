@@ -117,6 +117,7 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         writes_metadata="WritesMetadata",
         keeps_state="KeepsState",
         mistaken="Mistaken",
+        compares_raw_text="ComparesRawText",
     ),
     "slime.generators": named(
         one_turn="OneTurn",

@@ -194,6 +194,18 @@ class KeepsState(FaultyReward):
         return [number + extra for number in Length.run(group)]
 
 
+class ComparesRawText(FaultyReward):
+    """Compares the label with the text that has the end token."""
+
+    @classmethod
+    def examples(cls, folder):
+        return [RewardExample(prompt="2+2=", label="4", responses=("4", "", "5"), rewards=(1.0, 0.0, 0.0))]
+
+    @staticmethod
+    def run(group):
+        return [float(sample.raw_response == str(group.prompt.label)) for sample in group.samples]
+
+
 class Mistaken(FaultyReward):
     """Other rewards than in its example."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.roles import BoundRole
-from slime_core.workers.engine_specs import NO_LIMIT
+from slime_core.data.model_folder import NO_LIMIT, context_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,8 @@ def micro_batches_of(run: BoundRun, role: BoundRole, step: Step, model_config: M
     """The largest that the plan of a step could make: `max_tokens_per_gpu`, or one sequence that is longer."""
     train = run.config.train
     layout = role.backend.driver.layout(role.backend.config, 0, role.num_ranks)
-    text = model_config.get("text_config", model_config)
     longest = step.longest_sequence or min(
-        text.get("max_position_embeddings") or NO_LIMIT, run.config.rollout.rollout_max_context_len or NO_LIMIT
+        context_length(model_config) or NO_LIMIT, run.config.rollout.rollout_max_context_len or NO_LIMIT
     )
     known = step.longest_sequence is not None
 

@@ -11,8 +11,7 @@ from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import BoundRole
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
-from slime_core.data.model_folder import read_model_config
-from slime_core.workers.engine_specs import NO_LIMIT
+from slime_core.data.model_folder import NO_LIMIT, context_length, read_model_config
 from slime_core.workers.roles import sharing_devices
 from slime_preflight.step import MicroBatches, Step, micro_batches_of
 from slime_training.footprint import num_parameters
@@ -170,7 +169,7 @@ def planned_engines(
     of_policy = "model.hf_checkpoint" if config.model.rollout_load is None else "model.rollout_load"
     named = of_policy if name == POLICY else f"engines.{name}.load"
     model_config: Mapping[str, Any] = read_model_config(model_path, where=named)
-    limit = model_config.get("text_config", model_config).get("max_position_embeddings") or NO_LIMIT
+    limit = context_length(model_config) or NO_LIMIT
     longest = min(limit, config.rollout.rollout_max_context_len or limit)
     setup = EngineSetup(
         index=0,

@@ -27,7 +27,7 @@ class F1Reward(Reward):
     def score(self, group: SampleGroup) -> Sequence[float]:
         """F1 of each sample, in [0, 1]; with several labels the best one."""
         labels = [normalized(text) for text in texts_of(group.prompt, reward="f1")]
-        answers = [normalized(self.graded.part(sample.response)) for sample in group.samples]
+        answers = [normalized(self.graded.part(sample)) for sample in group.samples]
         return [max((f1(answer, label) for label in labels), default=0.0) for answer in answers]
 
 

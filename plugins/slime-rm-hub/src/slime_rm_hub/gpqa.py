@@ -42,7 +42,7 @@ class GpqaReward(Reward):
 
     def _score(self, sample: Sample) -> float:
         choice = choice_of(sample.prompt, sample.metadata)
-        text = self.graded.part(sample.response)
+        text = self.graded.part(sample)
         letter = chosen_letter(text, choice.letters)
         if letter is not None and choice.right is not None:
             return float(letter == choice.right)

@@ -46,7 +46,7 @@ class IfBenchReward(Reward):
 
     def _score(self, sample: Sample) -> Mapping[str, float]:
         instructions = instructions_of(sample.prompt, sample.metadata)
-        text = self.graded.part(sample.response)
+        text = self.graded.part(sample)
         asked = str(sample.metadata.get("prompt_text", sample.prompt.text))
         followed = [bool(text.strip()) and follows(instruction, asked, text, sample) for instruction in instructions]
         return {"score": float(all(followed)), "followed": sum(followed) / len(followed)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_core.types.sample import Sample
 from slime_rm_hub.config import GradedConfig
 
 _OPENINGS = ("\\boxed{", "\\fbox{")
@@ -20,9 +21,13 @@ class Graded:
     def from_config(cls, config: GradedConfig) -> Graded:
         return cls(think_end=config.think_end, boxed=config.boxed)
 
-    def part(self, response: str) -> str:
+    def part(self, sample: Sample) -> str:
         """The text to grade. Empty with `boxed` if the response has no box."""
-        text = response.rpartition(self.think_end)[2]
+        text = sample.response
+        if self.think_end not in text and self.think_end in sample.raw_response:
+            # The tokenizer calls the mark special.
+            text = sample.raw_response
+        text = text.rpartition(self.think_end)[2]
         return last_boxed(text) if self.boxed else text
 
 

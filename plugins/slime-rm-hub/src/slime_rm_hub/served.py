@@ -134,7 +134,7 @@ class Joined:
     """Prompt and response, joined."""
 
     def __call__(self, sample: Sample) -> str:
-        return sample.prompt.text + sample.response
+        return sample.prompt.text + sample.raw_response
 
 
 @dataclass(frozen=True, slots=True)

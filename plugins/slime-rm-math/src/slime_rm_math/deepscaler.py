@@ -26,7 +26,7 @@ class DeepScalerReward(Reward):
         labels = boxed_labels(group.prompt, reward="deepscaler")
         return [
             grade_boxed(
-                after_thinking(sample.response, self.think_end), labels, max_symbolic_chars=self.max_symbolic_chars
+                after_thinking(sample.raw_response, self.think_end), labels, max_symbolic_chars=self.max_symbolic_chars
             )
             for sample in group.samples
         ]

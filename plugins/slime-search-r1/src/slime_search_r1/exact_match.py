@@ -26,7 +26,8 @@ class ExactMatchReward(Reward):
 
     def score(self, group: SampleGroup) -> Sequence[Mapping[str, float]]:
         golden = {normalized(label) for label in labels_of(group.prompt)}
-        return [self._score(sample.response, golden) for sample in group.samples]
+        # Models have tags that are special tokens.
+        return [self._score(sample.raw_response, golden) for sample in group.samples]
 
     def _score(self, response: str, golden: set[str]) -> Mapping[str, float]:
         answer = last_answer(response)

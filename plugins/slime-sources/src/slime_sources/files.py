@@ -171,23 +171,19 @@ class FilesSource(DataSource):
     def _render(self, stream: Stream, row: int) -> Prompt | None:
         """The prompt of a row. None if the row is skipped, which is counted."""
         try:
-            content = stream.rows.read(row)
-        except DataError as error:
-            if self._config.on_bad_row == "error":
-                raise DataError(f"{error}. Fix the row, or skip such rows: --on-bad-row skip") from error
-            self._count_bad_row(stream, error)
-            return None
-        try:
             prompt = self._renderer.render(
-                content,
+                stream.rows.read(row),
                 group_index=self._next_group_index,
                 origin=stream.rows.origin(row),
                 folder=stream.rows.folder(row),
             )
         except DataError as error:
             if self._config.on_bad_row == "error":
-                raise
-            self._count_bad_row(stream, error)
+                raise DataError(
+                    f"{str(error).rstrip('.')}. Fix the row, or skip such rows: --on-bad-row skip"
+                ) from error
+            self._num_bad_rows += 1
+            stream.bad_row = stream.bad_row or error
             return None
         if self._renderer.accepts(prompt):
             return prompt
@@ -196,20 +192,13 @@ class FilesSource(DataSource):
         stream.shortest_too_long = min(length, stream.shortest_too_long or length)
         return None
 
-    def _count_bad_row(self, stream: Stream, error: DataError) -> None:
-        self._num_bad_rows += 1
-        stream.bad_row = stream.bad_row or error
-
     def _check_not_useless(self, stream: Stream, num_usable: int) -> None:
         if num_usable:
             return
         names = ", ".join(str(file.path) for file, _ in stream.rows.ranges)
         reasons = []
         if stream.shortest_too_long is not None:
-            reasons.append(
-                f"the shortest prompt has {stream.shortest_too_long} tokens and rollout_max_prompt_len is "
-                f"{self._renderer.max_prompt_len}"
-            )
+            reasons.append(f"the shortest prompt has {stream.shortest_too_long} tokens and {self._renderer.limit}")
         if stream.bad_row is not None:
             reasons.append(f"the first bad row: {stream.bad_row}")
         raise DataError(

@@ -52,7 +52,7 @@ class GeneratedSource(DataSource):
                 return prompt
             self._num_too_long += 1
         raise DataError(
-            f"source {self._name}: {MOST_IN_VAIN} consecutive prompts are too long (rollout_max_prompt_len)."
+            f"source {self._name}: {MOST_IN_VAIN} consecutive prompts are too long: {self._renderer.limit}."
         )
 
     def state(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from slime_core.errors import DataError
-from slime_sources.rows import ParquetFile, json_row
+from slime_sources.rows import ParquetFile, check_file, json_row
 
 
 class Place(NamedTuple):
@@ -116,16 +116,16 @@ READERS: Final[Mapping[str, type[RowReader]]] = {".jsonl": LineReader, ".parquet
 def open_reader(path: str) -> RowReader:
     """Opens a file. DataError if it does not exist, or is of an unknown kind."""
     file = Path(path)
-    if file.suffix not in READERS:
-        raise DataError(f'prompt_data "{path}": {" and ".join(READERS)} files can be streamed')
-    if not file.is_file():
-        raise DataError(f'prompt_data "{path}": there is no such file (looked from {Path.cwd()})')
-    return READERS[file.suffix](file)
+    check_file(file, path)
+    try:
+        return READERS[file.suffix](file)
+    except OSError as error:
+        raise DataError(f'prompt_data "{path}": the file cannot be read: {error}') from error
 
 
 def _is_object(line: bytes) -> bool:
     try:
         value: object = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(value, dict)

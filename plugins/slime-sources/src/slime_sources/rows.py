@@ -102,8 +102,11 @@ class ParquetFile(RowFile):
         super().__init__(path)
         try:
             self._file = pq.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as error:
+            names = self._file.schema_arrow.names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{path}: it has several columns with the name {', '.join(twice)}. Rename them.")
         metadata = self._file.metadata
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._firsts: list[int] = [0, *accumulate(counts)]
@@ -118,9 +121,9 @@ class ParquetFile(RowFile):
         group = bisect_right(self._firsts, row) - 1
         try:
             table = self._row_group(group)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{self.origin(row)}: its row group cannot be decoded: {error}") from error
-        values: dict[str, Any] = table.slice(row - self._firsts[group], 1).to_pylist()[0]
+            values: dict[str, Any] = table.slice(row - self._firsts[group], 1).to_pylist()[0]
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{self.origin(row)}: it cannot be decoded: {error}") from error
         return {key: _without_absent(value) for key, value in values.items()}
 
     def _row_group(self, group: int) -> pa.Table:
@@ -174,11 +177,35 @@ KINDS: Final[Mapping[str, type[RowFile]]] = {".jsonl": JsonlFile, ".parquet": Pa
 
 def _open_range(asked: DataPath) -> tuple[RowFile, range]:
     path = Path(asked.path)
+    check_file(path, str(asked))
+    if path.stat().st_size == 0:
+        raise DataError(f'prompt_data "{asked}": the file is empty')
+    try:
+        file = KINDS[path.suffix](path)
+    except OSError as error:
+        raise DataError(f'prompt_data "{asked}": the file cannot be read: {error}') from error
+    rows = asked.rows(file.num_rows)
+    if not rows:
+        raise DataError(f'prompt_data "{asked}": no rows are left; the file has {file.num_rows}')
+    return file, rows
+
+
+def check_file(path: Path, asked: str) -> None:
+    """DataError for a path that is no file of rows."""
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f'prompt_data "{asked[:80]}": not the name of a file: {reason}') from error
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in KINDS)
         there = f"name the files in it: {', '.join(inside[:5])}" if inside else "it holds no .jsonl or .parquet file"
         raise DataError(f'prompt_data "{asked}": {path} is a folder; {there}')
-    if not path.is_file():
+    if not is_file and path.exists():
+        raise DataError(
+            f'prompt_data "{asked}": {path} is a pipe or a device. Rows are read more than once; write them to a file'
+        )
+    if not is_file:
         beside = (
             near_matches(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else []
         )
@@ -187,13 +214,6 @@ def _open_range(asked: DataPath) -> tuple[RowFile, range]:
     if path.suffix not in KINDS:
         kind = f"ends in {path.suffix}" if path.suffix else "has no ending"
         raise DataError(f'prompt_data "{asked}": the file {kind}; {" and ".join(KINDS)} can be read')
-    if path.stat().st_size == 0:
-        raise DataError(f'prompt_data "{asked}": the file is empty')
-    file = KINDS[path.suffix](path)
-    rows = asked.rows(file.num_rows)
-    if not rows:
-        raise DataError(f'prompt_data "{asked}": no rows are left; the file has {file.num_rows}')
-    return file, rows
 
 
 def json_row(line: bytes, origin: Callable[[], str]) -> Mapping[str, Any]:
@@ -201,19 +221,44 @@ def json_row(line: bytes, origin: Callable[[], str]) -> Mapping[str, Any]:
     line = line.strip()
     try:
         value = DECODER.decode(line.decode("utf-8-sig"))
+        is_deep = line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
+    except RecursionError:
+        is_deep = True
     except ValueError as error:
         raise DataError(f"{origin()}: not valid JSON ({error}): found {_excerpt(line)}") from error
+    if is_deep:
+        raise DataError(f"{origin()}: lists and objects are nested more than {MAX_DEPTH} deep: found {_excerpt(line)}")
     if not isinstance(value, dict):
         raise DataError(f"{origin()}: a row is a JSON object, found {_excerpt(line)}")
     return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects."""
+    depth, level = 0, [value]
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
+        depth += 1
+        level = [child for inner in level for child in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
+
+
+def _with_own_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{twice}" occurs twice in one object')
+    return found
 
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant)
+DECODER: Final = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_with_own_keys)
 """NaN and infinity are not JSON."""
+MAX_DEPTH: Final = 100
+"""Python's own limit for JSON is near 1,000; what reads rows after that has lower ones."""
 
 
 def _excerpt(line: bytes, length: int = 80) -> str:

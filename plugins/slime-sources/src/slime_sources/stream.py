@@ -117,7 +117,9 @@ class StreamSource(DataSource):
             prompt = self._renderer.render(row, group_index=self._next_group_index, origin=reader.origin(place))
         except DataError as error:
             if self._config.on_bad_row == "error":
-                raise DataError(f"{error}. Fix the row, or skip such rows: --on-bad-row skip") from error
+                raise DataError(
+                    f"{str(error).rstrip('.')}. Fix the row, or skip such rows: --on-bad-row skip"
+                ) from error
             self._num_bad_rows += 1
             return None
         if not self._renderer.accepts(prompt):

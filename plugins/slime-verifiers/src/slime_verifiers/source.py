@@ -42,8 +42,8 @@ class TaskSource(DataSource):
         self._rows = [self._row(task) for task in tasks]
         self._usable = [n for n in range(len(tasks)) if renderer.accepts(self._rendered(n, group_index=0))]
         if not self._usable:
-            what = "are too long (rollout_max_prompt_len)" if tasks else "are none"
-            raise DataError(f'data.taskset = "{self._id}": of {len(tasks)} tasks, there {what}.')
+            what = f"are too long: {renderer.limit}" if tasks else "are none"
+            raise DataError(f'data.taskset = "{self._id}": the {len(tasks)} tasks {what}.')
         self._order = EpochOrder(len(self._usable), seed=seed, stream=0, shuffle=config.rollout_shuffle)
         self._is_shuffled = config.rollout_shuffle
         self._next_group_index = 0

@@ -101,7 +101,7 @@ def show(
         of_group = find_group(rollouts, asked, GROUP, group)
         console.print(prompt_of(of_group))
         for one in of_group.samples:
-            console.print(heading(one), Text(one.response), "", sep="\n")
+            console.print(heading(one), Text(one.raw_response), "", sep="\n")
     else:
         path = dump_file(rollouts, asked[-1])
         groups = read_groups(path)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from slime_agents.control_tokens import ControlTokens
+from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,16 +65,13 @@ class Dialogue:
             raise BadCall("messages: there are none")
         try:
             shown = [self._shown(message) for message in messages]
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    shown,
-                    tools=self._control.plain_values(tools) if tools else None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **self._template_kwargs,
-                )
+            text = render_chat(
+                self._tokenizer,
+                shown,
+                tools=self._control.plain_values(tools) if tools else None,
+                template_kwargs=self._template_kwargs,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except TEMPLATE_ERRORS as error:
             raise BadCall(f"the chat template does not take these messages: {error}") from error
         try:
             text.encode()
