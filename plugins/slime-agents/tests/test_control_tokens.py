@@ -203,7 +203,7 @@ def test_a_tool_result_beyond_the_budget_is_not_in_the_sample():
     huge = [{"role": "tool", "content": "the " * 10**5}]
     agent = Talk([{"role": "user", "content": "Weather?"}], huge, [{"role": "user", "content": "And?"}])
     [sample], engine = play(agent, lambda text: "Cold.", budget=40)
-    assert (sample.status, sample.response) == (Status.TRUNCATED, "Cold.<|im_end|>")
+    assert (sample.status, sample.response) == (Status.TRUNCATED, "Cold.")
     assert [(reply.finish, reply.message.content) for reply in agent.replies[1:]] == [("length", "")] * 2
     assert (len(engine.requests), sample.loss_mask.all()) == (1, True)
 

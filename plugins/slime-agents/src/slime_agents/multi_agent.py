@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -18,9 +18,6 @@ from slime_core.data.chat_template import TEMPLATE_ERRORS, CountedRange, render_
 from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class MultiAgent(Generator):
