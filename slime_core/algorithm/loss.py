@@ -6,7 +6,7 @@ policy loss, H the entropy, KL the estimate against the reference. Every metric 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from slime_core.contracts.correction import OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossInputs, PolicyLoss, Segments
 from slime_core.contracts.needs import Need
+from slime_core.errors import PluginError, TrainingError
+from slime_core.registry.boundary import foreign, name_of, shown
 from slime_core.types.microbatch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
@@ -79,13 +81,19 @@ class TokenObjective:
             rollout_log_probs=columns.rollout_log_probs,
             teacher_log_probs=columns.teacher_log_probs,
         )
-        output = self.loss(restrict_inputs(everything, self.needs, self.reads_values), segments)
+        with foreign(self.loss, "loss of a micro-batch", error=TrainingError):
+            output = self.loss(restrict_inputs(everything, self.needs, self.reads_values), segments)
+            metrics = dict(output.metrics)
+            require_tokens(self.loss, {"values": output.values, **metrics}, mask)
         policy = torch.where(mask, output.values, 0.0)
-        metrics = dict(output.metrics)
         if columns.correction is not None:
             policy = policy * torch.where(mask, columns.correction, 0.0)
         for correction, needs in self.corrections:
-            correction_output = correction.correct_loss(restrict_inputs(everything, needs, self.reads_values), segments)
+            with foreign(correction, "correct_loss", error=TrainingError):
+                correction_output = correction.correct_loss(
+                    restrict_inputs(everything, needs, self.reads_values), segments
+                )
+                require_tokens(correction, {"weights": correction_output.weights, **correction_output.metrics}, mask)
             policy = policy * torch.where(mask, correction_output.weights, 0.0)
             metrics |= correction_output.metrics
 
@@ -125,7 +133,20 @@ class TokenObjective:
                 raise ValueError("use_unbiased_kl needs the old_log_probs column")
             gap = torch.where(inputs.mask, log_probs - inputs.old_log_probs, 0.0)
             ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        return self.kl(safe_log_probs, safe_ref, ratio)
+        with foreign(self.kl, "estimate", error=TrainingError):
+            estimate = self.kl(safe_log_probs, safe_ref, ratio)
+            require_tokens(self.kl, {"the estimate": estimate}, inputs.mask)
+        return estimate
+
+
+def require_tokens(plugin: object, found: Mapping[str, Tensor], mask: Tensor) -> None:
+    """PluginError unless each tensor has one number per token: torch would repeat a single number for all of them."""
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or value.shape != mask.shape:
+            what = tuple(value.shape) if isinstance(value, Tensor) else shown(value)
+            raise PluginError(
+                f"{name_of(plugin)}: {name} is {what}; a tensor of shape {tuple(mask.shape)} is required."
+            )
 
 
 def restrict_inputs(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:

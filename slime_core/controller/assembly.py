@@ -22,7 +22,7 @@ from slime_core.controller.null_learner import NullLearner
 from slime_core.controller.run_folder import RunFolder
 from slime_core.controller.run_inputs import NoSource, RunInputs
 from slime_core.controller.session import Session
-from slime_core.data.buffer import DataBuffer
+from slime_core.data.buffer import DataBuffer, take_prompts
 from slime_core.data.train_data import train_data_file, write_train_data
 from slime_core.errors import RewardError, SlimeError
 from slime_core.registry.hooks import Hooks
@@ -268,7 +268,7 @@ def eval_tasks(
     tasks = []
     for settings in run.evals:
         source = inputs.eval_sources[settings.name]
-        prompts = source.take(source.num_rows or 0)
+        prompts = take_prompts(source, source.num_rows or 0)
         made = runner(eval_settings(run, settings), settings.generate or run.generate)
         tasks.append(EvalTask(settings=settings, prompts=prompts, runner=made))
     return tasks

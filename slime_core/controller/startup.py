@@ -31,7 +31,8 @@ from slime_core.controller.run_inputs import RunInputs
 from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.controller.session import Session
-from slime_core.errors import CheckpointError, ConfigError
+from slime_core.errors import CheckpointError, ConfigError, SlimeError
+from slime_core.registry.boundary import foreign
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
@@ -126,7 +127,8 @@ def start_trackers(
         name=event.name, run_dir=event.run_dir, config=event.config, attempt=event.attempt, resumed_at=resumed_at
     )
     for tracker in trackers:
-        tracker.start(info)
+        with foreign(tracker, "start"):
+            tracker.start(info)
         stack.push(partial(finish, tracker))
     return trackers
 
@@ -157,8 +159,9 @@ def finish(
 ) -> None:
     """At exit of the run. The error that ended the run is raised; the tracker's may have the same cause, a lost server."""
     try:
-        tracker.finish()
-    except Exception as failed:
+        with foreign(tracker, "finish"):
+            tracker.finish()
+    except SlimeError as failed:
         if error is None:
             raise
         error.add_note(f"Then a tracker could not be finished: {failed}")

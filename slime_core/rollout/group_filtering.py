@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
-from slime_core.errors import RolloutError, RolloutsExhausted
+from slime_core.errors import PluginError, RolloutError, RolloutsExhausted
+from slime_core.registry.boundary import foreign, name_of, shown
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.failures import most_frequent
 from slime_core.rollout.groups import is_aborted, is_failed
@@ -47,11 +48,29 @@ def judge(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: b
     that any filter masks. `insufficient`: too few candidates remain, so `keep_when_insufficient` applies."""
     masked: set[int] = set()
     for group_filter in filters:
-        decision = group_filter.decide(group)
+        decision = decide(group_filter, group)
         if not decision.keep and not (decision.keep_when_insufficient and insufficient):
             return decision
         masked.update(decision.masked_indices)
     return FilterDecision(keep=True, masked_indices=tuple(sorted(masked)))
+
+
+def decide(group_filter: GroupFilter, group: SampleGroup) -> FilterDecision:
+    """PluginError, with the prompt, if the filter raises or returns something else than a decision on this group."""
+    call = f"decide on {group.prompt.origin or f'group {group.group_index}'}"
+    with foreign(group_filter, call):
+        decision: object = group_filter.decide(group)
+        if not isinstance(decision, FilterDecision):
+            raise PluginError(
+                f"{name_of(group_filter)}, {call}: returned {shown(decision)}; return a FilterDecision, or, from a function, "
+                "a bool."
+            )
+        if wrong := [place for place in decision.masked_indices if place not in range(len(group.samples))]:
+            raise PluginError(
+                f"{name_of(group_filter)}, {call}: masked_indices {shown(wrong)}: the group has {len(group.samples)} samples, "
+                "numbered from 0."
+            )
+    return decision
 
 
 def marked(group: SampleGroup, masked_indices: Sequence[int]) -> SampleGroup:

@@ -291,7 +291,8 @@ async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
     ]
     expected = (
         r"step 0: 3 groups were rejected while 0 of 2 were accepted \(failed 3\)\. Of 9 failed responses 6 failed so: "
-        r"ValueError: row 1: responded 500 oops \(events.jsonl in the run's folder has all of them\)\. "
+        r"ValueError: row 1: responded 500 oops \(test_accepted.py:\d+ in generate\) "
+        r"\(events.jsonl in the run's folder has all of them\)\. "
         r"Fix the failing generator or reward\.$"
     )
     for on_exhausted in ("error", "finish"):
@@ -303,7 +304,7 @@ async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
 
     # The same for rewards; where filters reject most groups, the message names filters.
     made, _ = runner(Responses(), rewards=Rewards(RewardError("responded 500 oops")), tolerant=True)
-    with pytest.raises(RolloutError, match="Of 6 failed responses 6 failed so: RewardError: responded 500 oops"):
+    with pytest.raises(RolloutError, match="Of 6 failed responses 6 failed so: responded 500 oops"):
         await Setup(made, max_filtered_groups=2).collect()
     outcomes = {0: Status.FAILED, 1: SAME, 2: SAME}
     setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], max_filtered_groups=3, rollout_batch_size=3)
@@ -489,7 +490,7 @@ async def test_a_generator_cancelled_by_something_else_than_the_run_has_failed()
     group = await made.start(prompt(0)).task
     assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(1, 1, True), (1, 2, False)]
-    assert "generator Cancelled: what it awaited was cancelled" in str(failures[0].error)
+    assert "generator Cancelled, generate on train.jsonl:0: what it awaited was cancelled" in str(failures[0].error)
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "failure"])
