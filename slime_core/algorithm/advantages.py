@@ -15,7 +15,7 @@ from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.needs import Need
 from slime_core.errors import PluginError, TrainingError
-from slime_core.registry.boundary import foreign, name_of, shown
+from slime_core.registry.boundary import foreign, name_of, require
 from slime_core.types.batch import Batch, Bool, Float32, Float64, Int64, TokenColumns
 
 WHITENING_EPS = 1e-8
@@ -123,9 +123,9 @@ def correct_steps(
         trained = batch.mask[rows].astype(np.bool_)
         with foreign(correction, "correct_batch"):
             corrected = correction.correct_batch(*restrict_inputs(batch.take(samples), columns.take(rows), needs))
-            require_type(correction, "correct_batch", corrected, BatchCorrection)
+            require(isinstance(corrected, BatchCorrection), correction, "correct_batch", corrected, "a BatchCorrection")
             for name, column in {"weights": corrected.weights, "keep": corrected.keep, **corrected.metrics}.items():
-                require_shape(correction, f"correct_batch: {name}", column, trained.shape)
+                require_array(correction, f"correct_batch of {name}", column, trained.shape)
         weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
         means = {name: mean(values[trained]) for name, values in corrected.metrics.items()}
         metrics.append({**means, **corrected.step_metrics})
@@ -156,7 +156,7 @@ def reward_kl(mask: Bool, columns: TokenColumns, rules: AdvantageConfig) -> Floa
     ref = torch.from_numpy(np.where(mask, columns.ref_log_probs, np.float32(0)))
     with foreign(rules.kl_reward, "estimate of the reward's penalty"):
         kl: Float32 = rules.kl_reward(old, ref).numpy()
-        require_shape(rules.kl_reward, "estimate of the reward's penalty", kl, mask.shape)
+        require_array(rules.kl_reward, "estimate of the reward's penalty", kl, mask.shape)
     return np.where(mask, rules.kl_coef * kl, 0).astype(np.float32)
 
 
@@ -176,7 +176,7 @@ def shaped_rewards(shaper: RewardShaper, rewards: Float64, batch: Batch, max_res
     """PluginError if the shaper raises, or does not return a number for exactly the samples that have a reward."""
     with foreign(shaper, "shape"):
         shaped = shaper.shape(rewards, batch, max_response_len)
-        require_shape(shaper, "shape", shaped, rewards.shape)
+        require_array(shaper, "shape", shaped, rewards.shape)
         wrong = np.flatnonzero(np.isfinite(shaped) != np.isfinite(rewards))
     if len(wrong):
         sample = int(wrong[0])
@@ -189,28 +189,21 @@ def shaped_rewards(shaper: RewardShaper, rewards: Float64, batch: Batch, max_res
 
 def estimated(estimator: AdvantageEstimator, inputs: CreditInputs) -> Credit:
     """PluginError if the estimator raises, or returns something else than a number for each token."""
-    tokens, samples = inputs.batch.mask.shape, inputs.rewards.shape
+    tokens = inputs.batch.mask.shape
     with foreign(estimator, "estimate"):
         credit = estimator.estimate(inputs)
-        require_type(estimator, "estimate", credit, Credit)
-        require_shape(estimator, "estimate: advantages", credit.advantages, tokens)
+        require(isinstance(credit, Credit), estimator, "estimate", credit, "a Credit")
+        require_array(estimator, "estimate of advantages", credit.advantages, tokens)
         if credit.returns is not None:
-            require_shape(estimator, "estimate: returns", credit.returns, tokens)
+            require_array(estimator, "estimate of returns", credit.returns, tokens)
         if credit.sample_credit is not None:
-            require_shape(estimator, "estimate: sample_credit", credit.sample_credit, samples)
+            require_array(estimator, "estimate of sample_credit", credit.sample_credit, inputs.rewards.shape)
     return credit
 
 
-def require_type(plugin: object, call: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise PluginError(f"{name_of(plugin)}, {call}: returned {shown(value)}, not a {kind.__name__}.")
-
-
-def require_shape(plugin: object, call: str, value: object, shape: tuple[int, ...]) -> None:
+def require_array(plugin: object, call: str, value: object, shape: tuple[int, ...]) -> None:
     """PluginError for another shape: numpy would repeat a single number for all tokens."""
-    found = value.shape if isinstance(value, np.ndarray) else shown(value)
-    if found != shape:
-        raise PluginError(f"{name_of(plugin)}, {call}: returned {found}; an array of shape {shape} is required.")
+    require(isinstance(value, np.ndarray) and value.shape == shape, plugin, call, value, f"an array of shape {shape}")
 
 
 def require_finite(name: str, column: Float32, batch: Batch) -> None:

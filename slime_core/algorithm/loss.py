@@ -18,8 +18,8 @@ from slime_core.contracts.correction import OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossInputs, PolicyLoss, Segments
 from slime_core.contracts.needs import Need
-from slime_core.errors import PluginError, TrainingError
-from slime_core.registry.boundary import foreign, name_of, shown
+from slime_core.errors import TrainingError
+from slime_core.registry.boundary import foreign, require
 from slime_core.types.microbatch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
@@ -135,18 +135,15 @@ class TokenObjective:
             ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         with foreign(self.kl, "estimate", error=TrainingError):
             estimate = self.kl(safe_log_probs, safe_ref, ratio)
-            require_tokens(self.kl, {"the estimate": estimate}, inputs.mask)
+            require_tokens(self.kl, {"estimate": estimate}, inputs.mask)
         return estimate
 
 
 def require_tokens(plugin: object, found: Mapping[str, Tensor], mask: Tensor) -> None:
     """PluginError unless each tensor has one number per token: torch would repeat a single number for all of them."""
     for name, value in found.items():
-        if not isinstance(value, Tensor) or value.shape != mask.shape:
-            what = tuple(value.shape) if isinstance(value, Tensor) else shown(value)
-            raise PluginError(
-                f"{name_of(plugin)}: {name} is {what}; a tensor of shape {tuple(mask.shape)} is required."
-            )
+        fits = isinstance(value, Tensor) and value.shape == mask.shape
+        require(fits, plugin, name, value, f"a tensor of shape {tuple(mask.shape)}")
 
 
 def restrict_inputs(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:

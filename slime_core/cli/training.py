@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
 from slime_core.data.model_folder import copy_processor
-from slime_core.errors import ConfigError, Interrupted
+from slime_core.errors import ConfigError, Interrupted, PluginError
+from slime_core.registry.boundary import told
 
 # The loop and the session import torch, which takes seconds: a mistake in the run file is reported before.
 if TYPE_CHECKING:
@@ -49,13 +51,7 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         from slime_core.controller.run_inputs import load_run_inputs
 
         inputs = load_run_inputs(run)
-    if typed.own.get("dry-run"):
-        from slime_core.workers.choose import choose_device
-
-        choose_device(run.config.launcher.device)
-        print_dry_run(run, inputs)
-        return
-    from slime_core.controller.startup import StartOptions
+    from slime_core.controller.startup import StartOptions, rehearse
 
     resume, replay = typed.own.get("resume"), typed.own.get("replay-schedule")
     if replay is not None and typed.own.get("fresh"):
@@ -68,7 +64,25 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
         ckpt_step=None if step is None else int(str(step)),
         replay=None if replay is None else Path(str(replay)),
     )
-    asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
+    if typed.own.get("dry-run"):
+        rehearse(run, inputs, options)
+        print_dry_run(run, inputs)
+        return
+    run_to_end(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Like asyncio.run, but SystemExit in a task, such as an agent's, ends only that task: who awaits it gets the exception,
+    and names the plugin."""
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(work)
+        while not task.done():
+            with contextlib.suppress(SystemExit):
+                runner.get_loop().run_until_complete(task)
+        try:
+            task.result()
+        except SystemExit as error:
+            raise PluginError(f"a plugin ended the process: it raised {told(error)}.") from error
 
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:

@@ -6,18 +6,23 @@ NAME-2, NAME-3, …: nothing is ever overwritten unless asked.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
+from slime_core.atomic_io.storage import free_bytes, storage_error
 from slime_core.controller.manifest import Manifest, deciding_plugins, differences, recorded_manifest, without
 from slime_core.errors import ConfigError, StorageError
 
 SHOWN: Final = 5
 """Differences that an error names."""
+SMALLEST: Final = 2**20
+"""Bytes that a start requires on the disk."""
 
 
 class RunFolder:
@@ -102,6 +107,16 @@ def clear_folder(folder: RunFolder) -> None:
             shutil.rmtree(folder.path)
         except OSError as error:
             raise StorageError(f"--fresh: {folder.path} cannot be removed: {error}.") from error
+
+
+def check_writable(folder: Path) -> None:
+    """StorageError if the folder could not be made or written; changes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = "is read-only for this user" if there.is_dir() else "is a file"
+        raise StorageError(f"{folder}: cannot be written: {there} {found}. Pass --runs-dir for another place.")
+    if free_bytes(there) < SMALLEST:
+        raise storage_error(folder, OSError(errno.ENOSPC, "full"))
 
 
 def lock_folder(folder: RunFolder) -> IO[str]:

@@ -19,8 +19,8 @@ from slime_core.controller.manifest import check_required
 from slime_core.data.buffer import check_state
 from slime_core.data.model_folder import check_weights, has_tokenizer, load_tokenizer, read_model_config
 from slime_core.data.render import PromptRenderer
-from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError, PluginError
-from slime_core.registry.boundary import foreign, shown, with_name
+from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
+from slime_core.registry.boundary import foreign, require, with_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,9 +186,8 @@ def build_source(part: BoundPlugin, renderer: PromptRenderer, seed: int) -> Data
     """PluginError for a source that raises, or whose position cannot be saved."""
     factory = part.build()
     with foreign(part.title, "build"):
-        source = with_name(factory(renderer, seed=seed), part.title)
-    if not isinstance(source, DataSource):
-        raise PluginError(f"{part.title}, build: returned a function that returned {shown(source)}, not a DataSource.")
+        source: DataSource = with_name(factory(renderer, seed=seed), part.title)
+    require(isinstance(source, DataSource), part.title, "build", source, "a function that returns a DataSource")
     check_state(source)
     return source
 

@@ -37,10 +37,9 @@ from slime_core.controller.schedule import ScheduleFile
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.table import dump_file, write_groups
 from slime_core.errors import EngineError, Interrupted, RolloutError
-from slime_core.registry.boundary import foreign
+from slime_core.registry.boundary import foreign, require
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
-from slime_core.rollout.collection import collect_groups
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.engine_health_monitor import Admit
@@ -160,7 +159,12 @@ class Session:
         )
         # With recorded train data the learner reads its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
-        groups = [] if recorded else await collect_groups(self.collector, step, context)
+        groups: list[SampleGroup] = []
+        if not recorded:
+            with foreign(self.collector, f"collect of step {step}", error=RolloutError):
+                groups = await self.collector.collect(step, context)
+                fits = isinstance(groups, list) and all(isinstance(group, SampleGroup) for group in groups)
+                require(fits, self.collector, f"collect of step {step}", groups, "a list of SampleGroups")
         try:
             self._report_rollout(step, groups, version, began)
         except Exception:

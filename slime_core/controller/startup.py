@@ -25,8 +25,9 @@ from slime_core.controller.event_log import EventLog
 from slime_core.controller.event_loop_watchdog import EventLoopWatchdog
 from slime_core.controller.gc_control import frozen_gc
 from slime_core.controller.health import health_monitors
+from slime_core.controller.learner import advantage_config
 from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
-from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
+from slime_core.controller.run_folder import RunFolder, check_writable, choose_folder, lock_folder
 from slime_core.controller.run_inputs import RunInputs
 from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
@@ -36,6 +37,7 @@ from slime_core.registry.boundary import foreign
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
+from slime_core.workers.engines import build_middlewares
 from slime_core.workers.launcher import Launcher
 
 LOOP_HELD_S: Final = 30.0
@@ -104,6 +106,24 @@ async def start(
                 await stack.enter_async_context(monitor)
         with run_end_event(session):
             yield session
+
+
+def rehearse(run: BoundRun, inputs: RunInputs, options: StartOptions) -> None:
+    """Raises what `start` would raise before any process is started, and starts and writes nothing."""
+    manifest = build_manifest(run, data_fingerprint="" if inputs.source is None else inputs.source.fingerprint())
+    choose_device(run.config.launcher.device)
+    if options.replay is not None:
+        read_schedule(options.replay, replay_identity(manifest))
+    check_writable(Path(run.config.runs_dir) if options.resume is None else options.resume)
+    if not options.fresh:
+        choose_run_folder(run, manifest, options)
+    Hooks.load(run.registry)
+    build_middlewares(run)
+    advantage_config(run, run.algo)
+    evals = [part for settings in run.evals if (part := settings.generate) is not None]
+    rewards = [part for part in run.reward_parts if not part.driver.needs_reward_model(part.config)]
+    for part in (run.buffer_filter, run.collector, *run.filters, *run.trackers, run.generate, *evals, *rewards):
+        part.build()
 
 
 def choose_run_folder(run: BoundRun, manifest: Manifest, options: StartOptions) -> RunFolder:

@@ -15,7 +15,7 @@ from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.contracts.source import DataSource
 from slime_core.data.table import read_groups, write_groups
 from slime_core.errors import CheckpointError, DataError, PluginError
-from slime_core.registry.boundary import foreign, name_of, shown
+from slime_core.registry.boundary import foreign, name_of, require
 from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import SampleGroup
@@ -68,12 +68,12 @@ class DataBuffer:
             trained=version, max_staleness=max_staleness, oldest=tuple(item.oldest_version for item in items)
         )
         with foreign(self._filter, "select"):
-            places = list(self._filter.select(items, num_groups, versions))
-            if len(places) > num_groups or len(set(places)) != len(places) or not set(places) <= set(range(len(items))):
-                raise PluginError(
-                    f"{name_of(self._filter)} chose {shown(places)}; it must return at most {num_groups} different positions "
-                    f"below {len(items)}."
-                )
+            places = self._filter.select(items, num_groups, versions)
+            valid = (
+                len(places) <= num_groups and len(set(places)) == len(places) and set(places) <= set(range(len(items)))
+            )
+            wanted = f"a list of at most {num_groups} different positions below {len(items)}"
+            require(valid, self._filter, "select", places, wanted)
         return places
 
     def add_samples(self, items: Iterable[BufferItem]) -> None:
@@ -160,18 +160,14 @@ def check_state(source: DataSource) -> None:
 
 def take_prompts(source: DataSource, num_prompts: int) -> list[Prompt]:
     """The source's next prompts. PluginError if it raises or returns anything else."""
-    with foreign(source, f"take({num_prompts})"):
-        prompts = list(source.take(num_prompts))
-    wrong = next((n for n, prompt in enumerate(prompts) if not isinstance(prompt, Prompt)), None)
-    if wrong is not None:
-        raise PluginError(
-            f"{name_of(source)}, take({num_prompts}): returned {shown(prompts[wrong])} at position {wrong}; every item must be "
-            "a Prompt. Return fewer only when the source has ended."
+    call = f"take({num_prompts})"
+    with foreign(source, call):
+        prompts = source.take(num_prompts)
+        require(
+            isinstance(prompts, list) and len(prompts) <= num_prompts, source, call, prompts, "a list of the prompts"
         )
-    if len(prompts) > num_prompts:
-        raise PluginError(
-            f"{name_of(source)}, take({num_prompts}): returned {len(prompts)} prompts, more than asked for."
-        )
+        for place, prompt in enumerate(prompts):
+            require(isinstance(prompt, Prompt), source, f"{call}, position {place}", prompt, "a Prompt")
     return prompts
 
 

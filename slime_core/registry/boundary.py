@@ -135,3 +135,10 @@ def shown(value: object) -> str:
     except Exception:
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def require(fits: bool, plugin: object, call: str, value: object, wanted: str) -> None:
+    """PluginError unless `value`, which a call returned, fits."""
+    if not fits:
+        found = f"shape {tuple(shape)}" if (shape := getattr(value, "shape", None)) is not None else shown(value)
+        raise PluginError(f"{name_of(plugin)}, {call}: returned {found}; {wanted} is required.")

@@ -18,8 +18,8 @@ from typing import Any, Final, TypeAlias
 
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
-from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, PluginError, RolloutError
-from slime_core.registry.boundary import Held, foreign, held, name_of, shown
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, RolloutError
+from slime_core.registry.boundary import Held, foreign, held, require
 from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
@@ -391,9 +391,8 @@ def around(middleware: RouterMiddleware, call_next: Next) -> Next:
     async def call(request: GenerateRequest) -> Completion:
         where = f"request {request.request_id}"
         with foreign(middleware, where, error=RolloutError):
-            completion: object = await middleware(request, call_next)
-        if not isinstance(completion, Completion):
-            raise PluginError(f"{name_of(middleware)}, {where}: returned {shown(completion)}, not a Completion.")
+            completion = await middleware(request, call_next)
+            require(isinstance(completion, Completion), middleware, where, completion, "a Completion")
         return completion
 
     return call

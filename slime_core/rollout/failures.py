@@ -24,7 +24,7 @@ def with_failure(sample: Sample, error: Exception) -> Sample:
     return replace(sample, metadata={**sample.metadata, FAILURE: shown})
 
 
-def failure_text(error: Exception) -> str:
+def failure_text(error: BaseException) -> str:
     """What happened, without the plugin and the prompt that it happened on: `ValueError: no digits (mine.py:12 in play)`."""
     if error.__cause__ is not None and isinstance(error, RolloutError):
         return told(error.__cause__)

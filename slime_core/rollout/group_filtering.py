@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
-from slime_core.errors import PluginError, RolloutError, RolloutsExhausted
-from slime_core.registry.boundary import foreign, name_of, shown
+from slime_core.errors import RolloutError, RolloutsExhausted
+from slime_core.registry.boundary import foreign, require
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.failures import most_frequent
 from slime_core.rollout.groups import is_aborted, is_failed
@@ -58,18 +58,13 @@ def judge(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: b
 def decide(group_filter: GroupFilter, group: SampleGroup) -> FilterDecision:
     """PluginError, with the prompt, if the filter raises or returns something else than a decision on this group."""
     call = f"decide on {group.prompt.origin or f'group {group.group_index}'}"
+    places = range(len(group.samples))
     with foreign(group_filter, call):
-        decision: object = group_filter.decide(group)
-        if not isinstance(decision, FilterDecision):
-            raise PluginError(
-                f"{name_of(group_filter)}, {call}: returned {shown(decision)}; return a FilterDecision, or, from a function, "
-                "a bool."
-            )
-        if wrong := [place for place in decision.masked_indices if place not in range(len(group.samples))]:
-            raise PluginError(
-                f"{name_of(group_filter)}, {call}: masked_indices {shown(wrong)}: the group has {len(group.samples)} samples, "
-                "numbered from 0."
-            )
+        decision = group_filter.decide(group)
+        fits = isinstance(decision, FilterDecision) and all(place in places for place in decision.masked_indices)
+        require(
+            fits, group_filter, call, decision, f"a FilterDecision with masked_indices below {len(places)}, or a bool,"
+        )
     return decision
 
 
@@ -86,7 +81,12 @@ def marked(group: SampleGroup, masked_indices: Sequence[int]) -> SampleGroup:
 def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step: int, config: RolloutConfig) -> None:
     """Raises RolloutsExhausted with the reasons if too many groups of a step were rejected; RolloutError if at least half of
     them failed, since the data may then still have groups to learn from."""
-    if len(refused) < (config.max_filtered_groups or 10 * config.rollout_batch_size):
+    is_over = len(refused) >= (config.max_filtered_groups or 10 * config.rollout_batch_size)
+    may_be_alike = not accepted and config.max_filtered_groups is None and len(refused) % config.rollout_batch_size == 0
+    if not is_over and not may_be_alike:
+        return
+    failure = most_frequent(group for group, reason in refused if reason == FAILED)
+    if not is_over and (failure is None or failure[1] < sum(len(group.samples) for group, _ in refused)):
         return
     rejected = Counter(reason for _, reason in refused)
     reasons = ", ".join(f"{name} {count}" for name, count in rejected.most_common())
@@ -94,7 +94,7 @@ def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step:
         f"step {step}: {len(refused)} groups were rejected while {accepted} of {config.rollout_batch_size} were accepted "
         f"({reasons})."
     )
-    if failure := most_frequent(group for group, reason in refused if reason == FAILED):
+    if failure is not None:
         text, count, total = failure
         message += f" Of {total} failed responses {count} failed so: {text} (events.jsonl in the run's folder has all of them)."
     if 2 * rejected[FAILED] >= len(refused):

@@ -23,7 +23,7 @@ from slime_core.errors import (
     SlimeError,
     StorageError,
 )
-from slime_core.registry.boundary import foreign, name_of, shown
+from slime_core.registry.boundary import foreign, name_of, require
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.failures import with_failure
@@ -229,8 +229,8 @@ def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[S
     """Raises PluginError if there is no sample, its vectors do not fit its response, or its metadata cannot be saved: the batch
     would not detect the vectors, and metadata are saved only at a checkpoint."""
     where = name_of(generator)
-    if not isinstance(samples, Sequence) or not all(isinstance(sample, Sample) for sample in samples):
-        raise PluginError(f"{where} returned {shown(samples)}; return a list of Samples.")
+    fits = isinstance(samples, Sequence) and all(isinstance(sample, Sample) for sample in samples)
+    require(fits, generator, "generate", samples, "a list of Samples")
     if not samples:
         raise PluginError(f"{where} returned no sample; return one also for an empty response.")
     for sample in samples:

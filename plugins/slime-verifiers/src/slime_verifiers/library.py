@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from slime_core.errors import ConfigError, PluginError
+from slime_core.registry.boundary import foreign
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -60,25 +61,27 @@ def _loaded(load: Any, table: Mapping[str, Any], where: str, folder: str | None)
     asked = f'{where}.taskset = "{table["taskset"]["id"]}"' + (
         f', {where}.id = "{table["id"]}"' if "id" in table else ""
     )
-    try:
-        return load()
-    except ValidationError as error:
-        raise ConfigError(
-            [f"{where}.{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()]
-        ) from error
-    except ModuleNotFoundError as error:
-        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else error.name
-        named = {str(one).rsplit("/", 1)[-1].split("@")[0].replace("-", "_").lower() for one in ids(table)}
-        if missing is not None and missing not in named:
-            raise PluginError(f"{asked}: it requires {missing}, which is not installed. Install it.") from error
-        there = ", ".join(installed()) or "no package that requires verifiers"
-        raise PluginError(
-            f"{asked}: there is no such module. Installed: {there}. Install the environment's package, or set "
-            f"{where}.folder to the folder of its module."
-        ) from error
-    except (AttributeError, TypeError, ValueError) as error:
-        # The library raises these for a module that is no taskset.
-        raise PluginError(f"{asked}: {error}") from error
+    # Importing a module and making its taskset runs its author's code.
+    with foreign(asked, "load"):
+        try:
+            return load()
+        except ValidationError as error:
+            raise ConfigError(
+                [f"{where}.{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()]
+            ) from error
+        except ModuleNotFoundError as error:
+            missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else error.name
+            named = {str(one).rsplit("/", 1)[-1].split("@")[0].replace("-", "_").lower() for one in ids(table)}
+            if missing is not None and missing not in named:
+                raise PluginError(f"{asked}: it requires {missing}, which is not installed. Install it.") from error
+            there = ", ".join(installed()) or "no package that requires verifiers"
+            raise PluginError(
+                f"{asked}: there is no such module. Installed: {there}. Install the environment's package, or set "
+                f"{where}.folder to the folder of its module."
+            ) from error
+        except (AttributeError, TypeError, ValueError) as error:
+            # The library raises these for a module that is no taskset.
+            raise PluginError(f"{asked}: {error}") from error
 
 
 def ids(table: Mapping[str, Any]) -> list[str]:
