@@ -61,9 +61,10 @@ def decide(group_filter: GroupFilter, group: SampleGroup) -> FilterDecision:
     places = range(len(group.samples))
     with foreign(group_filter, call):
         decision = group_filter.decide(group)
-        fits = isinstance(decision, FilterDecision) and all(place in places for place in decision.masked_indices)
+        require(isinstance(decision, FilterDecision), group_filter, call, decision, "a FilterDecision (or a bool)")
+        masked = decision.masked_indices
         require(
-            fits, group_filter, call, decision, f"a FilterDecision with masked_indices below {len(places)}, or a bool,"
+            all(n in places for n in masked), group_filter, call, masked, f"only masked_indices below {len(places)}"
         )
     return decision
 

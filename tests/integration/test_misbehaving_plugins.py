@@ -3,7 +3,6 @@ before is saved. tests/unit/test_boundary.py has the other kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -76,8 +75,16 @@ class SourceMaker(SourceDriver):
         return lambda renderer, *, seed: Source(renderer)
 """
 CASES = {
-    "filter": (["--filters", "bad"], 2, 'group filter "bad.py/bad", decide on {folder}/train.jsonl, line 3: raised SystemExit: 3'),
-    "source": (["--source", "bad"], 2, 'data source "bad.py/bad", take(2), position 1: returned None; a Prompt is required.'),
+    "filter": (
+        ["--filters", "bad"],
+        2,
+        'group filter "bad.py/bad", decide on {folder}/train.jsonl, line 3: raised SystemExit: 3',
+    ),
+    "source": (
+        ["--source", "bad"],
+        2,
+        'data source "bad.py/bad", take(2), position 1: returned None; a Prompt is required.',
+    ),
     # SystemExit in a task would end the event loop.
     "generator": (["--generate", "bad"], 4, "Of 4 failed responses 4 failed so: SystemExit: 3 (bad.py:"),
 }
