@@ -89,13 +89,9 @@ class TokenObjective:
         if columns.correction is not None:
             policy = policy * torch.where(mask, columns.correction, 0.0)
         for correction, needs in self.corrections:
-            with foreign(correction, "correct_loss", error=TrainingError):
-                correction_output = correction.correct_loss(
-                    restrict_inputs(everything, needs, self.reads_values), segments
-                )
-                require_tokens(correction, {"weights": correction_output.weights, **correction_output.metrics}, mask)
-            policy = policy * torch.where(mask, correction_output.weights, 0.0)
-            metrics |= correction_output.metrics
+            weights, of_correction = self._corrected(correction, needs, everything, segments)
+            policy = policy * torch.where(mask, weights, 0.0)
+            metrics |= of_correction
 
         total = policy
         name = "value_loss" if self.reads_values else "pg_loss"
@@ -117,6 +113,14 @@ class TokenObjective:
         stacked = torch.where(mask, torch.stack([value.to(weight.dtype) for value in metrics.values()]), 0.0)
         sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
         return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
+
+    def _corrected(
+        self, correction: OffPolicyCorrection, needs: frozenset[Need], everything: LossInputs, segments: Segments
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with foreign(correction, "correct_loss", error=TrainingError):
+            output = correction.correct_loss(restrict_inputs(everything, needs, self.reads_values), segments)
+            require_tokens(correction, {"weights": output.weights, **output.metrics}, everything.mask)
+        return output.weights, output.metrics
 
     def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
         return log_probs.detach() if self.old_from_current and log_probs is not None else column

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
@@ -16,13 +16,15 @@ from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
 from slime_core.data.model_folder import copy_processor
 from slime_core.errors import ConfigError, Interrupted, PluginError
-from slime_core.registry.boundary import told
+from slime_core.registry.boundary import error_text
 
 # The loop and the session import torch, which takes seconds: a mistake in the run file is reported before.
 if TYPE_CHECKING:
     from slime_core.controller.run_inputs import RunInputs
     from slime_core.controller.session import Session
     from slime_core.controller.startup import StartOptions
+
+T = TypeVar("T")
 
 
 def run_words(words: Sequence[str]) -> None:
@@ -71,7 +73,7 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
     run_to_end(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
 
 
-def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, but SystemExit in a task, such as an agent's, ends only that task: who awaits it gets the exception,
     and names the plugin."""
     with asyncio.Runner() as runner:
@@ -80,9 +82,9 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
             with contextlib.suppress(SystemExit):
                 runner.get_loop().run_until_complete(task)
         try:
-            task.result()
+            return task.result()
         except SystemExit as error:
-            raise PluginError(f"a plugin ended the process: it raised {told(error)}.") from error
+            raise PluginError(f"a plugin ended the process: it raised {error_text(error)}.") from error
 
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:

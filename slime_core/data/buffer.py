@@ -72,8 +72,8 @@ class DataBuffer:
             valid = (
                 len(places) <= num_groups and len(set(places)) == len(places) and set(places) <= set(range(len(items)))
             )
-            wanted = f"a list of at most {num_groups} different positions below {len(items)}"
-            require(valid, self._filter, "select", places, wanted)
+            required = f"a list of at most {num_groups} different positions below {len(items)}"
+            require(valid, self._filter, "select", places, required)
         return places
 
     def add_samples(self, items: Iterable[BufferItem]) -> None:

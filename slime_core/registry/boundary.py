@@ -65,7 +65,7 @@ def raise_as(error: type[SlimeError], where: str, raised: BaseException, fix: st
         raise error(
             f"{where}: what it awaited was cancelled, there or in what it calls, and not by the run."
         ) from raised
-    raise error(f"{where}: raised {told(raised)}.{fix and ' ' + fix}") from raised
+    raise error(f"{where}: raised {error_text(raised)}.{fix and ' ' + fix}") from raised
 
 
 @dataclass(slots=True)
@@ -86,7 +86,9 @@ def held() -> Iterator[Held]:
         if isinstance(raised, GeneratorExit) or is_own_stop(raised):
             raise
         kept.raised = raised
-        kept.error = raised if isinstance(raised, Exception) else PluginError(f"foreign code raised {told(raised)}")
+        kept.error = (
+            raised if isinstance(raised, Exception) else PluginError(f"foreign code raised {error_text(raised)}")
+        )
 
 
 def is_own_stop(raised: BaseException) -> bool:
@@ -106,7 +108,7 @@ def running_task() -> asyncio.Task[object] | None:
         return None
 
 
-def told(raised: BaseException) -> str:
+def error_text(raised: BaseException) -> str:
     """`ValueError: no digits (mine.py:12 in keep)`: the error and the last lines of foreign code that it passed."""
     try:
         text = re.sub(r"\n\s*\n", "\n", str(raised).strip()).removesuffix(".")
@@ -137,8 +139,8 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
-def require(fits: bool, plugin: object, call: str, value: object, wanted: str) -> None:
+def require(fits: bool, plugin: object, call: str, value: object, required: str) -> None:
     """PluginError unless `value`, which a call returned, fits."""
     if not fits:
         found = f"shape {tuple(shape)}" if (shape := getattr(value, "shape", None)) is not None else shown(value)
-        raise PluginError(f"{name_of(plugin)}, {call}: returned {found}; {wanted} is required.")
+        raise PluginError(f"{name_of(plugin)}, {call}: returned {found}; {required} is required.")

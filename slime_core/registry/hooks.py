@@ -13,7 +13,7 @@ import pluggy
 from slime_core import groups
 from slime_core.contracts.hookspecs import HOOK_NAMES, PROJECT, Event, HookSpecs, RunEnd
 from slime_core.errors import PluginError, near_matches
-from slime_core.registry.boundary import held, raise_as, told
+from slime_core.registry.boundary import error_text, held, raise_as
 from slime_core.registry.registry import DENY_VARIABLE
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Hooks:
         with held() as failed:
             observer = plugin() if isinstance(plugin, type) else plugin
         if failed.raised is not None:
-            return [f"hook module {name}: the class cannot be made without arguments: {told(failed.raised)}."]
+            return [f"hook module {name}: the class cannot be made without arguments: {error_text(failed.raised)}."]
         # By identity: pluggy would ask for equality, which an observer may define.
         known = next((other for other, there in self._manager.list_name_plugin() if there is observer), None)
         if known is not None:

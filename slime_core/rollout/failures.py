@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from slime_core.errors import RolloutError, SlimeError
-from slime_core.registry.boundary import told
+from slime_core.registry.boundary import error_text
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 FAILURE: Final = "failure"
@@ -27,8 +27,8 @@ def with_failure(sample: Sample, error: Exception) -> Sample:
 def failure_text(error: BaseException) -> str:
     """What happened, without the plugin and the prompt that it happened on: `ValueError: no digits (mine.py:12 in play)`."""
     if error.__cause__ is not None and isinstance(error, RolloutError):
-        return told(error.__cause__)
-    return str(error) if isinstance(error, SlimeError) else told(error)
+        return error_text(error.__cause__)
+    return str(error) if isinstance(error, SlimeError) else error_text(error)
 
 
 def most_frequent(groups: Iterable[SampleGroup]) -> tuple[str, int, int] | None:

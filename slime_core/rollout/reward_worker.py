@@ -21,7 +21,7 @@ from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
 from slime_core.registry import Registry
-from slime_core.registry.boundary import foreign, held, shown, told
+from slime_core.registry.boundary import error_text, foreign, held, shown
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.sample import SampleGroup
 
@@ -77,7 +77,7 @@ def call_and_pickle(function: Callable[..., object], arguments: Sequence[object]
         # Some exceptions can be pickled but not unpickled.
         pickle.loads(ForkingPickler.dumps(error))  # noqa: S301 - made here
     if unpicklable.error is not None:
-        error = RuntimeError(told(error))
+        error = RuntimeError(error_text(error))
     return bytes(ForkingPickler.dumps(Failure(error, text)))
 
 
@@ -123,7 +123,7 @@ def score_group(reward: Reward, group: SampleGroup) -> Sequence[RewardValue] | R
     text = "".join(traceback.format_exception(error))
     if isinstance(error, RewardError):
         return Raised(str(error), True, text, Outcome(error.outcome))
-    return Raised(f"raised {told(error)}", False, text, outcome_of(error))
+    return Raised(f"raised {error_text(error)}", False, text, outcome_of(error))
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -20,7 +20,7 @@ from typing import Final
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
-from slime_core.registry.boundary import foreign, held, shown, told
+from slime_core.registry.boundary import error_text, foreign, held, shown
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_process import RemoteTraceback, RewardProcess, WorkerDied, WorkerLate
 from slime_core.rollout.reward_worker import Raised, Scored, Servers
@@ -162,7 +162,7 @@ class RewardPool:
         except RewardError:
             raise
         except Exception as error:
-            raise RewardError(f"{where}: raised {told(error)}. {REWARD_FIX}") from error
+            raise RewardError(f"{where}: raised {error_text(error)}. {REWARD_FIX}") from error
         if isinstance(values, Raised):
             text = values.message if values.is_reward_error else f"{where}: {values.message}. {REWARD_FIX}"
             raise ERROR_OF[values.outcome](text) from RemoteTraceback(values.traceback)

@@ -103,6 +103,6 @@ def test_a_plugin_that_misbehaves_is_named_and_what_was_trained_is_saved(tiny: T
     assert ended.code == code
     assert tiny.checkpoints() == ["step_1"]
     if broken == "generator":
-        # Reported while it goes on; the step ends after one group of failures for each that it requires.
+        # Reported during the step, which ends after as many failed groups as it requires.
         assert "a response failed: SystemExit: 3 (bad.py:" in ended.out
         assert "a response failed, 10 times by now" in ended.out

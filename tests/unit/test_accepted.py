@@ -302,7 +302,7 @@ async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
         # The data may still have groups to learn from.
         assert not isinstance(raised.value, RolloutsExhausted)
 
-    # Where every response fails with the same error, one group for each that the step requires is enough, unless a limit is set.
+    # If every response fails with the same error, as many groups as the step requires are enough, unless a limit is set.
     for limit, rejected in ((None, 2), (5, 5)):
         with pytest.raises(RolloutError, match=rf"{rejected} groups were rejected while 0 of 2 were accepted \(failed"):
             await Setup(failing(errors[1:]), max_filtered_groups=limit).collect()

@@ -25,7 +25,7 @@ from slime_core.contracts.source import DataSource
 from slime_core.controller.run_folder import check_writable
 from slime_core.data.buffer import DataBuffer, check_state, take_prompts
 from slime_core.errors import PluginError, RewardError, RolloutError, SlimeError, StorageError
-from slime_core.registry.boundary import foreign, held, shown, told, with_name
+from slime_core.registry.boundary import error_text, foreign, held, shown, with_name
 from slime_core.rollout.client import around
 from slime_core.rollout.counters import middleware_metrics
 from slime_core.rollout.group_filtering import decide
@@ -129,11 +129,11 @@ class Unspeakable(Exception):
 
 
 def test_texts_of_foreign_values_are_short_and_never_raise() -> None:
-    assert told(Unspeakable()) == "Unspeakable: its text cannot be shown"
+    assert error_text(Unspeakable()) == "Unspeakable: its text cannot be shown"
     assert shown(Unspeakable()) == "an object of type Unspeakable"
     assert shown(10**9999) == "an object of type int"
     assert len(shown("x" * 10_000)) < 100
-    assert "\n\n" not in told(ValueError("a\n\n\nb"))
+    assert "\n\n" not in error_text(ValueError("a\n\n\nb"))
 
 
 # ---------------------------------------------------------------- kinds of plugins

@@ -1,4 +1,4 @@
-"""What the console reports while a run goes on."""
+"""What the console reports during a run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from slime_core.contracts.example import Example
 from slime_core.contracts.reward import RewardDriver
 from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry, Resolved, bind
-from slime_core.registry.boundary import held, told
+from slime_core.registry.boundary import error_text, held
 from slime_core.registry.entry import Entry
 
 E = TypeVar("E", bound=Example)
@@ -80,7 +80,7 @@ class Subject:
             examples = tuple(driver.examples(self.folder))
         if failed.raised is not None:
             # A test reports it, the others continue.
-            self.problems.append(f"its `examples` raise {told(failed.raised)}")
+            self.problems.append(f"its `examples` raise {error_text(failed.raised)}")
             return ()
         wrong = [type(example).__name__ for example in examples if not isinstance(example, Example)]
         if wrong:
