@@ -268,7 +268,7 @@ async def test_every_failure_of_a_reward_is_reported_and_the_next_call_works(unl
     again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
     assert "its worker process died (exit code 3)." in await error_text(pool, "dying", unscored)
-    assert "its worker process died (exit code 4)." in await error_text(pool, "ending", unscored)
+    assert "raised SystemExit: 4 (mine.py:" in await error_text(pool, "ending", unscored)
     again = await score(pool, spec("by_index"), unscored, None)
     assert again.samples[4].reward == 40
 

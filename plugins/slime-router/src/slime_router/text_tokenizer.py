@@ -9,7 +9,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from slime_core.errors import ModelError
-from slime_core.registry.boundary import foreign
+from slime_core.registry.boundary import held
 
 
 class TextTokenizer:
@@ -46,8 +46,10 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
             "load with AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
     # The library raises nothing more precise than Exception.
-    with foreign(str(file), "read as a tokenizer", error=ModelError):
+    with held() as failed:
         tokenizer = Tokenizer.from_file(str(file))
+    if failed.error is not None:
+        raise ModelError(f"{file}: not a tokenizer: {failed.error}") from failed.error
     # The file may set padding or truncation, which must not apply in the middle of a conversation.
     tokenizer.no_padding()
     tokenizer.no_truncation()
