@@ -11,11 +11,12 @@ import numpy.typing as npt
 from slime_core.algorithm.loss_weights import loss_weights, split_steps
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs, RewardShaper
 from slime_core.contracts.aggregation import Aggregation
-from slime_core.contracts.correction import OffPolicyCorrection
+from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.needs import Need
-from slime_core.errors import TrainingError
-from slime_core.types.batch import Batch, Bool, Float32, Int64, TokenColumns
+from slime_core.errors import PluginError, TrainingError
+from slime_core.registry.boundary import foreign, name_of, require
+from slime_core.types.batch import Batch, Bool, Float32, Float64, Int64, TokenColumns
 
 WHITENING_EPS = 1e-8
 
@@ -64,13 +65,13 @@ def compute_advantages_and_returns(batch: Batch, columns: TokenColumns, rules: A
     if rules.advantage is not None:
         rewards = batch.reward
         for shaper in rules.shaping:
-            rewards = shaper.shape(rewards, batch, rules.max_response_len)
+            rewards = shaped_rewards(shaper, rewards, batch, rules.max_response_len)
         penalty = reward_kl(mask, columns, rules)
 
         def estimate(estimator: AdvantageEstimator, needs: frozenset[Need], kl_penalty: Float32 | None) -> Credit:
             requested = columns.only({need.value for need in needs})
-            return estimator.estimate(
-                CreditInputs(batch=batch, rewards=rewards, columns=requested, kl_penalty=kl_penalty)
+            return estimated(
+                estimator, CreditInputs(batch=batch, rewards=rewards, columns=requested, kl_penalty=kl_penalty)
             )
 
         credit = estimate(rules.advantage, rules.advantage_needs, penalty)
@@ -119,8 +120,12 @@ def correct_steps(
     for step in range(count_steps(step_of_sample)):
         samples = np.flatnonzero(step_of_sample == step)
         rows = batch.response_rows(samples)
-        corrected = correction.correct_batch(*restrict_inputs(batch.take(samples), columns.take(rows), needs))
         trained = batch.mask[rows].astype(np.bool_)
+        with foreign(correction, "correct_batch"):
+            corrected = correction.correct_batch(*restrict_inputs(batch.take(samples), columns.take(rows), needs))
+            require(isinstance(corrected, BatchCorrection), correction, "correct_batch", corrected, "a BatchCorrection")
+            for name, column in {"weights": corrected.weights, "keep": corrected.keep, **corrected.metrics}.items():
+                require_array(correction, f"correct_batch of {name}", column, trained.shape)
         weights[rows] = np.where(corrected.keep & trained, corrected.weights, np.float32(0))
         means = {name: mean(values[trained]) for name, values in corrected.metrics.items()}
         metrics.append({**means, **corrected.step_metrics})
@@ -149,7 +154,9 @@ def reward_kl(mask: Bool, columns: TokenColumns, rules: AdvantageConfig) -> Floa
 
     old = torch.from_numpy(np.where(mask, columns.old_log_probs, np.float32(0)))
     ref = torch.from_numpy(np.where(mask, columns.ref_log_probs, np.float32(0)))
-    kl: Float32 = rules.kl_reward(old, ref).numpy()
+    with foreign(rules.kl_reward, "estimate of the reward's penalty"):
+        kl: Float32 = rules.kl_reward(old, ref).numpy()
+        require_array(rules.kl_reward, "estimate of the reward's penalty", kl, mask.shape)
     return np.where(mask, rules.kl_coef * kl, 0).astype(np.float32)
 
 
@@ -163,6 +170,40 @@ def whiten(values: Float32, mask: Bool) -> Float32:
     result = np.zeros_like(values)
     result[mask] = centered / np.sqrt(variance + WHITENING_EPS)
     return result
+
+
+def shaped_rewards(shaper: RewardShaper, rewards: Float64, batch: Batch, max_response_len: int) -> Float64:
+    """PluginError if the shaper raises, or does not return a number for exactly the samples that have a reward."""
+    with foreign(shaper, "shape"):
+        shaped = shaper.shape(rewards, batch, max_response_len)
+        require_array(shaper, "shape", shaped, rewards.shape)
+        wrong = np.flatnonzero(np.isfinite(shaped) != np.isfinite(rewards))
+    if len(wrong):
+        sample = int(wrong[0])
+        raise PluginError(
+            f"{name_of(shaper)}, shape: returned {shaped[sample]} for sample {batch.index[sample]} (group "
+            f"{batch.group_index[sample]}), whose reward is {rewards[sample]}; NaN must stay, and numbers must be finite."
+        )
+    return shaped
+
+
+def estimated(estimator: AdvantageEstimator, inputs: CreditInputs) -> Credit:
+    """PluginError if the estimator raises, or returns something else than a number for each token."""
+    tokens = inputs.batch.mask.shape
+    with foreign(estimator, "estimate"):
+        credit = estimator.estimate(inputs)
+        require(isinstance(credit, Credit), estimator, "estimate", credit, "a Credit")
+        require_array(estimator, "estimate of advantages", credit.advantages, tokens)
+        if credit.returns is not None:
+            require_array(estimator, "estimate of returns", credit.returns, tokens)
+        if credit.sample_credit is not None:
+            require_array(estimator, "estimate of sample_credit", credit.sample_credit, inputs.rewards.shape)
+    return credit
+
+
+def require_array(plugin: object, call: str, value: object, shape: tuple[int, ...]) -> None:
+    """PluginError for another shape: numpy would repeat a single number for all tokens."""
+    require(isinstance(value, np.ndarray) and value.shape == shape, plugin, call, value, f"an array of shape {shape}")
 
 
 def require_finite(name: str, column: Float32, batch: Batch) -> None:

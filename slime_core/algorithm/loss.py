@@ -6,7 +6,7 @@ policy loss, H the entropy, KL the estimate against the reference. Every metric 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from slime_core.contracts.correction import OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossInputs, PolicyLoss, Segments
 from slime_core.contracts.needs import Need
+from slime_core.errors import TrainingError
+from slime_core.registry.boundary import foreign, require
 from slime_core.types.microbatch import MicroBatch
 
 MAX_LOG_RATIO = 20.0
@@ -79,15 +81,17 @@ class TokenObjective:
             rollout_log_probs=columns.rollout_log_probs,
             teacher_log_probs=columns.teacher_log_probs,
         )
-        output = self.loss(restrict_inputs(everything, self.needs, self.reads_values), segments)
+        with foreign(self.loss, "loss of a micro-batch", error=TrainingError):
+            output = self.loss(restrict_inputs(everything, self.needs, self.reads_values), segments)
+            metrics = dict(output.metrics)
+            require_tokens(self.loss, {"values": output.values, **metrics}, mask)
         policy = torch.where(mask, output.values, 0.0)
-        metrics = dict(output.metrics)
         if columns.correction is not None:
             policy = policy * torch.where(mask, columns.correction, 0.0)
         for correction, needs in self.corrections:
-            correction_output = correction.correct_loss(restrict_inputs(everything, needs, self.reads_values), segments)
-            policy = policy * torch.where(mask, correction_output.weights, 0.0)
-            metrics |= correction_output.metrics
+            weights, of_correction = self._corrected(correction, needs, everything, segments)
+            policy = policy * torch.where(mask, weights, 0.0)
+            metrics |= of_correction
 
         total = policy
         name = "value_loss" if self.reads_values else "pg_loss"
@@ -110,6 +114,14 @@ class TokenObjective:
         sums = dict(zip(metrics, (stacked @ weight).unbind(), strict=True))
         return ObjectiveOutput(loss=torch.dot(total, weight), sums=sums)
 
+    def _corrected(
+        self, correction: OffPolicyCorrection, needs: frozenset[Need], everything: LossInputs, segments: Segments
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with foreign(correction, "correct_loss", error=TrainingError):
+            output = correction.correct_loss(restrict_inputs(everything, needs, self.reads_values), segments)
+            require_tokens(correction, {"weights": output.weights, **output.metrics}, everything.mask)
+        return output.weights, output.metrics
+
     def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
         return log_probs.detach() if self.old_from_current and log_probs is not None else column
 
@@ -125,7 +137,17 @@ class TokenObjective:
                 raise ValueError("use_unbiased_kl needs the old_log_probs column")
             gap = torch.where(inputs.mask, log_probs - inputs.old_log_probs, 0.0)
             ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        return self.kl(safe_log_probs, safe_ref, ratio)
+        with foreign(self.kl, "estimate", error=TrainingError):
+            estimate = self.kl(safe_log_probs, safe_ref, ratio)
+            require_tokens(self.kl, {"estimate": estimate}, inputs.mask)
+        return estimate
+
+
+def require_tokens(plugin: object, found: Mapping[str, Tensor], mask: Tensor) -> None:
+    """PluginError unless each tensor has one number per token: torch would repeat a single number for all of them."""
+    for name, value in found.items():
+        fits = isinstance(value, Tensor) and value.shape == mask.shape
+        require(fits, plugin, name, value, f"a tensor of shape {tuple(mask.shape)}")
 
 
 def restrict_inputs(inputs: LossInputs, needs: frozenset[Need], reads_values: bool) -> LossInputs:

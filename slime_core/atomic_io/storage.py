@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Final
 from slime_core.errors import StorageError
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+SMALLEST: Final = 2**20
+"""Bytes that a start requires on the disk."""
 
 
 def storage_error(path: Path, error: BaseException) -> StorageError:
@@ -53,3 +56,13 @@ def is_full(path: Path, error: BaseException) -> bool:
 
 def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
+
+
+def check_writable(folder: Path) -> None:
+    """StorageError if the folder could not be made or written; changes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = "is read-only for this user" if there.is_dir() else "is a file"
+        raise StorageError(f"{folder}: cannot be written: {there} {found}. Pass --runs-dir for another place.")
+    if free_bytes(there) < SMALLEST:
+        raise storage_error(folder, OSError(errno.ENOSPC, "full"))

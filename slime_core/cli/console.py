@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,13 +29,16 @@ from slime_core.contracts.hookspecs import (
     RolloutEnd,
     RunEnd,
     RunStart,
+    SampleFailed,
     StepTrained,
     hookimpl,
 )
 from slime_core.controller.run_folder import RunFolder
+from slime_core.rollout.failures import NUMBERS, failure_text
 from slime_core.types.sample import SampleGroup
 
 NUM_SHOWN = 3
+NUM_KINDS = 20
 
 
 class Console:
@@ -55,6 +59,8 @@ class Console:
         )
         self._task: TaskID | None = None
         self._line_interval = 1
+        self._failures: Counter[str] = Counter()
+        """Failed attempts by their error, with numbers replaced."""
 
     @hookimpl
     def run_start(self, event: RunStart) -> None:
@@ -116,6 +122,20 @@ class Console:
     def engine_recovered(self, event: EngineRecovered) -> None:
         back = f"with version {event.version}" if event.version >= 0 else "as it was"
         self._rich.print(f"engine {event.engine_index} is back {back}, after {event.seconds:.1f} s")
+
+    @hookimpl
+    def sample_failed(self, event: SampleFailed) -> None:
+        text = failure_text(event.error)
+        kind = NUMBERS.sub("#", text)
+        if kind not in self._failures and len(self._failures) >= NUM_KINDS:
+            kind = text = "other errors"
+        self._failures[kind] += 1
+        count = self._failures[kind]
+        # The 1st, 10th, 100th, ... of a kind.
+        if f"{count}".rstrip("0") == "1":
+            then = "it is tried again" if event.will_retry else "events.jsonl has all of them"
+            times = "" if count == 1 else f", {count} times by now"
+            self._rich.print(f"[bold]a response failed[/]{times}: {escape(text)}; {then}")
 
     @hookimpl
     def run_end(self, event: RunEnd) -> None:

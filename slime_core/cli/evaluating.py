@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slime_core.cli.invocation import bind_invocation, parse_words, warn
+from slime_core.cli.training import run_to_end
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
 from slime_core.errors import ConfigError
@@ -34,7 +34,7 @@ def evaluate_words(words: Sequence[str]) -> None:
 
             inputs = load_run_inputs(run)
         warn(inputs.notices())
-        print(json.dumps(asyncio.run(evaluate_once(run, inputs)), indent=2))
+        print(json.dumps(run_to_end(evaluate_once(run, inputs)), indent=2))
 
 
 async def evaluate_once(run: BoundRun, inputs: RunInputs) -> dict[str, float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.atomic_io.storage import written
 from slime_core.cli.invocation import bind_invocation, parse_words, warn
@@ -16,14 +17,17 @@ from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
 from slime_core.controller.gc_control import gc_paused
 from slime_core.controller.run_changes import ACCEPTABLE, ChangeKind
-from slime_core.controller.start_folder import StartOptions, choose_start, newest_checkpoint
+from slime_core.controller.start_folder import StartOptions
 from slime_core.data.model_folder import copy_processor
-from slime_core.errors import ConfigError, Interrupted
+from slime_core.errors import ConfigError, Interrupted, PluginError
+from slime_core.registry.boundary import error_text
 
 # The loop and the session import torch, which takes seconds: a mistake in the run file is reported before.
 if TYPE_CHECKING:
     from slime_core.controller.run_inputs import RunInputs
     from slime_core.controller.session import Session
+
+T = TypeVar("T")
 
 
 def run_words(words: Sequence[str]) -> None:
@@ -53,12 +57,9 @@ def run_command(words: Sequence[str], early: EarlyInterrupt) -> None:
     warned = inputs.notices()
     warn(warned)
     if typed.own.get("dry-run"):
-        from slime_core.workers.choose import choose_device
-
-        choose_device(run.config.launcher.device)
         print_dry_run(run, inputs, options)
         return
-    asyncio.run(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
+    run_to_end(train(run, inputs, options, early, quiet=bool(typed.own.get("quiet"))))
     # Rows that were checked when they were drawn.
     warn([notice for notice in inputs.notices() if notice not in warned])
 
@@ -87,6 +88,20 @@ def start_options(own: Mapping[str, str | bool]) -> StartOptions:
         accept=frozenset(map(ChangeKind, kinds)),
         report=(lambda line: None) if own.get("quiet") else (lambda line: print(f"note: {line}.", file=sys.stderr)),
     )
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, but SystemExit in a task, such as an agent's, ends only that task: who awaits it gets the exception,
+    and names the plugin."""
+    with asyncio.Runner() as runner:
+        task = runner.get_loop().create_task(work)
+        while not task.done():
+            with contextlib.suppress(SystemExit):
+                runner.get_loop().run_until_complete(task)
+        try:
+            return task.result()
+        except SystemExit as error:
+            raise PluginError(f"a plugin ended the process: it raised {error_text(error)}.") from error
 
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:
@@ -142,15 +157,10 @@ async def export_hf(session: Session) -> None:
 
 def print_dry_run(run: BoundRun, inputs: RunInputs, options: StartOptions) -> None:
     """Prints the resolved run as JSON. Raises what a start would raise before it trains."""
-    from slime_core.controller.manifest import build_manifest, replay_identity
-    from slime_core.controller.schedule import read_schedule
+    from slime_core.controller.startup import rehearse
 
     source = inputs.source
-    manifest = build_manifest(run, data_fingerprint="" if source is None else source.fingerprint())
-    if options.replay is not None:
-        read_schedule(options.replay, replay_identity(manifest))
-    place = choose_start(manifest, options)
-    found = None if options.fresh else newest_checkpoint(place.folder, options, checksum=False)
+    place, state = rehearse(run, inputs, options)
     for line in place.notes:
         options.report(line)
     print(
@@ -158,7 +168,7 @@ def print_dry_run(run: BoundRun, inputs: RunInputs, options: StartOptions) -> No
             {
                 "run": run.config.name,
                 "folder": str(place.folder.path),
-                "continues_from_step": None if found is None else found[0].rollout_id,
+                "continues_from_step": None if state is None else state.rollout_id,
                 "accepted_changes": [str(change) for change in place.accepted],
                 "steps": inputs.num_rollout,
                 "optimizer_steps": inputs.num_rollout * run.steps_per_rollout,

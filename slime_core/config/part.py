@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_core import groups
 from slime_core.contracts.driver import DriverConfig
 from slime_core.registry import Entry, Registry, Resolved, bind
+from slime_core.registry.boundary import foreign, with_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,15 @@ class BoundPlugin:
         return cls(group=entry.group, name=name, where=where, entry=entry, driver=resolved.driver, config=config)
 
     def build(self) -> Any:
-        """Builds the object of the contract; heavy imports happen here."""
-        return self.driver.build(self.config)
+        """Builds the object of the contract; heavy imports happen here. PluginError if that raises."""
+        with foreign(self.title, "build"):
+            return with_name(self.driver.build(self.config), self.title)
+
+    @property
+    def title(self) -> str:
+        """The plugin in messages: `group filter "mine.py/short"`."""
+        noun = getattr(self.driver, "noun", "") or groups.NOUNS[self.group]
+        return f'{noun} "{self.entry.qualified}"'
 
     def spec(self) -> PluginSpec:
         return PluginSpec(group=self.group, name=self.entry.qualified, options=self.config.model_dump(mode="json"))

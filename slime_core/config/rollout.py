@@ -50,7 +50,8 @@ class RolloutConfig(Table):
     collector: PluginTable | None = None
     """Collector of a step's groups; `replay` reads them from a dump. By default the algorithm's choice, else `accepted`."""
     max_filtered_groups: int | None = Field(None, gt=0)
-    """Rejected groups in one step after which the rollouts count as exhausted; by default 10 x rollout_batch_size."""
+    """Rejected groups in one step after which the rollouts count as exhausted; by default 10 x rollout_batch_size, and
+    1 x if every response of the step has failed, all with the same error."""
     on_exhausted: Literal["error", "finish"] = "error"
     """When the filters reject too many groups or the prompts end: the run fails (error), or it ends as after num_rollout
     (finish). A run that has trained nothing yet always fails."""

@@ -22,9 +22,10 @@ from slime_core.controller.null_learner import NullLearner
 from slime_core.controller.run_folder import RunFolder
 from slime_core.controller.run_inputs import NoSource, RunInputs
 from slime_core.controller.session import Session
-from slime_core.data.buffer import DataBuffer
+from slime_core.data.buffer import DataBuffer, take_prompts
 from slime_core.data.train_data import train_data_file, write_train_data
 from slime_core.errors import RewardError, SlimeError
+from slime_core.registry.boundary import foreign
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import OwnLimit, RewardPool
@@ -177,7 +178,7 @@ async def start_workers(
             first = trainers if run.config.launcher.colocate else None
             engines = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first))
             for generator in generators.values():
-                starting.create_task(generator.open())
+                starting.create_task(call_generator(generator, "open"))
             for part in run.reward_parts:
                 starting.create_task(warm_reward(rewards, part, engines))
     except ExceptionGroup as group:
@@ -242,8 +243,13 @@ def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[st
         key = part.spec().to_json()
         if key not in built:
             built[key] = part.build()
-            stack.push_async_callback(built[key].close)
+            stack.push_async_callback(call_generator, built[key], "close")
     return built
+
+
+async def call_generator(generator: Generator, method: str) -> None:
+    with foreign(generator, method):
+        await getattr(generator, method)()
 
 
 async def warm_reward(pool: RewardPool, part: BoundPlugin, starting: asyncio.Task[StartedEngines]) -> None:
@@ -268,7 +274,7 @@ def eval_tasks(
     tasks = []
     for settings in run.evals:
         source = inputs.eval_sources[settings.name]
-        prompts = source.take(source.num_rows or 0)
+        prompts = take_prompts(source, source.num_rows or 0)
         made = runner(eval_settings(run, settings), settings.generate or run.generate)
         tasks.append(EvalTask(settings=settings, prompts=prompts, runner=made))
     return tasks

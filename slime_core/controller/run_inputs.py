@@ -16,6 +16,7 @@ from slime_core.contracts.media import Media, MediaRenderer
 from slime_core.contracts.source import DataSource
 from slime_core.controller.engine_folder import converter_for
 from slime_core.controller.manifest import check_required
+from slime_core.data.buffer import check_state
 from slime_core.data.model_folder import (
     NO_LIMIT,
     check_weights,
@@ -26,7 +27,7 @@ from slime_core.data.model_folder import (
 )
 from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
-from slime_core.registry import bind
+from slime_core.registry.boundary import foreign, require, with_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
     source = None
     if run.reads_prompts:
         renderers["data"] = prompt_renderer(run, data, tokenizer, media, max_prompt_len=max_prompt_len, **limits)
-        source = run.source.build()(renderers["data"], seed=run.rollout_seed)
+        source = build_source(run.source, renderers["data"], run.rollout_seed)
     evals = {}
     for settings in run.evals:
         longest = max_prompt_len if settings.max_prompt_len is None else settings.max_prompt_len
@@ -129,9 +130,12 @@ def media_renderer(run: BoundRun, folder: Path, tokenizer: PreTrainedTokenizerBa
     if not run.media:
         return None
     built: Media = run.media[0].build()
+    name = run.media[0].title
     asked = run.config.data.multimodal_keys
     columns = {part.entry.name: asked[part.name] for part in run.media}
-    return built.renderer(folder, tokenizer, columns, trust_remote_code=run.config.model.trust_remote_code)
+    with foreign(name, "renderer"):
+        renderer = built.renderer(folder, tokenizer, columns, trust_remote_code=run.config.model.trust_remote_code)
+    return with_name(renderer, name)
 
 
 def load_role_config(role: BoundRole, vocabulary: int) -> dict[str, Any]:
@@ -205,12 +209,23 @@ def eval_source(run: BoundRun, settings: BoundEvalSet, renderer: PromptRenderer)
     where = f"eval.datasets.{settings.name}"
     files = run.registry.resolve(groups.SOURCES, EVAL_SOURCE, where=where)
     try:
-        options = bind(files, {"prompt_data": [settings.path], "streaming": False}, where=where)
-        source: DataSource = files.driver.build(options)(renderer, seed=run.rollout_seed)
+        options = {"prompt_data": [settings.path], "streaming": False}
+        part = BoundPlugin.of(files, EVAL_SOURCE, options, where=where)
+        source = build_source(part, renderer, run.rollout_seed)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not source.num_rows:
         raise DataError(f"{where}: {settings.path} has no usable row.")
+    return source
+
+
+def build_source(part: BoundPlugin, renderer: PromptRenderer, seed: int) -> DataSource:
+    """PluginError for a source that raises, or whose position cannot be saved."""
+    factory = part.build()
+    with foreign(part.title, "build"):
+        source: DataSource = with_name(factory(renderer, seed=seed), part.title)
+    require(isinstance(source, DataSource), part.title, "build", source, "a function that returns a DataSource")
+    check_state(source)
     return source
 
 

@@ -12,6 +12,7 @@ from slime_core.contracts.hookspecs import CheckpointSaved
 from slime_core.controller.checkpoint import PendingCheckpoint, RunState, discard_on_error
 from slime_core.controller.session import Session
 from slime_core.data.table import read_groups, write_groups
+from slime_core.registry.boundary import held
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.train_group import TrainGroup
 
@@ -95,14 +96,11 @@ class CheckpointSaver:
         """Writes a complete checkpoint if anything was trained since the last one and no optimizer step is under way. It also
         replaces one that was being written and failed; that error is raised only if nothing can be written."""
         session = self._session
-        failed: Exception | None = None
-        try:
+        with held() as failed:
             await self.completed()
-        except Exception as error:  # noqa: BLE001 - the error that ended the run is raised, unless no checkpoint replaces this one
-            failed = error
         unsaved = session.state.rollout_id > session.saved_rollout_id
-        if unsaved and failed is not None and not session.optimizer_idle.is_set():
-            raise failed
+        if unsaved and failed.error is not None and not session.optimizer_idle.is_set():
+            raise failed.error
         if unsaved and session.optimizer_idle.is_set():
             await self.save(
                 ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"

@@ -37,6 +37,7 @@ from slime_core.controller.schedule import ScheduleFile
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.table import dump_file, write_groups
 from slime_core.errors import EngineError, Interrupted, RolloutError
+from slime_core.registry.boundary import foreign, require
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.context import RolloutContext
@@ -158,7 +159,12 @@ class Session:
         )
         # With recorded train data the learner reads its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
-        groups = [] if recorded else await self.collector.collect(step, context)
+        groups: list[SampleGroup] = []
+        if not recorded:
+            with foreign(self.collector, f"collect of step {step}", error=RolloutError):
+                groups = await self.collector.collect(step, context)
+                fits = isinstance(groups, list) and all(isinstance(group, SampleGroup) for group in groups)
+                require(fits, self.collector, f"collect of step {step}", groups, "a list of SampleGroups")
         try:
             self._report_rollout(step, groups, version, began)
         except Exception:
@@ -399,7 +405,7 @@ class Session:
     def _groups_finished(
         self, step: int, accepted: Sequence[SampleGroup], refused: Sequence[tuple[SampleGroup, str]]
     ) -> None:
-        self.buffer.source.observe([*accepted, *(group for group, _ in refused)])
+        self.buffer.observe([*accepted, *(group for group, _ in refused)])
         rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
         self.hooks.emit(event)
@@ -414,7 +420,8 @@ class Session:
 
 def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:
     for axis, step, metrics in lines:
-        tracker.log(axis, step, metrics, rollout_id=rollout_id)
+        with foreign(tracker, f"log of {axis} {step}"):
+            tracker.log(axis, step, metrics, rollout_id=rollout_id)
 
 
 def set_event() -> asyncio.Event:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import tomlkit
 
 from slime_core.atomic_io.atomic_file import write_text
-from slime_core.atomic_io.storage import storage_errors
+from slime_core.atomic_io.storage import check_writable, storage_errors
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.hookspecs import EventLoopBlocked, Run, RunEnd, RunStart
 from slime_core.contracts.launcher import LauncherSetup
@@ -29,6 +29,7 @@ from slime_core.controller.event_loop_watchdog import EventLoopWatchdog
 from slime_core.controller.folder_lock import lock_folder
 from slime_core.controller.gc_control import frozen_gc
 from slime_core.controller.health import health_monitors
+from slime_core.controller.learner import advantage_config
 from slime_core.controller.manifest import Manifest, build_manifest, replay_identity
 from slime_core.controller.run_folder import RunFolder, damaged
 from slime_core.controller.run_inputs import RunInputs
@@ -36,9 +37,12 @@ from slime_core.controller.saving import read_ahead
 from slime_core.controller.schedule import RecordedSchedule, ScheduleFile, read_schedule
 from slime_core.controller.session import Session
 from slime_core.controller.start_folder import StartFolder, StartOptions, choose_start, clear_folder, newest_checkpoint
+from slime_core.errors import SlimeError
+from slime_core.registry.boundary import foreign
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
+from slime_core.workers.engines import build_middlewares
 from slime_core.workers.launcher import Launcher
 
 LOOP_HELD_S: Final = 30.0
@@ -124,6 +128,26 @@ def with_accepted(manifest: Manifest, place: StartFolder, rollout_id: int) -> Ma
     return replace(manifest, accepted_changes=accepted)
 
 
+def rehearse(run: BoundRun, inputs: RunInputs, options: StartOptions) -> tuple[StartFolder, RunState | None]:
+    """Raises what `start` would raise before any process is started, and starts and writes nothing. Returns where the run would
+    begin or continue, and the state that it would continue from."""
+    manifest = build_manifest(run, data_fingerprint="" if inputs.source is None else inputs.source.fingerprint())
+    choose_device(run.config.launcher.device)
+    if options.replay is not None:
+        read_schedule(options.replay, replay_identity(manifest))
+    place = choose_start(manifest, options)
+    found = None if options.fresh else newest_checkpoint(place.folder, options, checksum=False)
+    check_writable(place.folder.path)
+    Hooks.load(run.registry)
+    build_middlewares(run)
+    advantage_config(run, run.algo)
+    evals = [part for settings in run.evals if (part := settings.generate) is not None]
+    rewards = [part for part in run.reward_parts if not part.driver.needs_reward_model(part.config)]
+    for part in (run.buffer_filter, run.collector, *run.filters, *run.trackers, run.generate, *evals, *rewards):
+        part.build()
+    return place, None if found is None else found[0]
+
+
 def start_trackers(
     run: BoundRun, event: Run, resumed_at: int | None, stack: contextlib.AsyncExitStack
 ) -> Sequence[Tracker]:
@@ -133,7 +157,8 @@ def start_trackers(
         name=event.name, run_dir=event.run_dir, config=event.config, attempt=event.attempt, resumed_at=resumed_at
     )
     for tracker in trackers:
-        tracker.start(info)
+        with foreign(tracker, "start"):
+            tracker.start(info)
         stack.push(partial(finish, tracker))
     return trackers
 
@@ -164,8 +189,9 @@ def finish(
 ) -> None:
     """At exit of the run. The error that ended the run is raised; the tracker's may have the same cause, a lost server."""
     try:
-        tracker.finish()
-    except Exception as failed:
+        with foreign(tracker, "finish"):
+            tracker.finish()
+    except SlimeError as failed:
         if error is None:
             raise
         error.add_note(f"Then a tracker could not be finished: {failed}")

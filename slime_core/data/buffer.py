@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from slime_core.atomic_io.atomic_file import write_text
+from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.contracts.source import DataSource
 from slime_core.data.table import read_groups, write_groups
 from slime_core.errors import CheckpointError, DataError, PluginError
+from slime_core.registry.boundary import foreign, name_of, require
 from slime_core.types.buffer_item import BufferItem, ItemKind
+from slime_core.types.prompt import Prompt
+from slime_core.types.sample import SampleGroup
 
 GROUPS_FILE: Final = "buffer.parquet"
 STATE_FILE: Final = "buffer.json"
@@ -51,7 +55,7 @@ class DataBuffer:
         places = self.choose(self.items, num_groups, version=version, max_staleness=max_staleness)
         chosen = [self._items[place] for place in places]
         gone = set(places)
-        prompts = self.source.take(num_groups - len(chosen)) if len(chosen) < num_groups else []
+        prompts = take_prompts(self.source, num_groups - len(chosen)) if len(chosen) < num_groups else []
         # After the source, so that no item is lost if it raises.
         self._items = [item for place, item in enumerate(self._items) if place not in gone]
         return [*chosen, *(BufferItem(prompt=prompt, kind=ItemKind.FRESH) for prompt in prompts)]
@@ -63,12 +67,13 @@ class DataBuffer:
         versions = Versions(
             trained=version, max_staleness=max_staleness, oldest=tuple(item.oldest_version for item in items)
         )
-        places = self._filter.select(items, num_groups, versions)
-        if len(places) > num_groups or len(set(places)) != len(places) or not set(places) <= set(range(len(items))):
-            raise PluginError(
-                f"buffer filter {type(self._filter).__name__} chose {places}; it must return at most {num_groups} "
-                f"different positions below {len(items)}."
+        with foreign(self._filter, "select"):
+            places = self._filter.select(items, num_groups, versions)
+            valid = (
+                len(places) <= num_groups and len(set(places)) == len(places) and set(places) <= set(range(len(items)))
             )
+            required = f"a list of at most {num_groups} different positions below {len(items)}"
+            require(valid, self._filter, "select", places, required)
         return places
 
     def add_samples(self, items: Iterable[BufferItem]) -> None:
@@ -80,19 +85,32 @@ class DataBuffer:
 
     def snapshot(self) -> BufferSnapshot:
         """Current items and position of the source."""
-        return BufferSnapshot(self.items, self.source.state())
+        with foreign(self.source, "state"):
+            return BufferSnapshot(self.items, self.source.state())
 
     def restore(self, snapshot: BufferSnapshot) -> None:
         """Restores a snapshot: prompts taken since are drawn again, items added since are dropped."""
-        self.source.restore(snapshot.source)
+        with foreign(self.source, "restore"):
+            self.source.restore(snapshot.source)
         self._items = list(snapshot.items)
+
+    def observe(self, groups: Sequence[SampleGroup]) -> None:
+        """Gives the source the groups of a step that is complete."""
+        if type(self.source).observe is DataSource.observe:
+            return
+        with foreign(self.source, "observe"):
+            self.source.observe(groups)
+        # Now, before the step is trained: a checkpoint that cannot be written would lose what was trained.
+        check_state(self.source)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """The source's counters, and the number of waiting items of each kind."""
         waiting = Counter(item.kind for item in self._items)
         kinds = (ItemKind.RETURNED, ItemKind.PARTIAL, ItemKind.SURPLUS)
-        return {**self.source.metrics, **{f"rollout/buffer/num_{kind}": waiting[kind] for kind in kinds}}
+        with foreign(self.source, "metrics"):
+            own = {name: float(value) for name, value in self.source.metrics.items()}
+        return {**own, **{f"rollout/buffer/num_{kind}": waiting[kind] for kind in kinds}}
 
     def save(self, folder: Path) -> None:
         """Writes the waiting items and the source's position into `folder`. Raises StorageError if that fails."""
@@ -129,6 +147,28 @@ class DataBuffer:
             for group, entry in zip(groups, state["items"], strict=True)
         )
         self.restore(BufferSnapshot(items, state["source"]))
+
+
+def check_state(source: DataSource) -> None:
+    """PluginError if the source's position cannot be saved."""
+    with foreign(source, "state"):
+        try:
+            json_text(source.state(), f"{name_of(source)}, state: the value")
+        except DataError as error:
+            raise PluginError(str(error)) from error
+
+
+def take_prompts(source: DataSource, num_prompts: int) -> list[Prompt]:
+    """The source's next prompts. PluginError if it raises or returns anything else."""
+    call = f"take({num_prompts})"
+    with foreign(source, call):
+        prompts = source.take(num_prompts)
+        require(
+            isinstance(prompts, list) and len(prompts) <= num_prompts, source, call, prompts, "a list of the prompts"
+        )
+        for place, prompt in enumerate(prompts):
+            require(isinstance(prompt, Prompt), source, f"{call}, position {place}", prompt, "a Prompt")
+    return prompts
 
 
 def _read_state(path: Path) -> dict[str, Any]:

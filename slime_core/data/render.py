@@ -16,6 +16,8 @@ from slime_core.contracts.media import MediaRenderer
 from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat, shown
 from slime_core.data.unknown_text import UnknownText
 from slime_core.errors import ConfigError, DataError, ModelError
+from slime_core.registry.boundary import foreign
+from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 
 if TYPE_CHECKING:
@@ -84,12 +86,16 @@ class PromptRenderer:
         json_text(label, f"{origin}: the label")
         json_text(metadata, f"{origin}: the metadata")
         messages = None
-        images = () if self.media is None else self.media.read(row, origin, folder)
+        images: tuple[Image, ...] = ()
+        if self.media is not None:
+            with foreign(self.media, f"read of {origin}"):
+                images = self.media.read(row, origin, folder)
         text = value
         if self.apply_chat_template:
             messages = self._messages(value, origin)
             if self.media is not None:
-                messages = self.media.place(messages, images, origin)
+                with foreign(self.media, f"place of {origin}"):
+                    messages = self.media.place(messages, images, origin)
             text = self._render_template(messages, tools, origin)
         elif isinstance(value, list):
             raise DataError(
@@ -99,12 +105,14 @@ class PromptRenderer:
         elif not isinstance(value, str):
             raise self._wrong_input(value, origin)
         if self.media is not None:
-            text = self.media.mark(text, images, origin)
+            with foreign(self.media, f"mark of {origin}"):
+                text = self.media.mark(text, images, origin)
         token_ids = self._token_ids(text, origin)
         if self._fits(len(token_ids)):
             self._check_unknown(text, token_ids, origin)
             if self.media is not None:
-                token_ids, images = self.media.expand(token_ids, images, origin)
+                with foreign(self.media, f"expand of {origin}"):
+                    token_ids, images = self.media.expand(token_ids, images, origin)
         return Prompt(
             group_index=group_index,
             text=text,

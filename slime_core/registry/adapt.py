@@ -32,7 +32,10 @@ class FunctionReward(Reward):
         self._takes_group = next(iter(inspect.signature(function).parameters), "") == "group"
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        return list(self._function(group) if self._takes_group else map(self._function, group.samples))
+        if self._takes_group:
+            values: Sequence[RewardValue] = self._function(group)
+            return values
+        return [self._function(sample) for sample in group.samples]
 
 
 class FunctionFilter(GroupFilter):
@@ -46,11 +49,11 @@ class FunctionFilter(GroupFilter):
         import numpy as np
 
         response = self._function(group)
-        if isinstance(response, FilterDecision):
-            return response
         if isinstance(response, bool | np.bool_):
             return FilterDecision(keep=bool(response), reason="" if response else self._name)
-        raise TypeError(f"the filter {self._name} returned {response!r}; it must return a bool or a FilterDecision")
+        # Anything else is refused where decisions are checked, with the group.
+        decision: FilterDecision = response
+        return decision
 
 
 class FunctionKl(KlEstimator):

@@ -12,7 +12,8 @@ import pluggy
 
 from slime_core import groups
 from slime_core.contracts.hookspecs import HOOK_NAMES, PROJECT, Event, HookSpecs, RunEnd
-from slime_core.errors import PluginError, StorageError, near_matches
+from slime_core.errors import PluginError, near_matches
+from slime_core.registry.boundary import error_text, held, raise_as
 from slime_core.registry.registry import DENY_VARIABLE
 
 if TYPE_CHECKING:
@@ -79,19 +80,13 @@ class Hooks:
 
     def _call_one(self, hook: str, name: str, call: Callable[..., Any], event: object) -> None:
         started = time.perf_counter()
-        try:
+        with held() as failed:
             call(event)
-        except StorageError:
-            # A full disk cannot be fixed in the observer.
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"hook {hook}: the observer {name} failed: {type(error).__name__}: {error}. "
-                f"Fix it, or {_way_out(name.partition('/')[0])}."
-            ) from error
-        finally:
-            if self._trace is not None:
-                self._trace(f"hook {hook} {name} {1000 * (time.perf_counter() - started):.1f} ms")
+        if self._trace is not None:
+            self._trace(f"hook {hook} {name} {1000 * (time.perf_counter() - started):.1f} ms")
+        if failed.raised is not None:
+            fix = f"Fix it, or {_way_out(name.partition('/')[0])}."
+            raise_as(PluginError, f'observer "{name}", {hook}', failed.raised, fix)
 
     def _observers(self, hook: str) -> Sequence[tuple[str, Callable[..., None]]]:
         # pluggy would call them all and report only that one failed; called one by one, each failure has a name. pluggy
@@ -103,10 +98,10 @@ class Hooks:
         ]
 
     def _register(self, name: str, plugin: object) -> list[str]:
-        try:
+        with held() as failed:
             observer = plugin() if isinstance(plugin, type) else plugin
-        except TypeError as error:
-            return [f"hook module {name}: the class cannot be made without arguments: {error}."]
+        if failed.raised is not None:
+            return [f"hook module {name}: the class cannot be made without arguments: {error_text(failed.raised)}."]
         # By identity: pluggy would ask for equality, which an observer may define.
         known = next((other for other, there in self._manager.list_name_plugin() if there is observer), None)
         if known is not None:

@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from slime_core.errors import ConfigError, near_matches
+from slime_core.registry.boundary import foreign
 from slime_core.registry.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ def bind(resolved: Resolved, options: Mapping[str, Any], *, where: str, base: Pa
     from pydantic import ValidationError
 
     config: type[DriverConfig] = resolved.driver.Config
-    try:
-        return config.model_validate(dict(options), context={"base": base})
-    except ValidationError as error:
-        problems = [
-            problem_line(detail, config, options, resolved.entry.provenance, where) for detail in error.errors()
-        ]
-        raise ConfigError(problems) from error
+    owner = resolved.entry.provenance
+    with foreign(where, f"options of {owner}"):
+        try:
+            return config.model_validate(dict(options), context={"base": base})
+        except ValidationError as error:
+            raise ConfigError(
+                [problem_line(detail, config, options, owner, where) for detail in error.errors()]
+            ) from error
 
 
 def problem_line(

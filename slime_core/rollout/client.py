@@ -18,7 +18,8 @@ from typing import Any, Final, TypeAlias
 
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
-from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, RolloutError
+from slime_core.registry.boundary import Held, foreign, held, require
 from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
@@ -341,28 +342,30 @@ class EngineClient:
 
     async def _stream(self, seat: EngineSlot, message: Message, requests: Sequence[GenerateRequest]) -> None:
         number = seat.index
-        failure: Exception | None = None
+        failure = Held()
         try:
-            async for completion in seat.engine.generate(requests):
-                if message not in seat.messages:
-                    # The engine was taken out of service, and another one may have the request by now.
-                    return
-                if message.open.pop(completion.request_id, None) is None:
-                    raise EngineError(f"engine {number} responded to {completion.request_id}, which it did not get")
-                seat.running -= 1
-                seat.bound = self._concurrency
-                response = self._responses.get(completion.request_id)
-                if response is not None and not response.done():
-                    response.set_result(completion)
-                if self._waiting:
-                    self._plan_flush()
-            if message.open:
-                failure = EngineError(f"engine {number} ended its response before all requests were done")
-        except Exception as error:  # noqa: BLE001 - the engine is quarantined, or its callers get the error
-            failure = error
+            with held() as failure:
+                async for completion in seat.engine.generate(requests):
+                    if message not in seat.messages:
+                        # The engine was taken out of service, and another one may have the request by now.
+                        return
+                    self._take(seat, message, completion)
+                if message.open:
+                    raise EngineError(f"engine {number} ended its response before all requests were done")
         finally:
             if message in seat.messages:
-                self._end(seat, message, failure)
+                self._end(seat, message, failure.error)
+
+    def _take(self, seat: EngineSlot, message: Message, completion: Completion) -> None:
+        if message.open.pop(completion.request_id, None) is None:
+            raise EngineError(f"engine {seat.index} responded to {completion.request_id}, which it did not get")
+        seat.running -= 1
+        seat.bound = self._concurrency
+        response = self._responses.get(completion.request_id)
+        if response is not None and not response.done():
+            response.set_result(completion)
+        if self._waiting:
+            self._plan_flush()
 
     def _end(self, seat: EngineSlot, message: Message, failure: Exception | None) -> None:
         """Called when a message has ended. With `failure`, a watched engine is quarantined; else its requests fail with it."""
@@ -386,6 +389,10 @@ def wakes_whole(tags: Sequence[MemoryTag] | None = None) -> bool:
 
 def around(middleware: RouterMiddleware, call_next: Next) -> Next:
     async def call(request: GenerateRequest) -> Completion:
-        return await middleware(request, call_next)
+        where = f"request {request.request_id}"
+        with foreign(middleware, where, error=RolloutError):
+            completion = await middleware(request, call_next)
+            require(isinstance(completion, Completion), middleware, where, completion, "a Completion")
+        return completion
 
     return call

@@ -18,6 +18,7 @@ from slime_core.contracts.engine import EngineInfo
 from slime_core.contracts.hookspecs import EngineLost, EngineRecovered, EngineRestarted, Run
 from slime_core.contracts.transport import EngineGroup
 from slime_core.errors import EngineError
+from slime_core.registry.boundary import held
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
@@ -113,13 +114,12 @@ class EngineHealthMonitor:
                 return
             if self.client.quiesce:
                 continue
-            try:
+            with held() as unhealthy:
                 await self._ask(index, engine)
-            except Exception as error:  # noqa: BLE001 - any error of a health check means unhealthy
-                # A paused engine need not respond.
-                if not self.client.quiesce and self.client.engine(index) is engine:
-                    self.client.quarantine(index, error)
-                    return
+            # A paused engine need not respond.
+            if unhealthy.error is not None and not self.client.quiesce and self.client.engine(index) is engine:
+                self.client.quarantine(index, unhealthy.error)
+                return
 
     async def _ask(self, index: int, engine: EngineHandle) -> None:
         limit, now = self.rules.timeout_s, asyncio.get_running_loop().time
@@ -145,7 +145,7 @@ class EngineHealthMonitor:
     async def _recover(self, index: int, error: Exception, lost: EngineLost) -> None:
         now = asyncio.get_running_loop().time
         lost_at = now()
-        try:
+        with held() as failed:
             self.hooks.emit(lost)
             tries = 0
             while True:
@@ -160,8 +160,9 @@ class EngineHealthMonitor:
                     self._end(index)
             self._begin(self._probe(index))
             self.hooks.emit(EngineRecovered(**self._what(index), version=version, seconds=now() - lost_at))
-        except Exception as failure:  # noqa: BLE001 - no one awaits this task; pending requests get the error
-            self.client.fail(failure)
+        if failed.error is not None:
+            # No one awaits this task.
+            self.client.fail(failed.error)
 
     def _what(self, index: int) -> dict[str, Any]:
         """Fields of every event: run, step, engine."""

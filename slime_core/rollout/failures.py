@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from slime_core.errors import RolloutError, SlimeError
+from slime_core.registry.boundary import error_text
 from slime_core.types.sample import Sample, SampleGroup, Status
 
 FAILURE: Final = "failure"
@@ -17,9 +19,16 @@ LONGEST: Final = 500
 
 def with_failure(sample: Sample, error: Exception) -> Sample:
     """Adds the error to the sample's metadata, shortened; the event log has the whole text."""
-    text = f"{type(error).__name__}: {error}"
+    text = failure_text(error)
     shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
     return replace(sample, metadata={**sample.metadata, FAILURE: shown})
+
+
+def failure_text(error: BaseException) -> str:
+    """What happened, without the plugin and the prompt that it happened on: `ValueError: no digits (mine.py:12 in play)`."""
+    if error.__cause__ is not None and isinstance(error, RolloutError):
+        return error_text(error.__cause__)
+    return str(error) if isinstance(error, SlimeError) else error_text(error)
 
 
 def most_frequent(groups: Iterable[SampleGroup]) -> tuple[str, int, int] | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from slime_core.config.rollout import RolloutConfig
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.errors import RolloutError, RolloutsExhausted
+from slime_core.registry.boundary import foreign, require
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.failures import most_frequent
 from slime_core.rollout.groups import is_aborted, is_failed
@@ -47,11 +48,25 @@ def judge(group: SampleGroup, filters: Sequence[GroupFilter], *, insufficient: b
     that any filter masks. `insufficient`: too few candidates remain, so `keep_when_insufficient` applies."""
     masked: set[int] = set()
     for group_filter in filters:
-        decision = group_filter.decide(group)
+        decision = decide(group_filter, group)
         if not decision.keep and not (decision.keep_when_insufficient and insufficient):
             return decision
         masked.update(decision.masked_indices)
     return FilterDecision(keep=True, masked_indices=tuple(sorted(masked)))
+
+
+def decide(group_filter: GroupFilter, group: SampleGroup) -> FilterDecision:
+    """PluginError, with the prompt, if the filter raises or returns something else than a decision on this group."""
+    call = f"decide on {group.prompt.origin or f'group {group.group_index}'}"
+    places = range(len(group.samples))
+    with foreign(group_filter, call):
+        decision = group_filter.decide(group)
+        require(isinstance(decision, FilterDecision), group_filter, call, decision, "a FilterDecision (or a bool)")
+        masked = decision.masked_indices
+        require(
+            all(n in places for n in masked), group_filter, call, masked, f"only masked_indices below {len(places)}"
+        )
+    return decision
 
 
 def marked(group: SampleGroup, masked_indices: Sequence[int]) -> SampleGroup:
@@ -67,7 +82,12 @@ def marked(group: SampleGroup, masked_indices: Sequence[int]) -> SampleGroup:
 def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step: int, config: RolloutConfig) -> None:
     """Raises RolloutsExhausted with the reasons if too many groups of a step were rejected; RolloutError if at least half of
     them failed, since the data may then still have groups to learn from."""
-    if len(refused) < (config.max_filtered_groups or 10 * config.rollout_batch_size):
+    is_over = len(refused) >= (config.max_filtered_groups or 10 * config.rollout_batch_size)
+    may_be_alike = not accepted and config.max_filtered_groups is None and len(refused) % config.rollout_batch_size == 0
+    if not is_over and not may_be_alike:
+        return
+    failure = most_frequent(group for group, reason in refused if reason == FAILED)
+    if not is_over and (failure is None or failure[1] < sum(len(group.samples) for group, _ in refused)):
         return
     rejected = Counter(reason for _, reason in refused)
     reasons = ", ".join(f"{name} {count}" for name, count in rejected.most_common())
@@ -75,7 +95,7 @@ def check_limit(refused: Sequence[tuple[SampleGroup, str]], accepted: int, step:
         f"step {step}: {len(refused)} groups were rejected while {accepted} of {config.rollout_batch_size} were accepted "
         f"({reasons})."
     )
-    if failure := most_frequent(group for group, reason in refused if reason == FAILED):
+    if failure is not None:
         text, count, total = failure
         message += f" Of {total} failed responses {count} failed so: {text} (events.jsonl in the run's folder has all of them)."
     if 2 * rejected[FAILED] >= len(refused):

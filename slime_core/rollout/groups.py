@@ -13,7 +13,17 @@ import numpy as np
 
 from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.generator import Generator
-from slime_core.errors import DataError, EngineError, EngineUnavailable, PluginError, RewardError, RolloutError
+from slime_core.errors import (
+    DataError,
+    EngineError,
+    EngineUnavailable,
+    PluginError,
+    RewardError,
+    RolloutError,
+    SlimeError,
+    StorageError,
+)
+from slime_core.registry.boundary import foreign, name_of, require
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.rollout.failures import with_failure
@@ -169,7 +179,7 @@ class GroupRunner:
             running.episodes.append(episode)
             began = time.perf_counter()
             try:
-                generated = check_samples(await self._generate(episode), self.generator)
+                generated = await self._generate(episode)
                 samples = [without_untrained_end(sample, self.tokenizer) for sample in generated]
                 if self.settings.mask_offpolicy and len(kept) == len(samples) == 1:
                     samples = [mask_kept(samples[0], kept[0].response_length)]
@@ -179,9 +189,9 @@ class GroupRunner:
                 self.on_failure(SampleFailure(prompt, index, attempt + 1, False, error))
                 failure = error
                 break
-            except (EngineError, PluginError, RewardError):
+            except (EngineError, PluginError, RewardError, StorageError):
                 raise
-            except Exception as error:  # noqa: BLE001 - a generator is foreign code; its failure is counted, not fatal
+            except SlimeError as error:
                 will_retry = attempt < self.settings.max_retries
                 self.on_failure(SampleFailure(prompt, index, attempt + 1, will_retry, error))
                 failure = error
@@ -192,19 +202,12 @@ class GroupRunner:
         return [with_failure(failed_sample(prompt, index), failure)]
 
     async def _generate(self, episode: EngineEpisode) -> Sequence[Sample]:
-        try:
-            samples = await self.generator.generate(episode)
-            await self._end_requests(episode)
-            return samples
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # The run did not cancel it: raised as it is, it would end the run like an interrupt.
-            raise RolloutError(
-                f"generator {type(self.generator).__name__}: what it awaited was cancelled, there or in a middleware, and "
-                "not by the run."
-            ) from error
+        prompt = episode.prompt
+        call = f"generate on {prompt.origin or f'group {prompt.group_index}'}"
+        with foreign(self.generator, call, error=RolloutError):
+            samples = check_samples(await self.generator.generate(episode), self.generator)
+        await self._end_requests(episode)
+        return samples
 
     async def _end_requests(self, episode: EngineEpisode) -> None:
         """Aborts requests that the generator has not waited for: they would run on while engines sleep or get weights. Repeats
@@ -241,7 +244,9 @@ async def all_or_none(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
 def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[Sample]:
     """Raises PluginError if there is no sample, its vectors do not fit its response, or its metadata cannot be saved: the batch
     would not detect the vectors, and metadata are saved only at a checkpoint."""
-    where = f"generator {type(generator).__name__}"
+    where = name_of(generator)
+    fits = isinstance(samples, Sequence) and all(isinstance(sample, Sample) for sample in samples)
+    require(fits, generator, "generate", samples, "a list of Samples")
     if not samples:
         raise PluginError(f"{where} returned no sample; return one also for an empty response.")
     for sample in samples:

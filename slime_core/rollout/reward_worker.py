@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -22,6 +22,7 @@ from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, Reward, RewardValue, ServedModel
 from slime_core.errors import RewardError
 from slime_core.registry import Registry
+from slime_core.registry.boundary import error_text, foreign, held, shown
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.sample import SampleGroup
 
@@ -34,7 +35,7 @@ class Raised:
     """Exception of a reward for one group, as text: the exception itself may not be picklable."""
 
     message: str
-    """The message of a RewardError; else type and text."""
+    """The message of a RewardError; else what happened, such as `raised ValueError: no digits`."""
     is_reward_error: bool
     """It was a RewardError, whose message has the prompt and a fix."""
     traceback: str
@@ -72,16 +73,17 @@ def serve(pipe: Connection) -> None:
 
 def call_and_pickle(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
     """Calls the function and pickles the result; on an error, or for a result that is not picklable, a `Failure`."""
-    try:
-        return bytes(ForkingPickler.dumps(function(*arguments)))
-    except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is returned to the caller
-        text = traceback.format_exc()
-        try:
-            # Some exceptions can be pickled but not unpickled.
-            pickle.loads(ForkingPickler.dumps(error))  # noqa: S301 - made here
-        except Exception:  # noqa: BLE001 - as above
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return bytes(ForkingPickler.dumps(Failure(error, text)))
+    with held() as failed:
+        pickled = bytes(ForkingPickler.dumps(function(*arguments)))
+    if (error := failed.error) is None:
+        return pickled
+    text = "".join(traceback.format_exception(failed.raised))
+    with held() as unpicklable:
+        # Some exceptions can be pickled but not unpickled.
+        pickle.loads(ForkingPickler.dumps(error))  # noqa: S301 - made here
+    if unpicklable.error is not None:
+        error = RuntimeError(error_text(error))
+    return bytes(ForkingPickler.dumps(Failure(error, text)))
 
 
 def end_with_parent() -> None:
@@ -96,7 +98,8 @@ def end_with_parent() -> None:
 def reward_of(spec: str, servers: Servers, plugin_files: tuple[PluginFile, ...]) -> Reward:
     """Builds the reward once per worker process and set of servers."""
     part = PluginSpec.from_json(spec).resolve(Registry(plugin_files))
-    reward: Reward = part.build() if servers is None else part.driver.build_with_servers(part.config, servers)
+    with foreign(part.title, "build"):
+        reward: Reward = part.build() if servers is None else part.driver.build_with_servers(part.config, servers)
     return reward
 
 
@@ -115,15 +118,20 @@ def score_groups(
 
 
 def score_group(reward: Reward, group: SampleGroup) -> Sequence[RewardValue] | Raised:
-    try:
-        return list(reward.score(group))
-    except RewardError as error:
-        return Raised(str(error), True, traceback.format_exc(), Outcome(error.outcome))
-    except Exception as error:  # noqa: BLE001 - a reward is foreign code; its error is returned to the caller
-        return Raised(f"{type(error).__name__}: {error}", False, traceback.format_exc(), outcome_of(error))
+    with held() as failed:
+        returned: object = reward.score(group)
+        values = list(returned) if isinstance(returned, Iterable) else None
+    if (error := failed.raised) is None:
+        if values is None:
+            return Raised(f"returned {shown(returned)}, not one value for each sample", False, "")
+        return values
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RewardError):
+        return Raised(str(error), True, text, Outcome(error.outcome))
+    return Raised(f"raised {error_text(error)}", False, text, outcome_of(error))
 
 
-def outcome_of(error: Exception) -> Outcome:
+def outcome_of(error: BaseException) -> Outcome:
     """Outcome of an exception that is no RewardError."""
     if isinstance(error, TimeoutError):
         return Outcome.TIMEOUT

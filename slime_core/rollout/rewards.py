@@ -20,6 +20,7 @@ from typing import Final
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import Outcome, RewardFailure, RewardValue, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
+from slime_core.registry.boundary import error_text, foreign, held, shown
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_process import RemoteTraceback, RewardProcess, WorkerDied, WorkerLate
 from slime_core.rollout.reward_worker import Raised, Scored, Servers
@@ -161,9 +162,9 @@ class RewardPool:
         except RewardError:
             raise
         except Exception as error:
-            raise RewardError(f"{where}: raised {type(error).__name__}: {error}. {REWARD_FIX}") from error
+            raise RewardError(f"{where}: raised {error_text(error)}. {REWARD_FIX}") from error
         if isinstance(values, Raised):
-            text = values.message if values.is_reward_error else f"{where}: raised {values.message}. {REWARD_FIX}"
+            text = values.message if values.is_reward_error else f"{where}: {values.message}. {REWARD_FIX}"
             raise ERROR_OF[values.outcome](text) from RemoteTraceback(values.traceback)
         if len(values) != len(group.samples):
             raise RewardError(f"{where}: returned {len(values)} values for {len(group.samples)} samples.")
@@ -173,8 +174,11 @@ class RewardPool:
         """Time limit of a group in seconds: the run's, else the reward's, else TIMEOUT_S."""
         if self._timeout_s is not None:
             return self._timeout_s
-        own = self._own[spec].seconds(num_samples) if spec in self._own else None
-        return TIMEOUT_S if own is None else own
+        if spec not in self._own:
+            return TIMEOUT_S
+        with foreign(PluginSpec.from_json(spec).name, f"timeout_s of {num_samples} samples", error=RewardError):
+            own = self._own[spec].seconds(num_samples)
+            return TIMEOUT_S if own is None else float(own)
 
     def _late(self, spec: str, num_samples: int) -> str:
         text = f"no response within {self._limit(spec, num_samples):g} s"
@@ -231,17 +235,18 @@ class RewardPool:
         limit = max(self._limit(spec, len(group.samples)) for group in groups)
         asked_by = object()
         try:
-            future = self._threads.submit(self._score, spec, members[0].servers, groups, limit, asked_by)
-            scored = await asyncio.wrap_future(future)
+            with held() as failed:
+                future = self._threads.submit(self._score, spec, members[0].servers, groups, limit, asked_by)
+                scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             for process in self._processes:
                 process.kill(asked_by)
             raise
-        except Exception as error:  # noqa: BLE001 - the callers get the error
+        if failed.error is not None:
             left = [member for member in members if not member.values.done()]
             if len(members) == 1:
                 for member in left:
-                    member.values.set_exception(error)
+                    member.values.set_exception(failed.error)
             else:
                 self._pace.pop(spec, None)
                 for member in left:
@@ -266,7 +271,9 @@ class RewardPool:
 def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> RewardResult:
     """Result from the value that a reward returned."""
     try:
-        done = rewarded(sample, value, reward_key, where)
+        # The value is foreign: also reading it may raise.
+        with foreign(where, "its value", error=RewardError):
+            done = rewarded(sample, value, reward_key, where)
     except RewardError as error:
         return RewardResult(failure=error)
     return RewardResult(value=done.reward, parts=done.reward_parts, spans=done.span_rewards)
@@ -278,10 +285,12 @@ def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: 
         raise ERROR_OF[value.outcome](f"{where}: {value.message}. {REWARD_FIX}")
     if isinstance(value, SpanRewards):
         spans = tuple(span_of(sample, span, where) for span in value.spans)
-        total = finite(value.outcome, where) + math.fsum(span.value for span in spans)
+        total = finite(finite(value.outcome, where) + math.fsum(span.value for span in spans), where)
         return replace(sample, reward=total, reward_parts={}, span_rewards=spans)
     parts: Mapping[str, float] = {}
     if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise RewardError(f"{where}: returned a number named {shown(wrong[0])}; names are texts.")
         parts = {key: finite(number, where) for key, number in value.items()}
         if reward_key is None:
             raise RewardError(f"{where}: returned {sorted(parts)}; pass one of them as --reward-key.")
@@ -302,13 +311,13 @@ def span_of(sample: Sample, span: SpanReward, where: str) -> SpanReward:
 
 
 def finite(value: object, where: str) -> float:
-    try:
+    with held() as failed:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = None
+    if isinstance(failed.error, OverflowError):
+        raise RewardError(f"{where}: returned a number too large for a float.")
     # float() accepts text too, but a reward that returns text is wrong.
-    if number is None or isinstance(value, (str, bytes)):
-        raise RewardError(f"{where}: returned {value!r}, which is not a number.")
+    if failed.error is not None or isinstance(value, (str, bytes)):
+        raise RewardError(f"{where}: returned {shown(value)}, which is not a number.")
     if not math.isfinite(number):
         raise RewardError(f"{where}: returned {number}; rewards must be finite.")
     return number

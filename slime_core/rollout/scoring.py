@@ -13,6 +13,7 @@ from slime_core.config.part import PluginSpec
 from slime_core.config.rollout import RewardPolicy, RolloutConfig
 from slime_core.contracts.reward import Outcome
 from slime_core.errors import RewardError, unknown_name
+from slime_core.registry.boundary import held
 from slime_core.rollout.failures import with_failure
 from slime_core.rollout.rewards import RewardResult
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
@@ -93,8 +94,11 @@ async def score_group(
     for n in asked:
         failure = next((v.failure for v in verdicts[n].values() if v.failure is not None), None)
         if failure is None:
-            samples[n] = rewarded_by(plan, samples[n], verdicts[n])
-            continue
+            try:
+                samples[n] = rewarded_by(plan, samples[n], verdicts[n])
+                continue
+            except RewardError as error:
+                failure = error
         policy = plan.policies.get(failure.outcome, "error")
         if policy == "error":
             raise failure
@@ -142,7 +146,13 @@ def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Reward
             parts[label] = verdict.value
             parts |= {f"{label}/{name}": number for name, number in verdict.parts.items()}
     weight = {reward.label: reward.weight for reward in plan.rewards}
-    total = math.fsum(weight[label] * (verdict.value or 0.0) for label, verdict in verdicts.items())
+    with held() as too_large:
+        total = math.fsum(weight[label] * (verdict.value or 0.0) for label, verdict in verdicts.items())
+    if too_large.error is not None or not math.isfinite(total):
+        where = sample.prompt.origin or f"group {sample.group_index}"
+        raise RewardError(
+            f"{where}: the weighted sum of the rewards {parts or 'of this run'} is too large for a float."
+        )
     spans = [
         SpanReward(start, end, weight[label] * value)
         for label, verdict in verdicts.items()

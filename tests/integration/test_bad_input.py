@@ -350,6 +350,17 @@ def test_rows_beyond_the_context_are_named(tiny: TinyRun) -> None:
     assert json.loads(ended.out)["rows"] == 20
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_a_dry_run_rejects_what_a_start_rejects(tiny: TinyRun, words: Sequence[str]) -> None:
+    """An observer is not named in the run file, and so not bound with it."""
+    (tiny / "watch.py").write_text("from slime_core.plugin import hook\n@hook\ndef step_trained(event, more): ...\n")
+    ended = tiny.run("--plugin", "watch.py", *words)
+    assert ended.code == CONFIG
+    assert "hook module watch.py/watch" in ended.error
+    assert "Hooks take one parameter, event." in ended.error
+    assert tiny.runs.exists() == (not words)
+
+
 REWARDS = """
 import math, os, time
 from slime_core.plugin import reward

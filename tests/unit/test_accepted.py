@@ -296,7 +296,8 @@ async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
     ]
     expected = (
         r"step 0: 3 groups were rejected while 0 of 2 were accepted \(failed 3\)\. Of 9 failed responses 6 failed so: "
-        r"ValueError: row 1: responded 500 oops \(events.jsonl in the run's folder has all of them\)\. "
+        r"ValueError: row 1: responded 500 oops \(test_accepted.py:\d+ in generate\) "
+        r"\(events.jsonl in the run's folder has all of them\)\. "
         r"Fix the failing generator or reward\.$"
     )
     for on_exhausted in ("error", "finish"):
@@ -306,9 +307,16 @@ async def test_the_most_frequent_failure_is_reported_instead_of_the_limit():
         # The data may still have groups to learn from.
         assert not isinstance(raised.value, RolloutsExhausted)
 
+    # If every response fails with the same error, as many groups as the step requires are enough, unless a limit is set.
+    for limit, rejected in ((None, 2), (5, 5)):
+        with pytest.raises(RolloutError, match=rf"{rejected} groups were rejected while 0 of 2 were accepted \(failed"):
+            await Setup(failing(errors[1:]), max_filtered_groups=limit).collect()
+    with pytest.raises(RolloutError, match="20 groups were rejected while 0 of 2 were accepted"):
+        await Setup(failing([ValueError("one"), KeyError("another")])).collect()
+
     # The same for rewards; where filters reject most groups, the message names filters.
     made, _ = runner(Responses(), rewards=Rewards(RewardError("responded 500 oops")), tolerant=True)
-    with pytest.raises(RolloutError, match="Of 6 failed responses 6 failed so: RewardError: responded 500 oops"):
+    with pytest.raises(RolloutError, match="Of 6 failed responses 6 failed so: responded 500 oops"):
         await Setup(made, max_filtered_groups=2).collect()
     outcomes = {0: Status.FAILED, 1: SAME, 2: SAME}
     setup = Setup(ScriptedRunner((), outcomes), filters=[NotEqual()], max_filtered_groups=3, rollout_batch_size=3)
@@ -541,7 +549,7 @@ async def test_a_generator_cancelled_by_something_else_than_the_run_has_failed()
     group = await made.start(prompt(0)).task
     assert [sample.status for sample in group.samples] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert [(f.index, f.attempt, f.will_retry) for f in failures] == [(1, 1, True), (1, 2, False)]
-    assert "generator Cancelled: what it awaited was cancelled" in str(failures[0].error)
+    assert "generator Cancelled, generate on train.jsonl:0: what it awaited was cancelled" in str(failures[0].error)
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "failure"])

@@ -12,7 +12,7 @@ from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.needs import Need
-from slime_core.errors import TrainingError
+from slime_core.errors import PluginError, TrainingError
 from slime_core.types.batch import TokenColumns
 
 
@@ -248,7 +248,8 @@ def test_a_correction_that_reads_what_it_did_not_declare_fails(batch):
             return BatchCorrection(weights=np.exp(gap), keep=np.ones(6, bool))
 
     columns = TokenColumns(old_log_probs=np.zeros(6, np.float32))
-    with pytest.raises(TypeError):
+    raised = r"Sneaky, correct_batch: raised TypeError: .* \(test_credit.py:\d+ in correct_batch"
+    with pytest.raises(PluginError, match=raised):
         compute_advantages_and_returns(
             batch, columns, rules(None, corrections=[(Sneaky(), frozenset({Need.ROLLOUT_LOGPROBS}))])
         )

@@ -160,7 +160,7 @@ def test_a_filter_that_raises_takes_no_group_with_it(tmp_path: Path, way: str, s
                 raise ValueError("nothing at all")
 
     session.hooks = Hooks({"observer/module": Observer()})
-    ended_by(session, ValueError, "what is this")
+    ended_by(session, PluginError, r"group filter Raises, decide on .*: raised ValueError: what is this")
     again = simulate(tmp_path, way)
     resumed = again.session()
     assert resumed.state.rollout_id == len(simulation.trained) > 0
@@ -188,7 +188,7 @@ def test_an_unrequested_cancellation_is_reported_and_the_run_saved(
         return await score(group)
 
     monkeypatch.setattr(session.runner, "_score", cancelled)
-    ended_by(session, RolloutError, r"step \d: its collection was cancelled from within")
+    ended_by(session, RolloutError, r"collect of step \d: what it awaited was cancelled")
     resume_and_check(tmp_path, way, simulation, at=len(simulation.trained))
 
 

@@ -16,6 +16,7 @@ from slime_core.contracts.kl import KlEstimator
 from slime_core.contracts.loss import LossOutput, PolicyLoss
 from slime_core.contracts.needs import Need
 from slime_core.controller.learner import advantage_config
+from slime_core.errors import TrainingError
 from slime_core.types.batch import TokenColumns
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
@@ -403,7 +404,7 @@ def test_a_loss_that_reads_what_it_did_not_declare_fails(make_batch):
         def __call__(self, inputs, segments):
             return LossOutput(values=inputs.log_probs - inputs.ref_log_probs)
 
-    with pytest.raises(TypeError):
+    with pytest.raises(TrainingError, match="policy loss Sneaky, loss of a micro-batch: raised TypeError"):
         call(TokenObjective(loss=Sneaky(), needs=frozenset()), one_micro(make_batch, loss_weight=WEIGHT))
 
 

@@ -111,6 +111,39 @@ def test_a_failure_names_the_property_and_the_plugin(folder):
     assert 'reward "short"' not in text
 
 
+STUBBORN = """
+import asyncio
+
+from slime_core.contracts.middleware import MiddlewareDriver, RouterMiddleware
+from slime_core.plugin import driver
+
+
+class Stubborn(RouterMiddleware):
+    async def __call__(self, request, call_next):
+        while True:
+            try:
+                return await call_next(request)
+            except asyncio.CancelledError:
+                pass
+
+
+@driver("slime.middlewares", "stubborn")
+class StubbornDriver(MiddlewareDriver):
+    @classmethod
+    def build(cls, config):
+        return Stubborn()
+"""
+
+
+def test_a_plugin_that_cannot_be_cancelled_fails_its_property(folder):
+    (folder / "stubborn.py").write_text(STUBBORN)
+    ran = run_kit(folder, "--slime-plugin", "stubborn.py", "--slime-time-limit", "2", "-k", "a_cancelled_request_ends")
+    assert ran.code == 1
+    text = ran.failed["middlewares::a_cancelled_request_ends[stubborn.py/stubborn]"]
+    assert "stubborn (slime.middlewares, stubborn.py " in text
+    assert "it has not ended within 2 s (--slime-time-limit)" in text
+
+
 @pytest.mark.parametrize(
     ("asked", "messages"),
     [

@@ -63,7 +63,10 @@ def test_a_service_that_comes_back_is_asked_again(scripted: Any, make_group: Any
         ((422, "no label", 0.0), Outcome.WRONG, r"refused: status 422 no label", 1),
         ((200, '"good"', 0.0), Outcome.WRONG, r"returned 'good', which is neither a number nor has one", 1),
         ((200, '{"why": "x"}', 0.0), Outcome.WRONG, r"which is neither a number nor has one", 1),
-        ((200, "NaN", 0.0), Outcome.WRONG, r"returned 'nan', which is neither", 1),
+        ((200, "NaN", 0.0), Outcome.WRONG, r"returned nan, which is neither", 1),
+        ((200, "1" + "0" * 400, 0.0), Outcome.WRONG, r"which is neither a number nor has one", 1),
+        ((200, "[" * 100_000 + "]" * 100_000, 0.0), Outcome.WRONG, r"returned JSON that is nested too deep: \[\[", 1),
+        ((200, " " * 2**20 + "1", 0.0), Outcome.WRONG, r"returned more than 1048576 bytes", 1),
         ((200, "1", 6.5), Outcome.TIMEOUT, r"sent no response within 5 s, after 3 tries", 3),
     ],
 )

@@ -110,7 +110,7 @@ def test_the_filter_decides_which_and_in_which_order(make_buffer):
 def test_a_filter_that_breaks_the_contract(make_buffer, places: tuple[int, ...]):
     buffer = make_buffer(Choose(*places))
     buffer.add_samples([item.as_returned(0) for item in buffer.get_samples(3)])
-    with pytest.raises(PluginError, match=r"buffer filter Choose chose .* at most 2 different positions below 3"):
+    with pytest.raises(PluginError, match=r"Choose, select: returned .*; a list of at most 2 different positions"):
         buffer.get_samples(2)
     assert len(buffer) == 3
 

@@ -123,8 +123,8 @@ def test_filters(build):
     assert build(groups.FILTERS, "numpy_keep")[1].decide(GROUP).keep is False
     decision = build(groups.FILTERS, "decide")[1].decide(GROUP)
     assert (decision.reason, decision.keep_when_insufficient) == ("mood", True)
-    with pytest.raises(TypeError, match="the filter forgot returned None"):
-        build(groups.FILTERS, "forgot")[1].decide(GROUP)
+    # The run refuses it, with the prompt.
+    assert build(groups.FILTERS, "forgot")[1].decide(GROUP) is None
 
 
 def test_kl_ratio_multiplies_outside_or_is_passed_to_an_estimator_that_clamps(build):

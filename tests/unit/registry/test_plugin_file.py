@@ -137,7 +137,7 @@ def test_a_name_that_is_installed_too_is_a_duplicate_when_used(site, write):
 def test_its_observers_are_registered(write):
     hooks = Hooks.load(Registry([write(TEXT)], allow=[]))
     assert hooks.names == ["my_reward.py/my_reward"]
-    with pytest.raises(PluginError, match=r"hook step_trained: .*my_reward.* ValueError: seen 7.* leave out --plugin"):
+    with pytest.raises(PluginError, match=r"my_reward\", step_trained: raised ValueError: seen 7.* leave out --plugin"):
         hooks.emit(StepTrained(run=None, rollout_id=7, report=None))
 
 

@@ -7,7 +7,8 @@ if an engine is lost, and record the policy version of each token. Requests to o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ ROUTER_HOST: Final = "slime-compat.invalid"
 contains the name."""
 ROUTER_PORT: Final = 30000
 ATTEMPTS: Final = 5
+LARGEST_RESPONSE: Final = 64 * 2**20
+"""Bytes of a response from outside the run."""
 PARAMS: Final = {
     "max_new_tokens": int,
     "temperature": float,
@@ -182,9 +185,7 @@ async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any
             try:
                 # httpx limits the time between bytes: a slow server could keep the request open for ever.
                 async with asyncio.timeout(limit.seconds):
-                    response = await client.request(method, url, **options)
-                response.raise_for_status()
-                return response.json()
+                    return await bounded_json(client, method, url, options)
             except (TimeoutError, httpx.TimeoutException) as error:
                 if attempt == attempts:
                     raise httpx.ReadTimeout(
@@ -196,6 +197,18 @@ async def over_http(method: str, url: str, attempts: int, **options: Any) -> Any
                     raise
             await asyncio.sleep(min(2.0**attempt, 30.0))
     return None
+
+
+async def bounded_json(client: httpx.AsyncClient, method: str, url: str, options: Mapping[str, Any]) -> Any:
+    """The JSON of a response of at most LARGEST_RESPONSE bytes."""
+    body = bytearray()
+    async with client.stream(method, url, **options) as response:
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > LARGEST_RESPONSE:
+                raise RolloutError(f"{method} {url}: the response has more than {LARGEST_RESPONSE} bytes.")
+        response.raise_for_status()
+    return json.loads(body)
 
 
 class GenerateState:

@@ -21,6 +21,7 @@ from slime_core.contracts.example import Example
 from slime_core.contracts.reward import RewardDriver
 from slime_core.errors import ConfigError, PluginError
 from slime_core.registry import Registry, Resolved, bind
+from slime_core.registry.boundary import error_text, held
 from slime_core.registry.entry import Entry
 
 E = TypeVar("E", bound=Example)
@@ -75,10 +76,11 @@ class Subject:
         return [case for case in cases if not case.needs_reward_model] or cases
 
     def _examples(self, driver: Any) -> tuple[Example, ...]:
-        try:
+        with held() as failed:
             examples = tuple(driver.examples(self.folder))
-        except Exception as error:  # noqa: BLE001 - an author's code: a test reports it, the others continue
-            self.problems.append(f"its `examples` raise {type(error).__name__}: {error}")
+        if failed.raised is not None:
+            # A test reports it, the others continue.
+            self.problems.append(f"its `examples` raise {error_text(failed.raised)}")
             return ()
         wrong = [type(example).__name__ for example in examples if not isinstance(example, Example)]
         if wrong:

@@ -7,6 +7,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+from slime_core.registry.boundary import held
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 PATIENCE_S: Final = 20_000.0
@@ -26,10 +28,11 @@ class FastClock(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         done: asyncio.Future[T] = self.create_future()
-        try:
+        with held() as failed:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited, as with a thread
-            done.set_exception(error)
+        if failed.error is not None:
+            # Raised where it is awaited, as with a thread.
+            done.set_exception(failed.error)
         return done
 
 

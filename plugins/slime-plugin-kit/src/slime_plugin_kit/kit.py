@@ -17,6 +17,7 @@ from slime_plugin_kit.case import Case, Subject
 from slime_plugin_kit.kind import Kind, Property
 from slime_plugin_kit.kinds import ENTRIES, KINDS
 from slime_plugin_kit.subjects import subjects_of
+from slime_plugin_kit.time_limit import TimeIsUp, time_limit
 
 SUITES: Final = Path(suites.__file__).parent
 MARK: Final = "slime contract"
@@ -102,11 +103,16 @@ class ContractKit:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
         asked = self._asked_by(pyfuncitem)
-        try:
+        if asked is None:
             return (yield)
+        try:
+            with time_limit(pyfuncitem.config.getoption("slime_time_limit")):
+                return (yield)
+        except TimeIsUp as late:
+            # As it is, pytest would take it for Ctrl-C.
+            raise AssertionError(f"{headline(asked)}: {late}") from late
         except Exception as error:
-            if asked is not None:
-                error.add_note(headline(asked))
+            error.add_note(headline(asked))
             raise
 
     @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""What pytest loads by the entry point `pytest11`: two options, and nothing else until one is given."""
+"""What pytest loads by the entry point `pytest11`: three options, and nothing else until one is given."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DISTRIBUTION",
         help="Prove the contracts of everything that this installed distribution registers, or of a plugin file "
         "(./my_reward.py). Without paths, nothing else is run.",
+    )
+    group.addoption(
+        "--slime-time-limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="Time limit of each test of the kit (default: 300).",
     )
 
 

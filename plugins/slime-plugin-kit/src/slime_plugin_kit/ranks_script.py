@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.registry import Registry
+from slime_core.registry.boundary import held
 from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
 
 OK: Final = "ok"
@@ -67,11 +68,10 @@ def serve(work: Callable[[dict[str, Any]], None]) -> None:
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        try:
+        with held() as failed:
             work(json.loads(line))
-            response = OK
-        except Exception:  # noqa: BLE001 - an author's code: the test of this case reports it, the others continue
-            response = traceback.format_exc()
+        # The test of this case reports it, the others continue.
+        response = OK if failed.raised is None else "".join(traceback.format_exception(failed.raised))
         print(json.dumps(response), file=responses, flush=True)
 
 

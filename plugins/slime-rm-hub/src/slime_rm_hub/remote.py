@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from slime_core.contracts.reward import Outcome, Reward, RewardFailure, RewardValue
+from slime_core.registry.boundary import shown
 from slime_core.types.sample import SampleGroup
 from slime_rm_hub.service import Service
 
@@ -37,9 +38,13 @@ class RemoteReward(Reward):
             if numbers:
                 return numbers
         return RewardFailure(
-            Outcome.WRONG, f"{self.service.name} returned {str(answer)[:200]!r}, which is neither a number nor has one"
+            Outcome.WRONG, f"{self.service.name} returned {shown(answer)}, which is neither a number nor has one"
         )
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    """True if it is a finite number; an integer may be too large for a float."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False

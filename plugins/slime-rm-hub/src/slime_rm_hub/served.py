@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from slime_core.contracts.reward import Outcome, Reward, RewardFailure, RewardValue
 from slime_core.errors import ConfigError
+from slime_core.registry.boundary import shown
 from slime_core.types.sample import Sample, SampleGroup
 from slime_rm_hub.config import ServedConfig
 from slime_rm_hub.service import Service
@@ -122,10 +123,10 @@ def checked(url: str, answer: Any, read: Any) -> RewardValue:
         return answer
     try:
         number: float = read(answer)
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        return RewardFailure(Outcome.WRONG, f"{url} returned {str(answer)[:200]!r}, in which there is no score")
+        return RewardFailure(Outcome.WRONG, f"{url} returned {shown(answer)}, in which there is no score")
     return number
 
 

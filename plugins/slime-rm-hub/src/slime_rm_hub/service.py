@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from slime_rm_hub.config import LONGEST_PAUSE_S, AskingConfig
 SHOWN: Final = 200
 """Characters of an unexpected response that an error shows."""
 BUSY: Final = 429
+LARGEST_RESPONSE: Final = 2**20
+"""Bytes of a response that are read; a larger one fails its sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,11 @@ class Service:
         limit = asyncio.Semaphore(self.concurrency)
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         # The service in the run file is reached directly, without the environment's proxies.
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        # Nothing is decompressed: a small response could become a large one.
+        plain = {"Accept-Encoding": "identity"}
+        async with aiohttp.ClientSession(
+            timeout=timeout, trust_env=False, headers=plain, auto_decompress=False
+        ) as session:
 
             async def within(work: Coroutine[Any, Any, Any]) -> Any:
                 async with limit:
@@ -95,18 +102,19 @@ class Service:
         headers = None if place.token is None else {"Authorization": f"Bearer {place.token}"}
         try:
             async with session.post(place.url, json=body, headers=headers) as response:
+                answer = await read_body(response)
                 if response.status >= 500 or response.status == BUSY:
-                    return failure_of(
-                        place, Outcome.INFRA, f"returned status {response.status} {await text_of(response)}"
-                    )
+                    return failure_of(place, Outcome.INFRA, f"returned status {response.status} {text_of(answer)}")
                 if response.status >= 400:
-                    return failure_of(
-                        place, Outcome.WRONG, f"refused: status {response.status} {await text_of(response)}"
-                    )
+                    return failure_of(place, Outcome.WRONG, f"refused: status {response.status} {text_of(answer)}")
+                if len(answer) > LARGEST_RESPONSE:
+                    return failure_of(place, Outcome.WRONG, f"returned more than {LARGEST_RESPONSE} bytes")
                 try:
-                    return await response.json(content_type=None)
+                    return json.loads(answer)
                 except ValueError:
-                    return failure_of(place, Outcome.INFRA, f"returned no JSON: {await text_of(response)}")
+                    return failure_of(place, Outcome.INFRA, f"returned no JSON: {text_of(answer)}")
+                except RecursionError:
+                    return failure_of(place, Outcome.WRONG, f"returned JSON that is nested too deep: {text_of(answer)}")
         except TimeoutError:
             return failure_of(place, Outcome.TIMEOUT, f"sent no response within {self.timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
@@ -127,6 +135,18 @@ def failure_of(place: Place, outcome: Outcome, text: str) -> RewardFailure:
     return RewardFailure(outcome, f"{place.url} {text}")
 
 
-async def text_of(response: aiohttp.ClientResponse) -> str:
-    text = " ".join((await response.text(errors="replace")).split())
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """The body; of a larger one than LARGEST_RESPONSE a part that is larger, too."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > LARGEST_RESPONSE:
+            # What is left is not read: the connection cannot be used again.
+            response.close()
+            break
+    return bytes(body)
+
+
+def text_of(body: bytes) -> str:
+    text = " ".join(body[: 8 * SHOWN].decode(errors="replace").split())
     return text[:SHOWN] + ("…" if len(text) > SHOWN else "")

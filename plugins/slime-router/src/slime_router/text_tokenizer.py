@@ -9,6 +9,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from slime_core.errors import ModelError
+from slime_core.registry.boundary import held
 
 
 class TextTokenizer:
@@ -44,10 +45,11 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
             f"{folder}: no tokenizer.json there. The radix cache requires a fast tokenizer. Write one that transformers can "
             "load with AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
-    try:
+    # The library raises nothing more precise than Exception.
+    with held() as failed:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-        raise ModelError(f"{file}: not a tokenizer: {error}") from None
+    if failed.error is not None:
+        raise ModelError(f"{file}: not a tokenizer: {failed.error}") from failed.error
     # The file may set padding or truncation, which must not apply in the middle of a conversation.
     tokenizer.no_padding()
     tokenizer.no_truncation()

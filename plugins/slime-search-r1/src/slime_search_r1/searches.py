@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from slime_core.errors import PluginError
+from slime_core.registry.boundary import held
 from slime_search_r1.document import Document
 from slime_search_r1.errors import RetrievalTimeout, RetrievalUnavailable
 
@@ -110,16 +111,18 @@ class Searches:
 
     async def _deliver(self, asked: Sequence[tuple[str, asyncio.Future[Sequence[Document]]]]) -> None:
         try:
-            async with self._free:
-                found = await self._ask([query for query, _ in asked])
+            with held() as failed:
+                async with self._free:
+                    found = await self._ask([query for query, _ in asked])
         except asyncio.CancelledError:
             for _, future in asked:
                 future.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - every error is raised in the tasks that wait for the searches
+        if failed.error is not None:
+            # Raised in the tasks that wait for the searches.
             for _, future in asked:
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(failed.error)
             return
         for (_, future), documents in zip(asked, found, strict=True):
             if not future.done():

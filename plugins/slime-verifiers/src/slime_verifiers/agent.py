@@ -26,14 +26,10 @@ class EnvironmentAgent(Agent):
     scores_itself = True
 
     def __init__(self, config: VerifiersConfig) -> None:
-        self._config = config
-        self._env: vf.Env[Any] | None = None
+        self._env = environment(config)
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._ending = asyncio.Event()
-
-    async def open(self) -> None:
-        self._env = environment(self._config)
 
     async def run(self, task: AgentTask) -> Mapping[str, Earned]:
         env = await self._served()
@@ -56,8 +52,6 @@ class EnvironmentAgent(Agent):
 
     async def _served(self) -> vf.Env[Any]:
         async with self._starting:
-            if self._env is None:
-                self._env = environment(self._config)
             if self._serving is None:
                 ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._serving = asyncio.create_task(self._serve(self._env, ready))

@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from slime_core.errors import ConfigError, PluginError
+from slime_core.registry.boundary import foreign
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -54,8 +55,6 @@ def load_taskset(table: Mapping[str, Any], folder: str | None) -> vf.Taskset[Any
 
 
 def _loaded(load: Any, table: Mapping[str, Any], where: str, folder_key: str, folder: str | None) -> Any:
-    from pydantic import ValidationError
-
     asked = f'{where}.taskset = "{table["taskset"]["id"]}"' + (
         f', {where}.id = "{table["id"]}"' if "id" in table else ""
     )
@@ -70,6 +69,14 @@ def _loaded(load: Any, table: Mapping[str, Any], where: str, folder_key: str, fo
     if folder is not None and folder not in sys.path:
         # Appended: it must not hide installed packages.
         sys.path.append(folder)
+    # Importing a module and making its taskset runs its author's code, which may end the process too.
+    with foreign(asked, "load"):
+        return _named(load, table, where, folder, folder_key, asked)
+
+
+def _named(load: Any, table: Mapping[str, Any], where: str, folder: str | None, folder_key: str, asked: str) -> Any:
+    from pydantic import ValidationError
+
     try:
         return load()
     except ValidationError as error:

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from slime_core.registry.boundary import held
+
 
 class BroadcastThread:
     """One thread, so that broadcasts stay in order. It blocks if an engine is late or dead, and is then abandoned; the end of
@@ -21,12 +23,11 @@ class BroadcastThread:
         ended: Future[Any] = Future()
 
         def call() -> None:
-            try:
-                result = function(*arguments)
-            except Exception as error:  # noqa: BLE001 - raised by the caller that waits for the future
-                ended.set_exception(error)
-            else:
-                ended.set_result(result)
+            with held() as failed:
+                ended.set_result(function(*arguments))
+            if failed.error is not None:
+                # Raised by the caller that waits for the future.
+                ended.set_exception(failed.error)
 
         self._calls.put(call)
         return ended

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError, StorageError
+from slime_core.registry.boundary import held
 from slime_sglang.transports.config import SentConfig
 from slime_sglang.transports.equality import Digests, EqualityCheck
 from slime_sglang.transports.flattened_bucket import FlattenedBucket, flat_buckets, partner_of
@@ -132,13 +133,11 @@ class ServerSender(WeightSender):
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
         """Raises an error of one rank on all ranks, with the same kind, because any rank's error may be reported first."""
-        own: Exception | None = None
-        try:
+        with held() as failed:
             yield
-        except Exception as error:  # noqa: BLE001 - raised below, or a graver one
-            own, by_rank = error, self.all_gather(Failure.of(error))
-        else:
-            by_rank = self.all_gather(None)
+        # Raised below, or a graver one.
+        own = failed.error
+        by_rank = self.all_gather(None if own is None else Failure.of(own))
         failures = [failure for failure in by_rank if failure is not None]
         if not failures:
             return

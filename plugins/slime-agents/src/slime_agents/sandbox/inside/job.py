@@ -39,7 +39,7 @@ def run_code(code: str, scratch: str, terms: Terms, streams: tuple[int, int], re
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException as error:  # noqa: BLE001 - whatever the code raises is its own result
+    except BaseException as error:  # whatever the code raises is its own result
         show(error)
     finish(status)
 
@@ -60,7 +60,7 @@ def show(error: BaseException) -> None:
         trace = trace.tb_next
     try:
         traceback.print_exception(type(error), error, trace, limit=20)
-    except BaseException:  # noqa: BLE001 - an exception's own code may do anything
+    except BaseException:  # an exception's own code may do anything
         os.write(2, b"an error that cannot be shown\n")
 
 
