@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from slime_core.controller.saving import CheckpointSaver
 from slime_core.controller.session import Session
 from slime_core.data.buffer import BufferSnapshot
-from slime_core.errors import EngineError, Interrupted, PluginError, RolloutError, RolloutsExhausted, TrainingError
+from slime_core.errors import (
+    EngineError,
+    Interrupted,
+    NonfiniteWeights,
+    PluginError,
+    RolloutError,
+    RolloutsExhausted,
+    TrainingError,
+)
 from slime_core.types.sample import SampleGroup
 
 
@@ -228,6 +236,9 @@ async def run_loop(session: Session) -> None:
             # Logged before it is saved: a checkpoint never holds a step that was not logged, unless logging it raised an error.
             session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
             await saving.keep_schedule()
+            if report.stuck is not None:
+                # Only now: the step counts as trained, and what was changed before it is saved.
+                raise TrainingError(report.stuck)
             if due.save:
                 await session.evaluated()
                 # Also if a run that resumes from there evaluates after other steps, or ends later.
@@ -252,6 +263,8 @@ async def run_loop(session: Session) -> None:
             # Pending requests must fail now, so that the engines that are left can be offloaded for the checkpoint.
             session.client.fail(error)
         await saving.save_unsaved(ahead)
+        if isinstance(error, NonfiniteWeights):
+            raise NonfiniteWeights(f"{error} {saving.way_back()}") from None
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))

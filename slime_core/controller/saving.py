@@ -109,6 +109,13 @@ class CheckpointSaver:
             )
             await self.completed()
 
+    def way_back(self) -> str:
+        """What to type where the trainers' state is lost."""
+        run, steps = self._session.folder.path, self._session.store.steps()
+        if not steps:
+            return "There is no checkpoint yet: start over with --fresh."
+        return f"To continue from the last checkpoint, {run}/checkpoints/step_{steps[-1]}, pass --resume {run} with it."
+
     async def _complete_beside(
         self, state: RunState, unfinished: PendingCheckpoint, began: float, blocked_s: float
     ) -> None:

@@ -22,6 +22,9 @@ class StepReport:
     lr: float = 0.0
     skipped: bool = False
     """Loss or norm was not finite: no parameter was changed."""
+    nonfinite: str | None = None
+    """The first weight or optimizer state that is not finite after the step, such as "weight model.norm.weight is not finite";
+    the same on every rank. It ends the run. None: all are finite."""
     seconds: float = 0.0
 
 
@@ -37,6 +40,8 @@ class TrainReport:
     """Means over the batch: rewards, advantages, lengths, log-probs."""
     perf: Mapping[str, float]
     """Times, throughput and token counts, as `perf/...`."""
+    stuck: str | None = None
+    """Why the run ends once this batch is saved: too many optimizer steps in a row were skipped. None: it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,12 +109,15 @@ class TrainWorker:
         return columns
 
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
-        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches."""
+        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches; none after a step that left
+        something that is not finite, on any rank."""
         reports = []
         with self._profile.around("train_actor"):
             for micros in steps:
                 packed = self._packed(shard, micros, columns)
                 reports.append(self._backend.train_step(packed, self._objective))
+                if reports[-1].nonfinite is not None:
+                    break
         return reports
 
     def _packed(self, shard: Batch, micros: Sequence[Int64], columns: TokenColumns | None = None) -> list[MicroBatch]:

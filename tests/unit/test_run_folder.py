@@ -12,6 +12,7 @@ from slime_core.controller.manifest import (
     check_required,
     differences,
     replay_identity,
+    training_of,
     without,
 )
 from slime_core.controller.run_folder import RunFolder, choose_folder, lock_folder
@@ -104,9 +105,13 @@ def test_resume_of_another_run_lists_the_differences(tmp_path):
 
 
 def test_resume_may_change_the_layout_and_a_start_by_itself_may_not(tmp_path):
-    begun(tmp_path / "run", manifest("aa", training="same"))
-    assert choose(tmp_path, manifest("bb", training="same"), resume=tmp_path / "run") == "run"
-    assert choose(tmp_path, manifest("bb", training="same")) == "run-2"
+    # Whatever might differ for the version that began the run.
+    begun(tmp_path / "run", manifest("aa", training="then", backend={"tensor_parallel": 1}))
+    may_differ = (("backend", "tensor_parallel"),)
+    today = replace(manifest("bb", backend={"tensor_parallel": 2}), may_differ=may_differ)
+    today = replace(today, training=training_of(json.loads(today.to_json()), may_differ))
+    assert choose(tmp_path, today, resume=tmp_path / "run") == "run"
+    assert choose(tmp_path, today) == "run-2"
 
 
 def test_fresh_empties_the_folder(tmp_path):
