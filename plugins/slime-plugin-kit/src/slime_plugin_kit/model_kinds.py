@@ -53,6 +53,7 @@ BACKENDS: Final = Kind(
             "a_step_that_is_not_finite_changes_nothing",
             "a loss of NaN is reported, and changes no weight and no schedule",
         ),
+        alone("weights_that_overflow_are_reported", "a step that leaves weights that are not finite is reported"),
         alone("copies_stay_frozen", "a frozen model keeps its weights until it is updated"),
         alone("sleep_loses_nothing", "after sleep and wake_up it continues as without them"),
         prop(
