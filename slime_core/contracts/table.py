@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Table(BaseModel):
-    """Frozen; unknown keys are errors; the docstring below a field is its help text."""
+    """Frozen; unknown keys are errors, and so are numbers that are not finite; the docstring below a field is its help text. A
+    field that may be infinite is annotated with `pydantic.AllowInfNan`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
