@@ -115,9 +115,9 @@ CONFIG_CASES = {
         change=in_run_file("lr = 1e-3", "lr = inf"),
     ),
     "an option of a plugin that is not finite": Case(
-        ["--eps-clip", "inf", "--kl-loss-coef", "-inf"],
+        ["--eps-clip", "inf"],
         CONFIG,
-        ['algo.eps_clip = "inf": input should be a finite number', 'algo.kl_loss_coef = "-inf"'],
+        ['algo.eps_clip = "inf": input should be a finite number'],
     ),
     "not one of the choices": Case(
         ["--on-bad-row", "maybe"], CONFIG, ['data.on_bad_row = "maybe"', "'error' or 'skip'"]
