@@ -14,6 +14,7 @@ import numpy as np
 
 from slime_core.algorithm.advantages import AdvantageConfig, CreditedBatch, compute_advantages_and_returns
 from slime_core.algorithm.build_batch import build_batch
+from slime_core.algorithm.learning_signal import no_signal
 from slime_core.algorithm.loss_weights import split_steps
 from slime_core.algorithm.metrics import column_metrics, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
@@ -191,6 +192,10 @@ class Learner:
                 "perf/train_time": ended - started,
                 **self._speeds(batch, ended - scored, scoring_s, trained),
             },
+            no_signal=next(
+                (no_signal(batch, credited.columns, role.steps) for role in trained if role.plan is self._plan.roles[0]),
+                None,
+            ),
             stuck=self._stuck(trained),
         )
 

@@ -40,6 +40,8 @@ class TrainReport:
     """Means over the batch: rewards, advantages, lengths, log-probs."""
     perf: Mapping[str, float]
     """Times, throughput and token counts, as `perf/...`."""
+    no_signal: str | None = None
+    """Why the batch taught the policy nothing, such as a gradient of 0; None: it did."""
     stuck: str | None = None
     """Why the run ends once this batch is saved: too many optimizer steps in a row were skipped. None: it continues."""
 

@@ -100,7 +100,7 @@ class Trainer:
                 output.loss.backward()
                 self.gradients[n] = leaf.grad.numpy()
                 sums = {name: sums.get(name, 0.0) + float(value) for name, value in output.sums.items()}
-            reports.append({**sums, "skipped_steps": 0.0})
+            reports.append({**sums, "skipped_steps": 0.0, "grad_norm": 1.0})
         return TrainedSteps(metrics=reports, nonfinite=None)
 
 

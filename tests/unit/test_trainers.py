@@ -242,6 +242,7 @@ class FakeTrainers:
 
     def __init__(self, scores=None, skips=(), *, name="actor", log=None, output="log_probs", nonfinite=None):
         self.scores, self.skips, self.nonfinite = scores or {}, list(skips), nonfinite
+        self.grad_norm = 0.5
         self.name, self.output = name, output
         self.log = [] if log is None else log
         self.asked, self.trained, self.called = [], [], []
@@ -272,14 +273,19 @@ class FakeTrainers:
         self.log.append((self.name, "train"))
         self.trained.append(columns)
         count = int(self.steps.max()) + 1
-        metrics = [{"loss": 1.0, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
-        if self.nonfinite is not None:
-            metrics = [{"lr-pg_0": 1e30, "grad_norm": 0.5, "skipped_steps": 0.0}]
+        fixed = {"loss": 1.0, "lr-pg_0": 1e30, "grad_norm": self.grad_norm}
+        metrics = [{**fixed, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
         return TrainedSteps(metrics=metrics, nonfinite=self.nonfinite)
 
     async def call_all(self, method, *args):
         assert self.inside
         self.called.append((method, *args))
+
+
+def trained_metrics(prefix):
+    """Of a step of FakeTrainers."""
+    metrics = {"loss": 1.0, "lr-pg_0": 1e30, "grad_norm": 0.5, "skipped_steps": 0.0}
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 OLD = Scoring(column=Need.OLD_LOGPROBS, output="log_probs")
@@ -328,7 +334,7 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     report = await made.train(7, groups, 3)
     assert report.version == 4
     assert trainers.asked == ["actor"]
-    assert report.steps == ({"train/global_batch_size": 4.0, "train/loss": 1.0, "train/skipped_steps": 0.0},)
+    assert report.steps == ({"train/global_batch_size": 4.0, **trained_metrics("train/")},)
     assert report.rollout["rollout/raw_reward"] == 0.5
     assert report.rollout["rollout/log_probs"] == -1
     assert report.perf["perf/train_tokens"] == 16
@@ -435,6 +441,19 @@ async def test_weights_that_are_not_finite_end_the_run(groups):
         await made.train(0, groups, 0)
 
 
+async def test_a_batch_without_a_signal_is_reported_of_the_policy_alone(groups):
+    trainers, roles, _ = two_roles()
+    trainers["critic"].grad_norm = 0.0
+    made, _ = learner(trainers, roles=roles)
+    assert (await made.train(0, groups, 0)).no_signal is None
+    trainers["actor"].grad_norm = 0.0
+    assert (await made.train(1, groups, 1)).no_signal.startswith("the gradient is 0 (")
+    idle, roles, _ = two_roles(idle_steps=1)
+    idle["critic"].grad_norm = 0.0
+    made, _ = learner(idle, roles=roles)
+    assert (await made.train(0, groups, 0)).no_signal is None
+
+
 async def test_the_reference_is_refreshed_when_due(groups):
     trainers = FakeTrainers()
     made, _ = learner(trainers, scoring=(OLD, REF), ref_update_interval=2)
@@ -500,7 +519,7 @@ async def test_roles_are_scored_in_order_and_trained_the_other_way_round(groups)
     (step,) = report.steps
     assert step == {
         "train/global_batch_size": 4.0, "train/halved": 1.0,
-        "train/loss": 1.0, "train/skipped_steps": 0.0, "train/critic-loss": 1.0, "train/critic-skipped_steps": 0.0,
+        **trained_metrics("train/"), **trained_metrics("train/critic-"),
     }  # fmt: skip
     assert report.rollout["rollout/values"] == 0
     assert report.rollout["rollout/log_probs"] == -1
@@ -525,7 +544,7 @@ async def test_metrics_of_a_step_that_trains_one_role_are_that_roles(groups):
     report = await made.train(0, groups, 0)
     assert len(report.steps) == 2
     for step in report.steps:
-        assert set(step) == {"train/global_batch_size", "train/critic-loss", "train/critic-skipped_steps"}
+        assert set(step) == {"train/global_batch_size", *trained_metrics("train/critic-")}
     assert "rollout/log_probs" not in report.rollout
     assert "perf/actor_train_time" not in report.perf
 
