@@ -223,6 +223,8 @@ async def run_loop(session: Session) -> None:
     schedule.restore(session.kept_ahead)
     await session.update_weights()
     await evaluate_at_start(session)
+    session.times.taken()
+    session.step_began = time.perf_counter()
     try:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id
@@ -230,11 +232,11 @@ async def run_loop(session: Session) -> None:
             schedule.start_through(step + config.rollout.max_async_level if schedule.pooled else step)
             groups = await schedule.next_groups()
             schedule.start_through(step + config.rollout.max_async_level)
-            generated = time.perf_counter()
+            waited_s = time.perf_counter() - began
             report = await session.train(step, groups)
             due = session.is_due(step)
             # Logged before it is saved: a checkpoint never holds a step that was not logged, unless logging it raised an error.
-            session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
+            session.advance(step, report, waited_s=waited_s)
             await saving.keep_schedule()
             if report.stuck is not None:
                 # Only now: the step counts as trained, and what was changed before it is saved.
@@ -243,13 +245,18 @@ async def run_loop(session: Session) -> None:
                 await session.evaluated()
                 # Also if a run that resumes from there evaluates after other steps, or ends later.
                 session.state = replace(session.state, eval_owed=due.evaluate)
-                await saving.save(await schedule.quiesce())
+                with session.times.of("drain"):
+                    ahead = await schedule.quiesce()
+                with session.times.of("save"):
+                    await saving.save(ahead)
             if due.update_weights:
                 if not schedule.in_flight:
-                    await schedule.wait_idle()
+                    with session.times.of("drain"):
+                        await schedule.wait_idle()
                 if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
-                await session.update_weights()
+                with session.times.of("sync"):
+                    await session.update_weights()
             if due.evaluate:
                 await session.evaluate(step)
             await saving.raise_if_failed()
