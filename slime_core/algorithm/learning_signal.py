@@ -10,7 +10,7 @@ from slime_core.types.batch import Batch, TokenColumns
 
 def no_signal(batch: Batch, columns: TokenColumns, steps: Sequence[Mapping[str, float]]) -> str | None:
     """Why the batch taught the policy nothing; None if it did. `steps`: metrics of its optimizer steps, without prefix. What
-    counts is the gradient, so algorithms that compare no groups are judged alike; a skipped step says nothing."""
+    counts is the gradient, so algorithms that compare no groups are judged alike. A skipped step does not count."""
     if any(step["skipped_steps"] for step in steps):
         return None
     trained = batch.mask != 0

@@ -193,7 +193,11 @@ class Learner:
                 **self._speeds(batch, ended - scored, scoring_s, trained),
             },
             no_signal=next(
-                (no_signal(batch, credited.columns, role.steps) for role in trained if role.plan is self._plan.roles[0]),
+                (
+                    no_signal(batch, credited.columns, role.steps)
+                    for role in trained
+                    if role.plan is self._plan.roles[0]
+                ),
                 None,
             ),
             stuck=self._stuck(trained),
@@ -246,7 +250,8 @@ class Learner:
         bad = nonfinite_samples(batch, read)
         if bad and not self._plan.skip_nonfinite:
             raise TrainingError(
-                f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples."
+                f"not finite: {name_samples(batch, bad)} (of {batch.num_samples} samples). If these are most of them, the "
+                "weights have diverged: lower --lr. Else pass --on-nonfinite skip to train without such samples."
             )
         return bad
 

@@ -34,7 +34,11 @@ MAY_CHANGE: Final = key_paths(
 RESUME_MAY_CHANGE: Final = (
     ("name",),
     *key_paths("train.max_skipped_steps", "train.on_nonfinite"),
-    *((*table, key) for table in (("train",), *(("roles", role) for role in LOSS_KEYS)) for key in OptimizerKeys.model_fields),
+    *(
+        (*table, key)
+        for table in (("train",), *(("roles", role) for role in LOSS_KEYS))
+        for key in OptimizerKeys.model_fields
+    ),
 )
 """Keys that `--resume FOLDER` may change beside those: a run that diverged continues with a lower learning rate."""
 

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
-from slime_core.controller.manifest import Manifest, deciding_plugins, differences, recorded_manifest, training_of, without
+from slime_core.controller.manifest import (
+    Manifest,
+    deciding_plugins,
+    differences,
+    recorded_manifest,
+    training_of,
+    without,
+)
 from slime_core.errors import ConfigError, StorageError
 
 SHOWN: Final = 5
@@ -61,7 +68,10 @@ def choose_folder(runs_dir: Path, manifest: Manifest, name: str, *, fresh: bool,
         if found is None:
             raise ConfigError(f"--resume {resume}: no run there (no manifest.json).")
         # Also with another layout, whose floating-point results differ in bits, or another learning rate.
-        if found["fingerprint"] != manifest.fingerprint and training_of(found, manifest.may_differ) != manifest.training:
+        if (
+            found["fingerprint"] != manifest.fingerprint
+            and training_of(found, manifest.may_differ) != manifest.training
+        ):
             raise ConfigError(f"--resume {resume}: another run: {what_differs(found, manifest)}")
         return folder
     first = RunFolder(runs_dir / name)

@@ -109,7 +109,7 @@ class TrainWorker:
         return columns
 
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
-        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches; none after a step that left
+        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches; none after one that left
         something that is not finite, on any rank."""
         reports = []
         with self._profile.around("train_actor"):

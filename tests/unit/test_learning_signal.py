@@ -1,5 +1,5 @@
-"""A batch that teaches the policy nothing is told from one that does, for algorithms with and without groups, and the console
-says so once for each stretch of such steps."""
+"""A batch that teaches the policy nothing is reported, for algorithms with and without groups, and the console prints it once
+for each stretch of such steps."""
 
 from dataclasses import replace
 from pathlib import Path

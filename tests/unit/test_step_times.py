@@ -71,9 +71,7 @@ def steps_of(folder: Path, rollout: dict[str, Any], *, shared: bool, eval_prompt
     session, log = simulation.session(), Log()
     session.trackers = [log]
     if shared:
-        session.colocation = ColocationManager(
-            Devices(offload=True), session.client, shared=True, offload_rollout=True
-        )
+        session.colocation = ColocationManager(Devices(offload=True), session.client, shared=True, offload_rollout=True)
     run_fast(run_loop(session))
     return log
 

@@ -421,7 +421,9 @@ async def test_skipped_steps_in_a_row_end_the_run(groups):
     made, _ = learner(FakeTrainers(skips=[1, 0, 1, 0, 1, 1]), per_step=2)
     reports = [await made.train(step, groups, step) for step in range(3)]
     assert [report.stuck for report in reports[:2]] == [None, None]
-    assert reports[2].stuck.startswith("2 optimizer steps of the actor in a row had a loss or gradient that is not finite")
+    assert reports[2].stuck.startswith(
+        "2 optimizer steps of the actor in a row had a loss or gradient that is not finite"
+    )
     assert "(--max-skipped-steps 1)" in reports[2].stuck
 
 

@@ -73,7 +73,10 @@ def test_a_weight_that_its_export_cannot_hold_is_reported(folders, start, weight
     with torch.no_grad():
         local(backend._ready.model.model.model.norm.weight)[3] = 3.4e38
     assert weights_of(backend)["model.norm.weight"].isinf().any()
-    assert backend._nonfinite() == "weight model.norm.weight has values up to 3.4e+38, which bfloat16 or float32 cannot hold"
+    assert (
+        backend._nonfinite()
+        == "weight model.norm.weight has values up to 3.4e+38, which bfloat16 or float32 cannot hold"
+    )
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e6])

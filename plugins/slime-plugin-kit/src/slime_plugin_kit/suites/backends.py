@@ -267,7 +267,7 @@ def test_weights_that_overflow_are_reported(case: Case, model: Path, training: T
         overflown = [name for name, tensor in one.weights().items() if not tensor.isfinite().all()]
         assert overflown, "the test is of no use: every weight is finite"
         assert report.nonfinite is not None, (
-            f"{len(overflown)} weights are not finite after a step, such as {overflown[0]}, and the report does not say so"
+            f"{len(overflown)} weights are not finite after a step, such as {overflown[0]}, and the report has no `nonfinite`"
         )
 
 
