@@ -173,8 +173,7 @@ class Learner:
             *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
         )
         ended = time.perf_counter()
-        for role in trained:
-            require_finite(rollout_id, role)
+        require_finite(rollout_id, trained)
         mismatch = self._mismatch(batch, scores, step_of_sample)
         samples = [sample for group in groups for sample in group.samples]
         shown = {**columns, **scores}
@@ -192,14 +191,7 @@ class Learner:
                 "perf/train_time": ended - started,
                 **self._speeds(batch, ended - scored, scoring_s, trained),
             },
-            no_signal=next(
-                (
-                    no_signal(batch, credited.columns, role.steps)
-                    for role in trained
-                    if role.plan is self._plan.roles[0]
-                ),
-                None,
-            ),
+            no_signal=self._no_signal(batch, credited.columns, trained),
             stuck=self._stuck(trained),
         )
 
@@ -297,6 +289,11 @@ class Learner:
                 "file, the run that wrote that had to pass --use-rollout-routing-replay too."
             )
 
+    def _no_signal(self, batch: Batch, columns: TokenColumns, trained: Sequence[RoleReport]) -> str | None:
+        """See `TrainReport.no_signal`; None while the policy is idle."""
+        policy = (role for role in trained if role.plan is self._plan.roles[0])
+        return next((no_signal(batch, columns, role.steps) for role in policy), None)
+
     def _stuck(self, trained: Sequence[RoleReport]) -> str | None:
         """See `TrainReport.stuck`."""
         for role in trained:
@@ -324,16 +321,16 @@ class RoleReport:
     seconds: float
 
 
-def require_finite(rollout_id: int, role: RoleReport) -> None:
-    """NonfiniteWeights if a step left something that is not finite."""
-    if role.nonfinite is None:
-        return
-    last = role.steps[-1]
-    raise NonfiniteWeights(
-        f"step {rollout_id}: {role.nonfinite} after optimizer step {len(role.steps)} of the {role.plan.name} (learning rate "
-        f"{last['lr-pg_0']:g}, norm of the gradient {last['grad_norm']:g}). These weights are not saved, and no engine gets "
-        f"them. Lower --{role.plan.metric_prefix}lr."
-    )
+def require_finite(rollout_id: int, trained: Sequence[RoleReport]) -> None:
+    """NonfiniteWeights if a step of a role left something that is not finite."""
+    for role in trained:
+        if role.nonfinite is not None:
+            last = role.steps[-1]
+            raise NonfiniteWeights(
+                f"step {rollout_id}: {role.nonfinite} after optimizer step {len(role.steps)} of the {role.plan.name} "
+                f"(learning rate {last['lr-pg_0']:g}, norm of the gradient {last['grad_norm']:g}). These weights are not "
+                f"saved, and no engine gets them. Lower --{role.plan.metric_prefix}lr."
+            )
 
 
 def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:

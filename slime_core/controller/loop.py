@@ -109,7 +109,8 @@ class RolloutPrefetcher:
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             for ahead in self._started:
-                await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
+                with self._session.times.of("drain"):
+                    await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if not ahead.task.done():
                     raise Interrupted("interrupted while generating")
         finally:
@@ -119,8 +120,9 @@ class RolloutPrefetcher:
         """Stops all collection for a checkpoint. Returns the groups of the complete steps ahead, oldest first; all other
         groups are in the buffer. The run then continues exactly as a run that resumes from the checkpoint."""
         if self.pooled:
-            await self._settled()
-            await self._break_off(graceful=True)
+            with self._session.times.of("drain"):
+                await self._settled()
+                await self._break_off(graceful=True)
             return [ahead.task.result() for ahead in self._started]
         await self.wait_idle()
         failed = [ahead for ahead in self._started if not succeeded(ahead.task)]
@@ -245,14 +247,12 @@ async def run_loop(session: Session) -> None:
                 await session.evaluated()
                 # Also if a run that resumes from there evaluates after other steps, or ends later.
                 session.state = replace(session.state, eval_owed=due.evaluate)
-                with session.times.of("drain"):
-                    ahead = await schedule.quiesce()
+                ahead = await schedule.quiesce()
                 with session.times.of("save"):
                     await saving.save(ahead)
             if due.update_weights:
                 if not schedule.in_flight:
-                    with session.times.of("drain"):
-                        await schedule.wait_idle()
+                    await schedule.wait_idle()
                 if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
                 with session.times.of("sync"):

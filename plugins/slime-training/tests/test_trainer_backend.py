@@ -63,7 +63,7 @@ def test_a_folder_or_checkpoint_that_is_not_finite_is_refused():
     backend.weight = torch.ones(2)
     backend.setup(None)
     with pytest.raises(
-        CheckpointError, match="step_4: exp_avg of a is not finite. Resume from an older .* --ckpt-step"
+        CheckpointError, match=r"step_4: exp_avg of a is not finite\. Resume from an older .* --ckpt-step"
     ):
         backend.load("step_4")
 

@@ -91,7 +91,7 @@ def sample(
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     # 52 bits: u * total stays below the total after rounding, and the first entry above it has a probability above 0.
     target = uniforms(draw.keys, draw.positions)[:, None] * cumulative[:, -1:]
-    # Logits of weights that have diverged are NaN. Then the last token is drawn, with NaN as log-prob, which the trainer reports.
+    # Logits of weights that have diverged are NaN: the last token is drawn, with NaN as log-prob, and the trainer reports it.
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
     if special.greedy:
         tokens = torch.where(draw.greedy[:, None], kept.argmax(-1, keepdim=True), tokens)

@@ -149,8 +149,9 @@ def test_any_layout_trains_as_one_rank(
         f"gradient of {world_size} ranks", gradient, training.gradients_by_transformers(plain), tolerance=1e-4
     )
     assert not any(rank["weights"] for rank in ranks[1:]), "another rank than the first exports weights"
-    found = {rank["nonfinite"] for rank in ranks}
-    assert len(found) == 1 and None not in found, f"after a step whose weights overflow, the ranks report {found}"  # noqa: PT018
+    reported = {rank["nonfinite"] for rank in ranks}
+    assert None not in reported, "after a step whose weights overflow, a rank reports no `nonfinite`"
+    assert len(reported) == 1, f"after a step whose weights overflow, the ranks do not report the same: {reported}"
     sums: dict[str, float] = {}
     for rank in ranks:
         for name, value in rank["sums"].items():
