@@ -242,8 +242,8 @@ class Learner:
         bad = nonfinite_samples(batch, read)
         if bad and not self._plan.skip_nonfinite:
             raise TrainingError(
-                f"not finite: {name_samples(batch, bad)} (of {batch.num_samples} samples). If these are most of them, the "
-                "weights have diverged: lower --lr. Else pass --on-nonfinite skip to train without such samples."
+                f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples. These are "
+                f"{len(bad)} of {batch.num_samples} samples: if they are most of them, the weights may have diverged: lower --lr."
             )
         return bad
 
