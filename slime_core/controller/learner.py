@@ -243,7 +243,7 @@ class Learner:
         if bad and not self._plan.skip_nonfinite:
             raise TrainingError(
                 f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples. These are "
-                f"{len(bad)} of {batch.num_samples} samples: if they are most of them, the weights may have diverged: lower --lr."
+                f"{len(bad)} of {batch.num_samples} samples: if that is most of them, weights may have diverged: lower --lr."
             )
         return bad
 

@@ -71,7 +71,7 @@ class CarelessState(FsdpBackend):
 
 
 class CarelessChecks(FsdpBackend):
-    """Takes any checkpoint, stages none, hides what it skips and what overflows, never refreshes a copy, and teaches no critic."""
+    """Takes any checkpoint, stages none, hides what it skips and what overflows, refreshes no copy, and teaches no critic."""
 
     def stage(self, folder):
         return lambda: self.save(folder)
