@@ -68,7 +68,9 @@ def measure(folder: Path, asked: argparse.Namespace, number: int, *, aside: bool
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     saves = [event for event in events if event["event"] == "checkpoint_saved"][1:]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["metrics"]["perf/step_time"] for record in records if "perf/step_time" in record["metrics"]][1:]
+    kept = [record["metrics"] for record in records if "perf/step_time" in record["metrics"]][1:]
+    # Without the save before it, whose blocked seconds are listed.
+    steps = [metrics["perf/step_time"] - metrics.get("perf/save_time", 0.0) for metrics in kept]
     newest = max(run.glob("checkpoints/step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     return {
         "async_save": aside,

@@ -5,8 +5,8 @@ response limit, clipping, optimizer, threads and float32. TRL's settings are rea
 sides alternate, each in its own process; the first batches of each are warm-up and do not count.
 
 Seconds of a rollout batch:
-  slime   perf/step_time (sampling, rewards, scoring, optimizer steps) + perf/update_weights_time (updating the weights
-          that it sampled with), from the run's metrics.jsonl
+  slime   perf/step_time (updating the weights that it samples with, sampling, rewards, scoring, optimizer steps), from the
+          run's metrics.jsonl
   TRL     from the end of the last optimizer step of one batch to that of the next, by a callback (trl_grpo.py)
 Tokens of a rollout batch, without padding:
   sampled   slime: rollout/response_len/mean x samples; TRL: completions/mean_length x samples; both with the end token
@@ -101,7 +101,7 @@ def run_slime(folder: Path, asked: argparse.Namespace) -> tuple[Path, list[Rollo
     steps = [line["metrics"] for line in lines if line["axis"] == "rollout/step"]
     return run_dir, [
         RolloutBatch(
-            seconds=step["perf/step_time"] + step["perf/update_weights_time"],
+            seconds=step["perf/step_time"],
             sampled=round(step["rollout/response_len/mean"] * samples),
             trained=round(step["perf/train_tokens"]),
             reward=step["rollout/raw_reward"],

@@ -92,6 +92,10 @@ class TrainingError(SlimeError):
     exit_code = 6
 
 
+class NonfiniteWeights(TrainingError):
+    """After an optimizer step, a weight or the optimizer's state is not finite: the weights that the trainers have are lost."""
+
+
 class CheckpointError(SlimeError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 

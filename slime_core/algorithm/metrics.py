@@ -18,6 +18,7 @@ TRAIN_AXIS: Final = "train/step"
 ROLLOUT_AXIS: Final = "rollout/step"
 EVAL_AXIS: Final = "eval/step"
 
+ZERO_STD_FRAC: Final = "rollout/zero_std/frac"
 REPETITION_CHARS: Final = 10_000
 REPETITION_RATIO: Final = 10.0
 BINARY_REWARDS: Final = ((0.0, 1.0), (-1.0, 1.0))
@@ -61,18 +62,20 @@ def rollout_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def zero_std_metrics(batch: Batch) -> dict[str, float]:
-    """Counts groups whose rewards are all equal, by reward (rounded to one decimal, for few names): with normalization they
-    have no signal. Groups with fewer than two scored samples do not count."""
+    """Counts groups whose rewards are all equal, by reward (rounded to one decimal, for few names), and their share: with
+    normalization they have no signal. Groups with fewer than two scored samples do not count."""
     scored = np.isfinite(batch.reward)
     rewards = batch.reward[scored]
     groups, group_of_sample = np.unique(batch.group_index[scored], return_inverse=True)
     lowest, highest = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
     np.minimum.at(lowest, group_of_sample, rewards)
     np.maximum.at(highest, group_of_sample, rewards)
-    equal = (lowest == highest) & (np.bincount(group_of_sample, minlength=len(groups)) > 1)
+    compared = np.bincount(group_of_sample, minlength=len(groups)) > 1
+    equal = (lowest == highest) & compared
     # Adding 0.0 turns -0.0 into 0.0.
     counts = Counter(round(reward, 1) + 0.0 for reward in lowest[equal].tolist())
-    return {f"rollout/zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
+    share = {ZERO_STD_FRAC: float(equal.sum() / compared.sum())} if compared.any() else {}
+    return {**share, **{f"rollout/zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}}
 
 
 def pass_rate_metrics(batch: Batch, *, always: bool = False) -> dict[str, float]:

@@ -61,6 +61,8 @@ class Console:
         self._line_interval = 1
         self._failures: Counter[str] = Counter()
         """Failed attempts by their error, with numbers replaced."""
+        self._without_signal = 0
+        """Last steps without a learning signal."""
 
     @hookimpl
     def run_start(self, event: RunStart) -> None:
@@ -89,6 +91,20 @@ class Console:
             self._progress.update(self._task, completed=event.rollout_id + 1, status=status)
         if not self._rich.is_terminal and event.rollout_id % self._line_interval == 0:
             self._rich.print(f"step {event.rollout_id:4d}  {status}")
+        self._print_signal(event)
+
+    def _print_signal(self, event: StepTrained) -> None:
+        """Prints where steps without a learning signal begin and end."""
+        if event.report.no_signal is not None:
+            if not self._without_signal:
+                self._rich.print(
+                    f"[bold]step {event.rollout_id} teaches nothing[/]: {escape(event.report.no_signal)}. Weight decay and "
+                    "momentum still change the weights. See docs/troubleshooting.md, Nothing is learned"
+                )
+            self._without_signal += 1
+        elif self._without_signal:
+            self._rich.print(f"step {event.rollout_id} teaches something again, after {self._without_signal} without")
+            self._without_signal = 0
 
     @hookimpl
     def rollout_end(self, event: RolloutEnd) -> None:
@@ -140,6 +156,8 @@ class Console:
     @hookimpl
     def run_end(self, event: RunEnd) -> None:
         self._progress.stop()
+        if self._without_signal > 1:
+            self._rich.print(f"the last {self._without_signal} steps taught nothing: see where they began, above")
 
     def sum_up(self, summary: Mapping[str, Any], folder: RunFolder) -> None:
         """The table at the end."""

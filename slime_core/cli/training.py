@@ -160,7 +160,7 @@ def print_dry_run(run: BoundRun, inputs: RunInputs, options: StartOptions) -> No
     from slime_core.controller.startup import rehearse
 
     source = inputs.source
-    place, state = rehearse(run, inputs, options)
+    manifest, place, state = rehearse(run, inputs, options)
     for line in place.notes:
         options.report(line)
     print(

@@ -11,10 +11,11 @@ INT64: Final = 2**63
 
 
 class Table(BaseModel):
-    """Frozen; unknown keys are errors; the docstring below a field is its help text. true and false are no numbers, and
-    integers have 64 bits, as in TOML."""
+    """Frozen; unknown keys are errors, and so are numbers that are not finite; the docstring below a field is its help text. A
+    field that may be infinite is annotated with `pydantic.AllowInfNan`. true and false are no numbers, and integers have 64
+    bits, as in TOML."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ import numpy as np
 
 from slime_core.algorithm.advantages import AdvantageConfig, CreditedBatch, compute_advantages_and_returns
 from slime_core.algorithm.build_batch import build_batch
+from slime_core.algorithm.learning_signal import no_signal
 from slime_core.algorithm.loss_weights import split_steps
 from slime_core.algorithm.metrics import column_metrics, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
@@ -24,7 +25,7 @@ from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.data.train_data import read_train_data, train_data_file
-from slime_core.errors import RolloutError, TrainingError
+from slime_core.errors import NonfiniteWeights, RolloutError, TrainingError
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
@@ -172,8 +173,7 @@ class Learner:
             *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
         )
         ended = time.perf_counter()
-        for role in trained:
-            self._check_skipped(role)
+        require_finite(rollout_id, trained)
         mismatch = self._mismatch(batch, scores, step_of_sample)
         samples = [sample for group in groups for sample in group.samples]
         shown = {**columns, **scores}
@@ -191,6 +191,8 @@ class Learner:
                 "perf/train_time": ended - started,
                 **self._speeds(batch, ended - scored, scoring_s, trained),
             },
+            no_signal=self._no_signal(batch, credited.columns, trained),
+            stuck=self._stuck(trained),
         )
 
     def _speeds(
@@ -240,7 +242,8 @@ class Learner:
         bad = nonfinite_samples(batch, read)
         if bad and not self._plan.skip_nonfinite:
             raise TrainingError(
-                f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples."
+                f"not finite: {name_samples(batch, bad)}. Pass --on-nonfinite skip to train without such samples. These are "
+                f"{len(bad)} of {batch.num_samples} samples: if that is most of them, weights may have diverged: lower --lr."
             )
         return bad
 
@@ -286,16 +289,24 @@ class Learner:
                 "file, the run that wrote that had to pass --use-rollout-routing-replay too."
             )
 
-    def _check_skipped(self, role: RoleReport) -> None:
-        name = role.plan.name
-        for step in role.steps:
-            self._skipped_in_a_row[name] = self._skipped_in_a_row[name] + 1 if step["skipped_steps"] else 0
-            if self._skipped_in_a_row[name] > self._plan.max_skipped_steps:
-                raise TrainingError(
-                    f"{self._skipped_in_a_row[name]} optimizer steps of the {name} in a row had a loss or gradient that is "
-                    f"not finite (--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them; lower "
-                    f"--{role.plan.metric_prefix}lr or look at the rewards."
-                )
+    def _no_signal(self, batch: Batch, columns: TokenColumns, trained: Sequence[RoleReport]) -> str | None:
+        """See `TrainReport.no_signal`; None while the policy is idle."""
+        policy = (role for role in trained if role.plan is self._plan.roles[0])
+        return next((no_signal(batch, columns, role.steps) for role in policy), None)
+
+    def _stuck(self, trained: Sequence[RoleReport]) -> str | None:
+        """See `TrainReport.stuck`."""
+        for role in trained:
+            name = role.plan.name
+            for step in role.steps:
+                self._skipped_in_a_row[name] = self._skipped_in_a_row[name] + 1 if step["skipped_steps"] else 0
+                if self._skipped_in_a_row[name] > self._plan.max_skipped_steps:
+                    return (
+                        f"{self._skipped_in_a_row[name]} optimizer steps of the {name} in a row had a loss or gradient that "
+                        f"is not finite (--max-skipped-steps {self._plan.max_skipped_steps}). Nothing was changed in them, "
+                        f"and what was trained before is saved; lower --{role.plan.metric_prefix}lr or look at the rewards."
+                    )
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +316,21 @@ class RoleReport:
     plan: RolePlan
     steps: Sequence[Mapping[str, float]]
     """Metrics of each optimizer step, without prefix."""
+    nonfinite: str | None
+    """See `StepReport.nonfinite`."""
     seconds: float
+
+
+def require_finite(rollout_id: int, trained: Sequence[RoleReport]) -> None:
+    """NonfiniteWeights if a step of a role left something that is not finite."""
+    for role in trained:
+        if role.nonfinite is not None:
+            last = role.steps[-1]
+            raise NonfiniteWeights(
+                f"step {rollout_id}: {role.nonfinite} after optimizer step {len(role.steps)} of the {role.plan.name} "
+                f"(learning rate {last['lr-pg_0']:g}, norm of the gradient {last['grad_norm']:g}). These weights are not "
+                f"saved, and no engine gets them. Lower --{role.plan.metric_prefix}lr."
+            )
 
 
 def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
@@ -345,10 +370,15 @@ async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, 
     """Takes the optimizer steps of one role; with `refresh` then updates its frozen copies."""
     async with task.trainers.turn():
         began = time.perf_counter()
-        steps = await task.trainers.train(dispatch, columns.only(task.plan.columns))
-        for name in task.plan.updated_frozen_models if refresh else ():
+        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns))
+        for name in task.plan.updated_frozen_models if refresh and trained.nonfinite is None else ():
             await task.trainers.call_all("update_frozen_model", name)
-        return RoleReport(plan=task.plan, steps=steps, seconds=time.perf_counter() - began)
+        return RoleReport(
+            plan=task.plan,
+            steps=trained.metrics,
+            nonfinite=trained.nonfinite,
+            seconds=time.perf_counter() - began,
+        )
 
 
 def join_steps(

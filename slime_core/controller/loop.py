@@ -20,7 +20,15 @@ from dataclasses import dataclass, replace
 from slime_core.controller.saving import CheckpointSaver
 from slime_core.controller.session import Session
 from slime_core.data.buffer import BufferSnapshot
-from slime_core.errors import EngineError, Interrupted, PluginError, RolloutError, RolloutsExhausted, TrainingError
+from slime_core.errors import (
+    EngineError,
+    Interrupted,
+    NonfiniteWeights,
+    PluginError,
+    RolloutError,
+    RolloutsExhausted,
+    TrainingError,
+)
 from slime_core.types.sample import SampleGroup
 
 
@@ -101,7 +109,8 @@ class RolloutPrefetcher:
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             for ahead in self._started:
-                await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
+                with self._session.times.of("drain"):
+                    await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if not ahead.task.done():
                     raise Interrupted("interrupted while generating")
         finally:
@@ -111,8 +120,9 @@ class RolloutPrefetcher:
         """Stops all collection for a checkpoint. Returns the groups of the complete steps ahead, oldest first; all other
         groups are in the buffer. The run then continues exactly as a run that resumes from the checkpoint."""
         if self.pooled:
-            await self._settled()
-            await self._break_off(graceful=True)
+            with self._session.times.of("drain"):
+                await self._settled()
+                await self._break_off(graceful=True)
             return [ahead.task.result() for ahead in self._started]
         await self.wait_idle()
         failed = [ahead for ahead in self._started if not succeeded(ahead.task)]
@@ -215,6 +225,8 @@ async def run_loop(session: Session) -> None:
     schedule.restore(session.kept_ahead)
     await session.update_weights()
     await evaluate_at_start(session)
+    session.times.taken()
+    session.step_began = time.perf_counter()
     try:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id
@@ -222,23 +234,29 @@ async def run_loop(session: Session) -> None:
             schedule.start_through(step + config.rollout.max_async_level if schedule.pooled else step)
             groups = await schedule.next_groups()
             schedule.start_through(step + config.rollout.max_async_level)
-            generated = time.perf_counter()
+            waited_s = time.perf_counter() - began
             report = await session.train(step, groups)
             due = session.is_due(step)
             # Logged before it is saved: a checkpoint never holds a step that was not logged, unless logging it raised an error.
-            session.advance(step, report, rollout_s=generated - began, step_s=time.perf_counter() - began)
+            session.advance(step, report, waited_s=waited_s)
             await saving.keep_schedule()
+            if report.stuck is not None:
+                # Only now: the step counts as trained, and what was changed before it is saved.
+                raise TrainingError(report.stuck)
             if due.save:
                 await session.evaluated()
                 # Also if a run that resumes from there evaluates after other steps, or ends later.
                 session.state = replace(session.state, eval_owed=due.evaluate)
-                await saving.save(await schedule.quiesce())
+                ahead = await schedule.quiesce()
+                with session.times.of("save"):
+                    await saving.save(ahead)
             if due.update_weights:
                 if not schedule.in_flight:
                     await schedule.wait_idle()
                 if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
-                await session.update_weights()
+                with session.times.of("sync"):
+                    await session.update_weights()
             if due.evaluate:
                 await session.evaluate(step)
             await saving.raise_if_failed()
@@ -252,6 +270,8 @@ async def run_loop(session: Session) -> None:
             # Pending requests must fail now, so that the engines that are left can be offloaded for the checkpoint.
             session.client.fail(error)
         await saving.save_unsaved(ahead)
+        if isinstance(error, NonfiniteWeights):
+            raise NonfiniteWeights(f"{error} {saving.way_back()}") from None
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))

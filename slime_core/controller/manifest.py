@@ -14,7 +14,8 @@ from slime_core import __version__
 from slime_core.config.bound import BoundRun
 from slime_core.config.earlier_keys import KeyPath
 from slime_core.config.part import BoundPlugin
-from slime_core.config.roles import POLICY
+from slime_core.config.roles import LOSS_KEYS, POLICY
+from slime_core.contracts.optimizer import OptimizerKeys
 from slime_core.controller.earlier_names import RENAMES, Renames, in_todays_names
 from slime_core.errors import PluginError
 
@@ -30,6 +31,17 @@ MAY_CHANGE: Final = key_paths(
     "rollout.reward_retries",
 )  # fmt: skip
 """Keys that a resumed run may change: they alter what is logged or how long it continues, not what is trained."""
+
+RESUME_MAY_CHANGE: Final = (
+    ("name",),
+    *key_paths("train.max_skipped_steps", "train.on_nonfinite"),
+    *(
+        (*table, key)
+        for table in (("train",), *(("roles", role) for role in LOSS_KEYS))
+        for key in OptimizerKeys.model_fields
+    ),
+)
+"""Keys that `--resume FOLDER` may change beside those: a run that diverged continues with a lower learning rate."""
 
 REPLAY_MAY_CHANGE: Final = key_paths(
     "name", "runs_dir", "prepare", "plugin", "required_plugins", "trackers", "debug", "checkpoint.keep_checkpoints",
@@ -61,7 +73,8 @@ class Manifest:
     """The resolved config, with every option of every plugin."""
     fingerprint: str
     training: str
-    """The fingerprint without the name, placement and layout of the roles: if it is equal, one run can resume the other."""
+    """The fingerprint without the name, the optimizer's keys, placement and layout of the roles: if it is equal, one run can
+    resume the other."""
     may_differ: tuple[KeyPath, ...] = ()
     """Keys that `training` leaves out."""
     accepted_changes: Sequence[Mapping[str, Any]] = ()
@@ -123,7 +136,7 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     plugins = {
         f"{part.where} {part.name}": f"{part.group}:{part.entry.qualified} {part.entry.version}" for part in run.parts
     }
-    may_differ = (*MAY_CHANGE, ("name",), *layout_keys(run))
+    may_differ = (*MAY_CHANGE, *RESUME_MAY_CHANGE, *layout_keys(run))
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -170,9 +183,14 @@ def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) ->
     parts = today["config"], today["plugins"], today["plugin_files"], today["data"]
     today["fingerprint"] = hash_of(identity(*parts, without_keys=MAY_CHANGE))
     if "may_differ" in today:
-        may_differ = tuple(tuple(path) for path in today["may_differ"])
-        today["training"] = hash_of(identity(*parts, without_keys=may_differ))
+        today["training"] = training_of(today, tuple(tuple(path) for path in today["may_differ"]))
     return today
+
+
+def training_of(content: Mapping[str, Any], may_differ: tuple[KeyPath, ...]) -> str:
+    """`Manifest.training` of a manifest's content, whichever keys might differ when it was written."""
+    parts = content["config"], content["plugins"], content["plugin_files"], content["data"]
+    return hash_of(identity(*parts, without_keys=may_differ))
 
 
 def replay_identity(manifest: Manifest) -> dict[str, Any]:

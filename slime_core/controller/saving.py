@@ -107,6 +107,14 @@ class CheckpointSaver:
             )
             await self.completed()
 
+    def way_back(self) -> str:
+        """What to type where the trainers' state is lost."""
+        run, steps = self._session.folder.path, self._session.store.steps()
+        if not steps:
+            return "There is no checkpoint yet: start over with --fresh."
+        older = f", and --ckpt-step {steps[-2]} for an older one" if len(steps) > 1 else ""
+        return f"To continue from the last checkpoint, {run}/checkpoints/step_{steps[-1]}, pass --resume {run} with it{older}."
+
     async def _complete_beside(
         self, state: RunState, unfinished: PendingCheckpoint, began: float, blocked_s: float
     ) -> None:

@@ -50,6 +50,7 @@ from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.colocation import ColocationManager
+from slime_core.workers.stopwatch import Stopwatch
 from slime_core.workers.train_group import TrainGroup
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class Session:
     """Steps that the last complete checkpoint holds."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
+    step_began: float = field(default_factory=time.perf_counter)
+    """When the last step was trained; before the first one, when the loop began it."""
+    times: Stopwatch = field(default_factory=Stopwatch)
+    """What the loop does between two steps."""
     last_eval: EvalReport | None = None
     last_train: TrainReport | None = None
     weight_update_report: WeightUpdateReport | None = None
@@ -207,9 +212,11 @@ class Session:
         async with self.colocation.train():
             return await self.learner.train(step, groups, self.state.version)
 
-    def advance(self, step: int, report: TrainReport, *, rollout_s: float, step_s: float) -> None:
-        """Counts a trained step, emits its event and logs its metrics."""
+    def advance(self, step: int, report: TrainReport, *, waited_s: float) -> None:
+        """Counts a trained step, emits its event and logs its metrics. `waited_s`: while its groups were not there."""
         first = self.state.optimizer_steps
+        now = time.perf_counter()
+        step_s, self.step_began = now - self.step_began, now
         # First, before anything that can fail: the trainers hold the step, and a checkpoint with the old state would train it
         # again. The error of a failing tracker names the metrics that it lacks; the other trackers have them.
         self.last_train = report
@@ -222,23 +229,24 @@ class Session:
         )
         self.optimizer_idle.set()
         with contextlib.ExitStack() as afterwards:
-            afterwards.callback(self._log_step, step, first, report, rollout_s, step_s)
+            afterwards.callback(self._log_step, step, first, report, waited_s, step_s)
             self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report))
 
-    def _log_step(self, step: int, first: int, report: TrainReport, rollout_s: float, step_s: float) -> None:
+    def _log_step(self, step: int, first: int, report: TrainReport, waited_s: float, step_s: float) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        trained_s = report.perf["perf/train_time"]
-        waited_s = max(0.0, step_s - trained_s)
+        moves, parts = self.colocation.times(), self.times.taken()
+        idle_s = waited_s + parts.get("perf/drain_time", 0.0) + moves.get("perf/engine_sleep_time", 0.0)
         perf = {
             **report.perf,
-            "perf/rollout_time": rollout_s,
+            "perf/rollout_time": waited_s,
             "perf/step_time": step_s,
-            "perf/train_wait_time": waited_s,
-            "perf/wait_time_ratio": waited_s / step_s,
+            "perf/train_wait_time": idle_s,
+            "perf/wait_time_ratio": idle_s / step_s,
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
-            **self.colocation.times(),
+            **moves,
+            **parts,
         }
         if self.weight_update_report is not None:
             perf["perf/update_weights_time"] = self.weight_update_report.seconds
@@ -364,7 +372,8 @@ class Session:
         """Awaits the evaluation; Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
         task, stop = asyncio.ensure_future(evaluation), asyncio.create_task(self.stop_requested.wait())
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            with self.times.of("eval"):
+                await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Interrupted("interrupted while evaluating")
             if task.cancelled():

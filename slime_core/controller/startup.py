@@ -128,9 +128,9 @@ def with_accepted(manifest: Manifest, place: StartFolder, rollout_id: int) -> Ma
     return replace(manifest, accepted_changes=accepted)
 
 
-def rehearse(run: BoundRun, inputs: RunInputs, options: StartOptions) -> tuple[StartFolder, RunState | None]:
-    """Raises what `start` would raise before any process is started, and starts and writes nothing. Returns where the run would
-    begin or continue, and the state that it would continue from."""
+def rehearse(run: BoundRun, inputs: RunInputs, options: StartOptions) -> tuple[Manifest, StartFolder, RunState | None]:
+    """Raises what `start` would raise before any process is started, and starts and writes nothing. Returns the run's manifest,
+    where it would begin or continue, and the state that it would continue from."""
     manifest = build_manifest(run, data_fingerprint="" if inputs.source is None else inputs.source.fingerprint())
     choose_device(run.config.launcher.device)
     if options.replay is not None:
@@ -145,7 +145,7 @@ def rehearse(run: BoundRun, inputs: RunInputs, options: StartOptions) -> tuple[S
     rewards = [part for part in run.reward_parts if not part.driver.needs_reward_model(part.config)]
     for part in (run.buffer_filter, run.collector, *run.filters, *run.trackers, run.generate, *evals, *rewards):
         part.build()
-    return place, None if found is None else found[0]
+    return manifest, place, None if found is None else found[0]
 
 
 def start_trackers(

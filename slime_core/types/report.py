@@ -24,6 +24,9 @@ class StepReport:
     """Loss or norm was not finite: no parameter was changed."""
     split_micro_batches: int = 0
     """Micro-batches that did not fit into memory and were split, since the last report."""
+    nonfinite: str | None = None
+    """The first weight or optimizer state that is not finite after the step, such as "weight model.norm.weight is not finite";
+    the same on every rank. It ends the run. None: all are finite."""
     seconds: float = 0.0
 
 
@@ -39,6 +42,10 @@ class TrainReport:
     """Means over the batch: rewards, advantages, lengths, log-probs."""
     perf: Mapping[str, float]
     """Times, throughput and token counts, as `perf/...`."""
+    no_signal: str | None = None
+    """Why the batch taught the policy nothing, such as a gradient of 0; None: it did."""
+    stuck: str | None = None
+    """Why the run ends once this batch is saved: too many optimizer steps in a row were skipped. None: it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

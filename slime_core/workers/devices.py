@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from slime_core.workers.move_times import MoveTimes
+from slime_core.workers.stopwatch import Stopwatch
 
 
 class DeviceUser(Protocol):
@@ -25,7 +25,7 @@ class Devices:
         self._turns = asyncio.Lock()
         self._awake: DeviceUser | None = None
         self._weights_only = False
-        self.times = MoveTimes()
+        self.times = Stopwatch()
 
     async def settle(self, tenant: DeviceUser) -> None:
         """Puts a role that was just set up to sleep."""

@@ -54,6 +54,16 @@ class Dispatch:
     shards: tuple[Shard, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSteps:
+    """The optimizer steps of one batch."""
+
+    metrics: Sequence[Mapping[str, float]]
+    """Of each step, over all ranks."""
+    nonfinite: str | None
+    """See `StepReport.nonfinite`; the last step left it."""
+
+
 @dataclass(eq=False, repr=False)
 class TrainGroup:
     """A role on the driver's side. Methods that make its ranks compute are called within `turn`."""
@@ -130,8 +140,8 @@ class TrainGroup:
                 column[rows[held]] = values[held]
         return columns
 
-    async def train(self, dispatch: Dispatch, columns: TokenColumns) -> list[Mapping[str, float]]:
-        """One optimizer step after the other; metrics of each, over all ranks."""
+    async def train(self, dispatch: Dispatch, columns: TokenColumns) -> TrainedSteps:
+        """One optimizer step after the other."""
         shared = [
             self.launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
         ]
@@ -141,7 +151,9 @@ class TrainGroup:
                 for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
             )
         )
-        return [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
+        metrics = [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
+        found = (report.nonfinite for of_rank in reports for report in of_rank)
+        return TrainedSteps(metrics=metrics, nonfinite=next(filter(None, found), None))
 
     async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """All ranks export together; yields rank 0's buckets, or references to them."""

@@ -113,13 +113,16 @@ class TrainWorker:
         return columns
 
     def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
-        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches."""
+        """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches; none after one that left
+        something that is not finite, on any rank."""
         step, pack = partial(self._backend.train_step, objective=self._objective), partial(self._packed, shard, columns)
         reports = []
         with self._profile.around("train_actor"):
             for micros in steps:
                 report, _ = self._memory.fit(step, pack, micros, shard.total_length, TRAINING)
                 reports.append(replace(report, split_micro_batches=self._memory.take_splits()))
+                if report.nonfinite is not None:
+                    break
         return reports
 
     def _packed(self, shard: Batch, columns: TokenColumns | None, micros: Sequence[Int64]) -> list[MicroBatch]:

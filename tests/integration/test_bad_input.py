@@ -104,6 +104,21 @@ CONFIG_CASES = {
         ["--lr", "fast"], CONFIG, ['train.lr = "fast": input should be a valid number'], change=None
     ),
     "a number out of range": Case(["--lr", "-1"], CONFIG, ["train.lr", "greater than 0"]),
+    "numbers that are not finite": Case(
+        ["--critic-lr", "nan", "--rollout-temperature", "1e999"],
+        CONFIG,
+        [
+            "train.lr = inf: input should be a finite number",
+            'roles.critic.lr = "nan"',
+            'rollout.rollout_temperature = "1e999"',
+        ],
+        change=in_run_file("lr = 1e-3", "lr = inf"),
+    ),
+    "an option of a plugin that is not finite": Case(
+        ["--eps-clip", "inf"],
+        CONFIG,
+        ['algo.eps_clip = "inf": input should be a finite number'],
+    ),
     "not one of the choices": Case(
         ["--on-bad-row", "maybe"], CONFIG, ['data.on_bad_row = "maybe"', "'error' or 'skip'"]
     ),

@@ -94,3 +94,24 @@ def test_a_run_resumes_with_the_state_of_its_trainers(tiny: TinyRun, place: str,
     (tiny / "place").write_text("nowhere")
     assert tiny.run(*WORDS).code == 0
     assert trained(tiny) == straight
+
+
+def test_weights_that_overflow_end_the_run_and_it_continues_with_a_lower_learning_rate(tiny: TinyRun) -> None:
+    """A random model gets no reward, so its gradient is 0; weight decay multiplies the weights by -1e29 in each step."""
+    words = ("--lr", "1e30", "--num-rollout", "4", "--save-hf")
+    ended = tiny.run(*words, "--fresh")
+    assert ended.code == 6
+    assert "step 0 teaches nothing: the gradient is 0 (100% of the groups have equal rewards" in ended.out
+    run = tiny.runs / "tiny"
+    message = " ".join(ended.error.split())
+    assert message.startswith("step 1: weight model."), message
+    assert "is not finite after optimizer step 1 of the actor (learning rate 1e+30, norm of the gradient 0)." in message
+    assert message.endswith(
+        f"Lower --lr. To continue from the last checkpoint, {run}/checkpoints/step_1, pass --resume {run} with it."
+    )
+    assert tiny.checkpoints() == ["step_1"]
+    assert not (run / "hf").exists()
+    # The same command would begin again from there, and end in the same way.
+    resumed = tiny.run("--lr", "1e-6", "--num-rollout", "2", "--save-hf", "--resume", "runs/tiny")
+    assert resumed.code == 0, resumed.err
+    assert [line["metrics"]["train/lr-pg_0"] for line in tiny.metrics() if line["axis"] == "train/step"] == [1e30, 1e-6]

@@ -140,6 +140,6 @@ def groups_in(path: Path) -> set[int]:
 
 
 def test_other_settings_are_refused_with_the_differences(warm: WarmSlime, runs: Path) -> None:
-    code, _, err = warm.run(["run", "sync.toml", "--resume", "unfinished/sync", "--lr", "0.5"], runs)
+    code, _, err = warm.run(["run", "sync.toml", "--resume", "unfinished/sync", "--entropy-coef", "0.5"], runs)
     assert code == 2
-    assert "--resume unfinished/sync: another run: train.lr: 0.01 -> 0.5." in err
+    assert "--resume unfinished/sync: another run: algo.entropy_coef: 0.0 -> 0.5." in err

@@ -278,9 +278,9 @@ def test_a_checkpoint_cut_short(moody: TinyRun) -> None:
     assert ended.code == 7
     assert "no complete checkpoint of step 9; pass one of 1, 2, 3" in ended.error
 
-    ended = moody.run(*OPTIONS, "--lr", "0.5", "--resume", "runs/tiny")
+    ended = moody.run(*OPTIONS, "--entropy-coef", "0.5", "--resume", "runs/tiny")
     assert ended.code == 2
-    assert "--resume runs/tiny: another run: train.lr: 0.001 -> 0.5" in ended.error
+    assert "--resume runs/tiny: another run: algo.entropy_coef: 0.0 -> 0.5" in ended.error
 
     # Interrupted again before step 3: the damaged checkpoint must not count as the newest.
     plan(moody, "raise", 2)

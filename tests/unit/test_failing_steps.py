@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slime_core.controller.startup import finish
 from slime_core.errors import (
     EngineError,
     Interrupted,
+    NonfiniteWeights,
     PluginError,
     RolloutError,
     RolloutsExhausted,
@@ -32,7 +34,7 @@ from slime_core.types.sample import SampleGroup
 from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.fast_clock import run_fast
-from slime_plugin_kit.simulated_run import Numbers, Simulation
+from slime_plugin_kit.simulated_run import IdleRanks, Numbers, Simulation
 from slime_plugin_kit.timed_engine import TimedEngine
 
 STEPS = 6
@@ -248,6 +250,65 @@ def test_groups_that_the_learner_refuses_are_regenerated(tmp_path: Path, way: st
     kinds = {item.kind for item in saved.buffer.items if item.prompt.group_index in refused}
     assert kinds == {ItemKind.RETURNED}
     resume_and_check(tmp_path, way, simulation, at=3)
+
+
+class Skips(Simulation):
+    """The optimizer steps of its fourth step are skipped, once too often."""
+
+    async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
+        report = await super().train(rollout_id, groups, version)
+        return replace(report, stuck="4 optimizer steps in a row") if rollout_id == 3 else report
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_trained_before_too_many_skipped_steps_is_saved(tmp_path: Path, way: str) -> None:
+    simulation = simulate(tmp_path, way, kind=Skips)
+    session, log = simulation.session(), Log()
+    session.trackers = [log]
+    ended_by(session, TrainingError, "4 optimizer steps in a row")
+    # The skipped step is logged too: its metrics show what was wrong.
+    assert log.steps == [0, 1, 2, 3]
+    resume_and_check(tmp_path, way, simulation, at=4)
+
+
+class Diverges(Simulation):
+    """After its fourth step, weights are not finite."""
+
+    session_of: Session
+
+    async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
+        if rollout_id == 3:
+            self.session_of.optimizer_idle.clear()
+            await asyncio.sleep(self.train_s)
+            raise NonfiniteWeights("step 3: weight norm is not finite. Lower --lr.")
+        return await super().train(rollout_id, groups, version)
+
+
+class Slow(IdleRanks):
+    """A checkpoint takes the time of several steps."""
+
+    async def written(self) -> None:
+        await asyncio.sleep(12.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("async_save", "interval"), [(False, 2), (True, 3), (False, None)])
+def test_weights_that_are_not_finite_are_neither_saved_nor_sent(
+    tmp_path: Path, way: str, async_save: bool, interval: int | None
+) -> None:
+    """A checkpoint of an earlier state that is being written is finished."""
+    simulation = simulate(tmp_path, way, kind=Diverges, save_interval=interval, async_save=async_save, ranks=Slow())
+    simulation.session_of = session = simulation.session()  # type: ignore[attr-defined]
+    with pytest.raises(NonfiniteWeights) as raised:
+        run_fast(run_loop(session))
+    assert session.store.steps() == ([] if interval is None else [interval])
+    assert max(simulation.updated_versions) == 3
+    if interval is None:
+        way_back = "There is no checkpoint yet: start over with --fresh."
+    else:
+        checkpoint = tmp_path / f"checkpoints/step_{interval}"
+        way_back = f"To continue from the last checkpoint, {checkpoint}, pass --resume {tmp_path} with it."
+    assert str(raised.value) == f"step 3: weight norm is not finite. Lower --lr. {way_back}"
 
 
 class Gone(TimedEngine):

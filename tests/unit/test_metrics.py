@@ -79,6 +79,7 @@ def test_rollout_metrics_by_hand(make_batch):
         "rollout/response_len/max": 2.0,
         "rollout/response_len/min": 0.0,
         "rollout/rollout_log_probs": -2.5,
+        "rollout/zero_std/frac": 0.0,
         # Of a sample: the version at consumption less its oldest. One is 1 behind, the other 3.
         "rollout/staleness/mean": 2.0,
         "rollout/staleness/max": 3.0,
@@ -120,6 +121,8 @@ def test_groups_of_equal_rewards_are_counted_by_reward(make_batch):
         ],
     )
     assert zero_std_metrics(batch) == {
+        # Of the seven groups with at least two scored samples.
+        "rollout/zero_std/frac": 5 / 7,
         "rollout/zero_std/count_0.0": 1,
         "rollout/zero_std/count_0.3": 2,
         "rollout/zero_std/count_1.0": 2,

@@ -16,6 +16,7 @@ from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.train_group import TrainedSteps
 from slime_training.segments import LocalSegments
 
 # Two prompts with two responses each; the third response is empty, the fourth fully masked. Credit is -+ 1/sqrt 2.
@@ -99,8 +100,8 @@ class Trainer:
                 output.loss.backward()
                 self.gradients[n] = leaf.grad.numpy()
                 sums = {name: sums.get(name, 0.0) + float(value) for name, value in output.sums.items()}
-            reports.append({**sums, "skipped_steps": 0.0})
-        return reports
+            reports.append({**sums, "skipped_steps": 0.0, "grad_norm": 1.0})
+        return TrainedSteps(metrics=reports, nonfinite=None)
 
 
 async def train(run, groups=None):

@@ -252,7 +252,8 @@ def test_layouts_make_other_runs_that_train_the_same(ppo):
     one, moved = manifest(), manifest("--launcher", "ray", "--actor-num-gpus-per-node", "4", "--name", "other")
     assert one.fingerprint != moved.fingerprint
     assert one.training == moved.training
-    assert one.training != manifest("--lr", "0.5").training
+    assert one.training == manifest("--lr", "0.5", "--critic-lr", "0.25", "--clip-grad", "2").training
+    assert one.training != manifest("--gamma", "0.5").training
 
 
 def test_the_resolved_config_is_a_run_file_of_the_same_run(ppo):

@@ -22,6 +22,7 @@ from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
 from slime_core.types.trajectory import Trajectory
+from slime_core.workers.train_group import TrainedSteps
 from slime_training.context_parallel import split_micro_batch
 
 PROMPT = Prompt(group_index=0, text="q", token_ids=np.array([5, 6, 7], np.int32))
@@ -332,4 +333,4 @@ class TrainGroup:
         return {"log_probs": np.full(len(dispatch.mask), -1, np.float32)}
 
     async def train(self, dispatch, columns):
-        return [{"skipped_steps": 0.0}]
+        return TrainedSteps(metrics=[{"skipped_steps": 0.0, "grad_norm": 1.0}], nonfinite=None)

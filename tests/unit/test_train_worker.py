@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from slime_core.contracts.setup import TrainerSetup
 from slime_core.contracts.transport import SenderSetup
 from slime_core.registry import Registry
 from slime_core.registry.plugin_file import PluginFile
+from slime_core.types.batch import TokenColumns
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine_format import EngineFormat
 from slime_core.workers.objective import ObjectiveSpec
@@ -23,12 +25,17 @@ from slime_core.contracts.backend import BackendDriver, Layout
 from slime_core.contracts.converter import ConverterDriver, TensorFormat
 from slime_core.contracts.transport import TransportDriver, WeightSender
 from slime_core.plugin import driver, loss
+from slime_core.types.report import StepReport
 
 
 class Backend:
     def setup(self, setup):
         self.folder = setup.model_path
         return Layout(dp_rank=0, dp_size=1)
+
+    def train_step(self, micros, objective):
+        (self.folder / "steps").write_text(str(len(micros)))
+        return StepReport(nonfinite="weight a is not finite" if len(micros) == 2 else None)
 
     def stage(self, folder):
         return (self.folder / "written").touch
@@ -142,6 +149,14 @@ def worker(spec):
     worker = TrainWorker(spec)
     worker.setup()
     return worker
+
+
+def test_no_optimizer_step_follows_one_that_left_weights_that_are_not_finite(worker, tmp_path, make_batch):
+    batch, columns = make_batch([(1, 2)]), TokenColumns(loss_weight=np.ones(2, np.float32))
+    one, nothing = np.array([0]), np.array([], np.int64)
+    reports = worker.train(batch, columns, [[one], [one, nothing], [one, nothing, nothing]])
+    assert [report.nonfinite for report in reports] == [None, "weight a is not finite"]
+    assert (tmp_path / "steps").read_text() == "2"
 
 
 def test_a_sender_that_cannot_close_leaves_nothing_else_open(worker, tmp_path):

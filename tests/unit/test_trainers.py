@@ -16,11 +16,11 @@ from slime_core.contracts.backend import Layout
 from slime_core.contracts.correction import BatchCorrection, OffPolicyCorrection
 from slime_core.contracts.needs import Need
 from slime_core.controller.learner import Learner, LearnerPlan
-from slime_core.errors import RolloutError, TrainingError
+from slime_core.errors import NonfiniteWeights, RolloutError, TrainingError
 from slime_core.types.batch import TokenColumns
 from slime_core.types.report import StepReport
 from slime_core.workers.devices import Devices
-from slime_core.workers.train_group import TrainerLimits, TrainGroup
+from slime_core.workers.train_group import TrainedSteps, TrainerLimits, TrainGroup
 
 SHAPE = ModelShape(num_layers=1, hidden=8, num_heads=2, num_kv_heads=2, head_dim=4, ffn=8, vocab=30)
 # Uneven; one empty response; sample 3 and 4 are one rollout.
@@ -36,6 +36,7 @@ class Rank:
         self.fail = fail
         self.calls, self.trained = [], []
         self.skipped = False
+        self.nonfinite = None
 
     async def call(self, method, *args, **kwargs):
         self.calls.append((method, args, kwargs))
@@ -70,6 +71,7 @@ class Rank:
                     grad_norm=2.0,
                     lr=0.1,
                     skipped=self.skipped,
+                    nonfinite=self.nonfinite,
                 )
             )
         return reports
@@ -145,7 +147,9 @@ async def test_training_gives_every_sample_to_its_step_with_its_own_columns(batc
     made, ranks, _ = trainers(layouts, multiple=2)
     column = np.array(response_tokens(batch), np.float32)
     dispatch = made.dispatch(batch, STEPS)
-    steps = await made.train(dispatch, TokenColumns(loss_weight=column, advantages=-column))
+    trained = await made.train(dispatch, TokenColumns(loss_weight=column, advantages=-column))
+    assert trained.nonfinite is None
+    steps = trained.metrics
     assert len(steps) == 2
     for step, metrics in enumerate(steps):
         rows = np.isin(batch.sample_of_token, np.flatnonzero(step == STEPS))
@@ -188,7 +192,7 @@ async def test_more_ranks_than_samples(make_batch):
     batch = make_batch([(1, 2)])
     dispatch = made.dispatch(batch, np.array([0]))
     assert np.isfinite((await made.score(dispatch))["log_probs"]).all()
-    (step,) = await made.train(dispatch, TokenColumns(loss_weight=np.ones(2, np.float32)))
+    (step,) = (await made.train(dispatch, TokenColumns(loss_weight=np.ones(2, np.float32)))).metrics
     assert step["loss"] == 2
     assert [len(rank.trained[0][2]) for rank in ranks] == [1, 1, 1]
 
@@ -196,8 +200,15 @@ async def test_more_ranks_than_samples(make_batch):
 async def test_one_skipping_rank_makes_a_skipped_step(batch):
     made, ranks, _ = trainers(LAYOUTS["dp2"])
     ranks[1].skipped = True
-    steps = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
-    assert [step["skipped_steps"] for step in steps] == [1.0, 1.0]
+    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
+    assert [step["skipped_steps"] for step in trained.metrics] == [1.0, 1.0]
+
+
+async def test_what_one_rank_found_not_finite_is_reported(batch):
+    made, ranks, _ = trainers(LAYOUTS["dp2"])
+    ranks[1].nonfinite = "weight norm is not finite"
+    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
+    assert trained.nonfinite == "weight norm is not finite"
 
 
 async def test_a_failing_rank_is_reported_at_once(batch):
@@ -226,10 +237,12 @@ async def test_calls_reach_every_rank(tmp_path):
 
 
 class FakeTrainers:
-    """Returns `scores` as scores; skips the steps of `skips`. Every call is written into `log`."""
+    """Returns `scores` as scores; skips the steps of `skips`. Every call is written into `log`. `nonfinite`: what a step leaves
+    that is not finite."""
 
-    def __init__(self, scores=None, skips=(), *, name="actor", log=None, output="log_probs"):
-        self.scores, self.skips = scores or {}, list(skips)
+    def __init__(self, scores=None, skips=(), *, name="actor", log=None, output="log_probs", nonfinite=None):
+        self.scores, self.skips, self.nonfinite = scores or {}, list(skips), nonfinite
+        self.grad_norm = 0.5
         self.name, self.output = name, output
         self.log = [] if log is None else log
         self.asked, self.trained, self.called = [], [], []
@@ -260,11 +273,19 @@ class FakeTrainers:
         self.log.append((self.name, "train"))
         self.trained.append(columns)
         count = int(self.steps.max()) + 1
-        return [{"loss": 1.0, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
+        fixed = {"loss": 1.0, "lr-pg_0": 1e30, "grad_norm": self.grad_norm}
+        metrics = [{**fixed, "skipped_steps": float(self.skips.pop(0) if self.skips else 0)} for _ in range(count)]
+        return TrainedSteps(metrics=metrics, nonfinite=self.nonfinite)
 
     async def call_all(self, method, *args):
         assert self.inside
         self.called.append((method, *args))
+
+
+def trained_metrics(prefix):
+    """Of a step of FakeTrainers."""
+    metrics = {"loss": 1.0, "lr-pg_0": 1e30, "grad_norm": 0.5, "skipped_steps": 0.0}
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 OLD = Scoring(column=Need.OLD_LOGPROBS, output="log_probs")
@@ -313,7 +334,7 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     report = await made.train(7, groups, 3)
     assert report.version == 4
     assert trainers.asked == ["actor"]
-    assert report.steps == ({"train/global_batch_size": 4.0, "train/loss": 1.0, "train/skipped_steps": 0.0},)
+    assert report.steps == ({"train/global_batch_size": 4.0, **trained_metrics("train/")},)
     assert report.rollout["rollout/raw_reward"] == 0.5
     assert report.rollout["rollout/log_probs"] == -1
     assert report.perf["perf/train_tokens"] == 16
@@ -398,10 +419,41 @@ async def test_a_batch_with_too_many_rollouts_is_always_an_error(groups):
 
 async def test_skipped_steps_in_a_row_end_the_run(groups):
     made, _ = learner(FakeTrainers(skips=[1, 0, 1, 0, 1, 1]), per_step=2)
-    await made.train(0, groups, 0)
-    await made.train(1, groups, 1)
-    with pytest.raises(TrainingError, match=r"2 optimizer steps of the actor in a row .*--max-skipped-steps 1"):
-        await made.train(2, groups, 2)
+    reports = [await made.train(step, groups, step) for step in range(3)]
+    assert [report.stuck for report in reports[:2]] == [None, None]
+    assert reports[2].stuck.startswith(
+        "2 optimizer steps of the actor in a row had a loss or gradient that is not finite"
+    )
+    assert "(--max-skipped-steps 1)" in reports[2].stuck
+
+
+async def test_weights_that_are_not_finite_end_the_run(groups):
+    trainers = FakeTrainers(nonfinite="weight norm is not finite")
+    made, _ = learner(trainers, scoring=(OLD, REF), ref_update_interval=1)
+    with pytest.raises(NonfiniteWeights) as raised:
+        await made.train(3, groups, 3)
+    assert str(raised.value) == (
+        "step 3: weight norm is not finite after optimizer step 1 of the actor (learning rate 1e+30, norm of the gradient "
+        "0.5). These weights are not saved, and no engine gets them. Lower --lr."
+    )
+    assert trainers.called == [], "the reference got the weights"
+    trainers, roles, _ = two_roles(nonfinite="exp_avg of score.weight is not finite")
+    made, _ = learner(trainers, roles=roles)
+    with pytest.raises(NonfiniteWeights, match=r"exp_avg of score.weight .* of the critic .* Lower --critic-lr\."):
+        await made.train(0, groups, 0)
+
+
+async def test_a_batch_without_a_signal_is_reported_of_the_policy_alone(groups):
+    trainers, roles, _ = two_roles()
+    trainers["critic"].grad_norm = 0.0
+    made, _ = learner(trainers, roles=roles)
+    assert (await made.train(0, groups, 0)).no_signal is None
+    trainers["actor"].grad_norm = 0.0
+    assert (await made.train(1, groups, 1)).no_signal.startswith("the gradient is 0 (")
+    idle, roles, _ = two_roles(idle_steps=1)
+    idle["critic"].grad_norm = 0.0
+    made, _ = learner(idle, roles=roles)
+    assert (await made.train(0, groups, 0)).no_signal is None
 
 
 async def test_the_reference_is_refreshed_when_due(groups):
@@ -415,7 +467,7 @@ async def test_the_reference_is_refreshed_when_due(groups):
 # --- Several roles ----------------------------------------------------------------------------------------------------
 
 
-def two_roles(*, idle_steps=0, actor_scoring=(OLD,), values=None, skips=()):
+def two_roles(*, idle_steps=0, actor_scoring=(OLD,), values=None, skips=(), nonfinite=None):
     log = []
     trainers = {
         "actor": FakeTrainers(name="actor", log=log),
@@ -425,6 +477,7 @@ def two_roles(*, idle_steps=0, actor_scoring=(OLD,), values=None, skips=()):
             name="critic",
             log=log,
             output="values",
+            nonfinite=nonfinite,
         ),
     }
     roles = (
@@ -468,7 +521,7 @@ async def test_roles_are_scored_in_order_and_trained_the_other_way_round(groups)
     (step,) = report.steps
     assert step == {
         "train/global_batch_size": 4.0, "train/halved": 1.0,
-        "train/loss": 1.0, "train/skipped_steps": 0.0, "train/critic-loss": 1.0, "train/critic-skipped_steps": 0.0,
+        **trained_metrics("train/"), **trained_metrics("train/critic-"),
     }  # fmt: skip
     assert report.rollout["rollout/values"] == 0
     assert report.rollout["rollout/log_probs"] == -1
@@ -493,7 +546,7 @@ async def test_metrics_of_a_step_that_trains_one_role_are_that_roles(groups):
     report = await made.train(0, groups, 0)
     assert len(report.steps) == 2
     for step in report.steps:
-        assert set(step) == {"train/global_batch_size", "train/critic-loss", "train/critic-skipped_steps"}
+        assert set(step) == {"train/global_batch_size", *trained_metrics("train/critic-")}
     assert "rollout/log_probs" not in report.rollout
     assert "perf/actor_train_time" not in report.perf
 
@@ -519,9 +572,10 @@ async def test_values_that_are_not_finite_stop_the_run(groups):
 async def test_skipped_steps_are_counted_for_each_role(groups):
     trainers, roles, _ = two_roles(skips=[1, 1])
     made, _ = learner(trainers, roles=roles)
-    await made.train(0, groups, 0)
-    with pytest.raises(TrainingError, match=r"2 optimizer steps of the critic in a row .* lower --critic-lr"):
-        await made.train(1, groups, 1)
+    assert (await made.train(0, groups, 0)).stuck is None
+    stuck = (await made.train(1, groups, 1)).stuck
+    assert stuck.startswith("2 optimizer steps of the critic in a row ")
+    assert "lower --critic-lr" in stuck
 
 
 class Sleeper:

@@ -1,6 +1,7 @@
 """LoRA adapters against peft and transformers in float64: gradients, merging, folders, copies, resume."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -84,6 +85,25 @@ def test_export_is_what_peft_merges(family, folders, start, train, weights_of, l
     for model in (oracle(tmp_path), oracle(family, tmp_path / "adapter")):
         scored = torch.cat(model(samples)[0]).detach().numpy()
         np.testing.assert_allclose(log_probs(backend), scored, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_whose_product_is_not_finite_are_reported(folders, start, train, weights_of):
+    """The product is what engines get."""
+    backend = start(folders("qwen3"), {"lora_rank": 2})
+    assert train(backend, 1)[0].nonfinite is None
+    a, b = (
+        next(p for name, p in backend._ready.model.model.named_parameters() if f"q_proj.lora_{which}" in name)
+        for which in "AB"
+    )
+    with torch.no_grad():
+        a.fill_(1e20)
+        b.fill_(1e20)
+    assert weights_of(backend)["model.layers.0.self_attn.q_proj.weight"].isinf().any()
+    assert re.fullmatch(
+        r"weight model\.layers\.0\.self_attn\.q_proj\.lora_A\S* has values up to 1e\+20, which its product with the other "
+        "adapter weight cannot hold",
+        backend._nonfinite(),
+    )
 
 
 def test_the_base_does_not_drift(folders, start, train, weights_of, log_probs):

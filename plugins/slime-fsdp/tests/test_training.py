@@ -1,12 +1,17 @@
 """The optimizer step: skipping, clipping, the schedule, frozen parameters, copies."""
 
+import math
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime_core.contracts.optimizer import OptimizerConfig
-from slime_core.errors import ConfigError
+from slime_core.errors import CheckpointError, ConfigError, ModelError
 from slime_fsdp.optimizer import learning_rate
+from slime_training.rounded_adamw import local
 
 
 @pytest.mark.bits
@@ -35,6 +40,43 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(folders, start, pack, samp
     micro.columns.advantages[0] = float("inf")
     assert backend.train_step([micro], sequence_policy()).skipped
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(backend).items())
+
+
+def test_a_moment_that_is_not_finite_is_reported(folders, start, pack, samples, weights_of, sequence_policy, tmp_path):
+    backend = start(folders("qwen3"))
+    assert backend.train_step([pack(samples)], sequence_policy()).nonfinite is None
+    norm = backend._ready.model.model.model.norm.weight
+    backend._ready.optimizer.state[norm]["exp_avg_sq"][3] = math.inf
+    report = backend.train_step([pack(samples)], sequence_policy())
+    assert not report.skipped
+    assert report.nonfinite == "exp_avg_sq of model.norm.weight is not finite"
+    assert all(weight.isfinite().all() for weight in weights_of(backend).values())
+    # A checkpoint that an earlier version wrote of such a state.
+    backend.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq of model.norm.weight is not finite. Resume .* --ckpt-step"):
+        start(folders("qwen3")).load(tmp_path)
+
+
+def test_a_folder_whose_weights_are_not_finite_is_refused(folders, start, tmp_path):
+    shutil.copytree(folders("qwen3"), tmp_path / "spoilt")
+    weights = load_file(tmp_path / "spoilt" / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, tmp_path / "spoilt" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"spoilt: weight model.norm.weight is not finite, so it cannot be trained"):
+        start(tmp_path / "spoilt")
+
+
+def test_a_weight_that_its_export_cannot_hold_is_reported(folders, start, weights_of):
+    """In float32 it is finite; engines get bfloat16, in which it is not."""
+    backend = start(folders("qwen3"), {"precision": "bfloat16"})
+    assert backend._nonfinite() is None
+    with torch.no_grad():
+        local(backend._ready.model.model.model.norm.weight)[3] = 3.4e38
+    assert weights_of(backend)["model.norm.weight"].isinf().any()
+    assert (
+        backend._nonfinite()
+        == "weight model.norm.weight has values up to 3.4e+38, which bfloat16 or float32 cannot hold"
+    )
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-3, 1e6])

@@ -48,6 +48,12 @@ def test_one_ranks_nan_makes_both_skip(ranks):
             assert torch.equal(weight, skipped["weights"][name])
 
 
+def test_both_ranks_report_what_one_of_them_holds(ranks):
+    for rank in ranks("overflow"):
+        assert rank["before"] is None
+        assert rank["after"] == "weight model.norm.weight is not finite"
+
+
 @pytest.mark.bits
 def test_save_hf_on_two_ranks_is_what_is_exported(ranks):
     weights = ranks("skip")[0]["weights"]

@@ -116,10 +116,22 @@ def data_parallel(run):
     run.keep("skip", backend, **numbers(report), refreshed=refreshed)
     run.save("shards", failure=save_in_shards(backend, run))
     mesh = init_device_mesh(run.device, (2,))
+    one_rank_overflows(run)
     whole = uneven(run.device)
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     half = gathered(cut, torch.bfloat16, unchanged=("odd",))
     run.save("gathered", whole=whole, same=gathered(cut), half=half)
+    backend.close()
+
+
+def one_rank_overflows(run):
+    backend = run.begin("overflow")
+    before = backend.train_step([pack(make_samples())], SequencePolicy()).nonfinite
+    if run.rank == 1:
+        norm = backend._ready.model.model.model.norm.weight
+        backend._ready.optimizer.state[norm]["exp_avg"].to_local()[-1] = float("inf")
+    after = backend.train_step([pack(make_samples())], SequencePolicy()).nonfinite
+    run.save("overflow", before=before, after=after)
     backend.close()
 
 

@@ -1,11 +1,14 @@
 """Draws: the right frequencies, from the seed and the position alone, among the tokens allowed."""
 
+from functools import partial
+
 import local_oracle as oracle
 import numpy as np
 import pytest
 import torch
 
 from slime_local.random_draws import stream_keys, uniforms
+from slime_local.sampler import Draw, Special, sample
 
 
 def splitmix64(seed):
@@ -55,6 +58,27 @@ async def test_frequencies(engines, qwen3):
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5
         wrong, _ = chi_square(counts, oracle.next_probs(model, prompt, temperature * 1.3))
         assert wrong > freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_not_and_no_error():
+    """So the trainer names the samples and the learning rate, and no engine is restarted for what the weights have done."""
+    logits = torch.randn(3, 31)
+    logits[1, 4] = torch.nan
+    logits[2] = torch.nan
+    draw = Draw(
+        keys=stream_keys([1, 2, 3]),
+        positions=torch.arange(3),
+        temperature=torch.ones(3),
+        greedy=torch.zeros(3, dtype=torch.bool),
+        top_p=torch.ones(3),
+        top_k=torch.full((3,), 31),
+        penalty=torch.ones(3),
+    )
+    tokens, log_probs = sample(
+        logits, draw, Special(), seen_NV=None, barred_NV=None, log_softmax=partial(torch.log_softmax, dim=-1)
+    )
+    assert ((tokens >= 0) & (tokens < 31)).all()
+    assert log_probs.isfinite().tolist() == [True, False, False]
 
 
 async def test_top_k_and_top_p_keep_only_allowed_tokens(engines, qwen3):

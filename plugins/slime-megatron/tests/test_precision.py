@@ -10,6 +10,7 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError
+from slime_megatron.optimizer import parts_of
 from slime_megatron.plugin import Megatron
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_training import ADAM, MASKED, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
@@ -104,6 +105,21 @@ def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
         moved = 8 * (stepped[name] - weights[name])
         torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-4)
         assert moved.round().abs().max() == 1, name
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_moment_that_is_not_finite_is_reported(place, options):
+    training = TrainingBatch.make()
+    with opened(backend(**options), place, optimizer=ADAM) as one:
+        assert one.backend.train_step(training.micros(), objective_of()).nonfinite is None
+        trainer = one.backend._ready
+        norm = trainer.tensors["decoder.final_layernorm.weight"]
+        (part,) = parts_of(trainer.optimizer)
+        part.optimizer.state[getattr(norm, "main_param", norm)]["exp_avg_sq"][3] = math.inf
+        report = one.backend.train_step(training.micros(), objective_of())
+        assert not report.skipped
+        assert report.nonfinite == "exp_avg_sq of decoder.final_layernorm.weight is not finite"
+        assert all(tensor.isfinite().all() for tensor in one.weights().values())
 
 
 def test_gradients_that_overflow_halve_the_loss_scale(place):

@@ -249,6 +249,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "a_critic_learns",
             "a_step_that_is_not_finite_changes_nothing",
             "an_incomplete_checkpoint_is_refused",
+            "weights_that_overflow_are_reported",
             "copies_stay_frozen",
             "what_is_staged_is_of_that_instant",
         },

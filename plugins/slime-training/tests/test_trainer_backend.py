@@ -1,12 +1,14 @@
 """What backends do alike: their trainer, its frozen copies, the entropy of a step, scores of a micro-batch."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slime_core.contracts.backend import Layout
-from slime_core.errors import ModelError
+from slime_core.errors import CheckpointError, ModelError
+from slime_training.finite_state import StateTensor
 from slime_training.frozen_copies import require_copy
 from slime_training.head import requested_entropy
 from slime_training.scores import scores_of
@@ -22,6 +24,17 @@ class Ranks:
 
 class Backend(TrainerBackend):
     """The rest of the contract is the suites'."""
+
+    weight = torch.ones(2)
+
+    def _weights(self):
+        yield StateTensor(name="weight a", tensor=self.weight)
+
+    def _moments(self):
+        yield StateTensor(name="exp_avg of a", tensor=torch.tensor([0.0, math.nan]))
+
+    def _load(self, folder):
+        pass
 
 
 Backend.__abstractmethods__ = frozenset()
@@ -39,6 +52,20 @@ def test_a_trainer_from_setup_to_close():
     assert ranks.left == 1
     with pytest.raises(RuntimeError, match="call setup first"):
         _ = backend._ready
+
+
+def test_a_folder_or_checkpoint_that_is_not_finite_is_refused():
+    place = {"layout": Layout(), "ranks": Ranks()}
+    backend = Backend(lambda setup: SimpleNamespace(**place))
+    backend.weight = torch.tensor([1.0, math.inf])
+    with pytest.raises(ModelError, match="base: weight a is not finite, so it cannot be trained"):
+        backend.setup(SimpleNamespace(model_path="base"))
+    backend.weight = torch.ones(2)
+    backend.setup(None)
+    with pytest.raises(
+        CheckpointError, match=r"step_4: exp_avg of a is not finite\. Resume from an older .* --ckpt-step"
+    ):
+        backend.load("step_4")
 
 
 def test_copies_by_name():

@@ -20,7 +20,7 @@ from slime_core.errors import ModelError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
-from slime_fsdp.adapters import copy_trained, replaced
+from slime_fsdp.adapters import base_name, copy_trained, is_adapter, replaced, trained_parameters
 from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
@@ -38,6 +38,7 @@ from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
 from slime_training.context_parallel import segments_of
 from slime_training.device_memory import reports_out_of_memory
+from slime_training.finite_state import StateTensor
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
 from slime_training.random_state import random_state
@@ -105,14 +106,17 @@ class FsdpBackend(TrainerBackend[Trainer]):
             [norm.double(), finite.double(), *(value.double() for value in sums.values())]
         ).tolist()
         lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
+        nonfinite = None
         if is_finite:
             self._step(parameters, grad_norm, lr)
+            nonfinite = self._nonfinite()
         trainer.optimizer.zero_grad(set_to_none=True)
         return StepReport(
             sums=dict(zip(sums, totals, strict=True)),
             grad_norm=grad_norm,
             lr=lr,
             skipped=not is_finite,
+            nonfinite=nonfinite,
             seconds=time.perf_counter() - started,
         )
 
@@ -189,7 +193,7 @@ class FsdpBackend(TrainerBackend[Trainer]):
             frozen_models=frozen_models,
         )
 
-    def load(self, folder: Path) -> None:
+    def _load(self, folder: Path) -> None:
         trainer = self._ready
         manifest = checkpoint.read_manifest(folder)
         for name in manifest.copies:
@@ -221,6 +225,26 @@ class FsdpBackend(TrainerBackend[Trainer]):
             state = trainer.frozen_models[copy].model.state_dict()
             tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.frozen_models[copy].weight_names}
         return tensors
+
+    @torch.no_grad()
+    def _weights(self) -> Iterator[StateTensor]:
+        trainer = self._ready
+        packed = trainer.model
+        dtypes = tuple(dict.fromkeys((trainer.placement.compute_dtype, trainer.folder.dtype)))
+        for name, parameter in trained_parameters(packed.model).items():
+            yield StateTensor(
+                name=f"weight {base_name(name)}",
+                tensor=local(parameter),
+                dtypes=() if base_name(name) in packed.wide else dtypes,
+                merged=is_adapter(name),
+            )
+
+    def _moments(self) -> Iterator[StateTensor]:
+        trainer = self._ready
+        names = self._parameter_names()
+        for parameter in trainer.optimizer.state:
+            for key, value in trainer.optimizer_driver.state_of(trainer.optimizer, parameter).items():
+                yield StateTensor(name=f"{key} of {base_name(names[id(parameter)])}", tensor=local(value))
 
     def _parameter_names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._ready.model.model.named_parameters()}

@@ -91,7 +91,8 @@ def sample(
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     # 52 bits: u * total stays below the total after rounding, and the first entry above it has a probability above 0.
     target = uniforms(draw.keys, draw.positions)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    # Logits of weights that have diverged are NaN: the last token is drawn, with NaN as log-prob, and the trainer reports it.
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)
     if special.greedy:
         tokens = torch.where(draw.greedy[:, None], kept.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]

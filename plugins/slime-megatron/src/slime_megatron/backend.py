@@ -34,13 +34,14 @@ from slime_megatron.expert_counts import biases_of, forget_counts
 from slime_megatron.frozen_models import put
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
-from slime_megatron.optimizer import set_step
+from slime_megatron.optimizer import optimizer_state, set_step
 from slime_megatron.preparation import prepare
 from slime_megatron.scaling import scale_losses
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_training.context_parallel import segments_of
 from slime_training.device_memory import reports_out_of_memory
+from slime_training.finite_state import StateTensor
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
 from slime_training.scores import scores_of
@@ -151,10 +152,12 @@ class MegatronBackend(TrainerBackend[Trainer]):
         set_step(trainer.schedule, trainer.steps_done)
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
+        nonfinite = None
         if finite:
             clip(trainer.optimizer, grad_norm)
             trainer.optimizer.step_with_ready_grads()
             trainer.steps_done += 1
+            nonfinite = self._nonfinite()
         else:
             put(biases, trainer.tensors)
         trainer.optimizer.zero_grad()
@@ -163,6 +166,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
             grad_norm=grad_norm,
             lr=lr,
             skipped=not finite,
+            nonfinite=nonfinite,
             seconds=time.perf_counter() - started,
         )
 
@@ -249,7 +253,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
             strategy=strategy,
         )
 
-    def load(self, folder: Path) -> None:
+    def _load(self, folder: Path) -> None:
         trainer = self._ready
         role = trainer.setup.role
         table = "backend" if role == ACTOR else f"roles.{role}.backend"
@@ -259,6 +263,16 @@ class MegatronBackend(TrainerBackend[Trainer]):
         checkpoint.read(folder, manifest, trainer.bare, trainer.optimizer, trainer.frozen_models)
         trainer.steps_done = manifest.steps_done
         trainer.refreshed = set(manifest.copies)
+
+    def _weights(self) -> Iterator[StateTensor]:
+        trainer = self._ready
+        for name, tensor in trainer.tensors.items():
+            if tensor.requires_grad:
+                yield StateTensor(name=f"weight {name}", tensor=tensor.detach(), dtypes=(trainer.folder.dtype,))
+
+    def _moments(self) -> Iterator[StateTensor]:
+        trainer = self._ready
+        return optimizer_state(trainer.optimizer, trainer.tensors)
 
     def _shapes(self) -> dict[str, Any]:
         """Shapes of the whole model, independent of the layout."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from torch import Tensor, nn
 
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.errors import ConfigError
@@ -19,6 +19,7 @@ from slime_megatron.cpu import float_types_of_cuda
 from slime_megatron.model_chunks import Placement
 from slime_megatron.offload import as_plain_adamw, require_offload
 from slime_megatron.options import OPTIMIZER
+from slime_training.finite_state import StateTensor
 from slime_training.rounded_adamw import STORED, StochasticRoundingAdamW
 
 
@@ -111,6 +112,22 @@ def with_rounded_state(
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def optimizer_state(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor]) -> Iterator[StateTensor]:
+    """Main weights and moments of this rank. `weights`: the model's own, by name."""
+    own = {id(weight): name for name, weight in weights.items()}
+    names = own | {id(weight.main_param): name for name, weight in weights.items() if hasattr(weight, "main_param")}
+    for part in parts_of(optimizer):
+        if part.optimizer is None:
+            continue
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            name = names.get(id(parameter), "a shard of weights")
+            if id(parameter) not in own:
+                yield StateTensor(name=f"main weight {name}", tensor=parameter.detach())
+            for key, value in part.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield StateTensor(name=f"{key} of {name}", tensor=value)
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

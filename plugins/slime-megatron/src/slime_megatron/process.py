@@ -26,6 +26,10 @@ class Ranks:
         return dist.get_rank() == 0
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+    @property
     def cp_group(self) -> dist.ProcessGroup | None:
         """None: a single rank has whole sequences."""
         return parallel_state.get_context_parallel_group() if self.shape.cp > 1 else None

@@ -57,6 +57,7 @@ BACKENDS: Final = Kind(
             "a_micro_batch_without_memory_changes_nothing",
             "a micro-batch that does not fit into memory is named, and the step leaves nothing",
         ),
+        alone("weights_that_overflow_are_reported", "a step that leaves weights that are not finite is reported"),
         alone("copies_stay_frozen", "a frozen model keeps its weights until it is updated"),
         alone("sleep_loses_nothing", "after sleep and wake_up it continues as without them"),
         prop(

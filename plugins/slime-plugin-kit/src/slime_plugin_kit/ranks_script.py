@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.registry import Registry
 from slime_core.registry.boundary import held
-from slime_plugin_kit.tiny_training import PROMPTS, Place, TrainingBatch, objective_of, opened
+from slime_plugin_kit.tiny_training import LARGE, OVERFLOWING, PROMPTS, Place, TrainingBatch, objective_of, opened
 
 OK: Final = "ok"
 
@@ -50,7 +51,10 @@ def run_rank(rank: int, part: BoundPlugin, request: dict[str, Any]) -> None:
             "grad_norm": report.grad_norm,
             "weights": weights,
         }
-        torch.save(state, out / f"rank_{rank}.pt")
+    with opened(part.build(), replace(place, rendezvous=f"{place.rendezvous}_2"), optimizer=OVERFLOWING) as rank_of:
+        report = rank_of.backend.train_step(training.micros(split), objective_of(factor=LARGE))
+        state["nonfinite"] = report.nonfinite
+    torch.save(state, out / f"rank_{rank}.pt")
 
 
 def step(request: dict[str, Any]) -> None:

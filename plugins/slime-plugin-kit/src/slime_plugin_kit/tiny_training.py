@@ -44,6 +44,9 @@ SPLITS: Final = (
 )
 SGD: Final = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0)
 """What a step takes off the weights is the gradient."""
+OVERFLOWING: Final = OptimizerConfig(optimizer="sgd", lr=3e38, weight_decay=0.0, clip_grad=0.0)
+"""With a loss that is LARGE times as large, a step's weights are beyond float32, and its gradient is not."""
+LARGE: Final = 1e6
 ADAM: Final = OptimizerConfig(lr=0.01, lr_decay_style="linear", lr_warmup_iters=2, clip_grad=0.5)
 TOTAL_STEPS: Final = 6
 
@@ -51,8 +54,9 @@ TOTAL_STEPS: Final = 6
 class SequenceLikelihood(PolicyLoss):
     """-A exp(mean log-prob of the sample) - 0.3 log-prob: it reduces over samples, and every token counts."""
 
-    def __init__(self, poison: float = 0.0) -> None:
+    def __init__(self, poison: float = 0.0, factor: float = 1.0) -> None:
         self._poison = poison
+        self._factor = factor
 
     def __call__(self, inputs: LossInputs, segments: Segments) -> LossOutput:
         assert inputs.log_probs is not None
@@ -61,7 +65,7 @@ class SequenceLikelihood(PolicyLoss):
         count = segments.seq_sum(inputs.mask.to(log_probs.dtype)).clamp(min=1.0)
         likelihood = segments.expand((segments.seq_sum(log_probs) / count).exp())
         values = -inputs.advantages * likelihood - 0.3 * log_probs
-        return LossOutput(values=values + self._poison, metrics={"likelihood": likelihood.detach()})
+        return LossOutput(values=self._factor * values + self._poison, metrics={"likelihood": likelihood.detach()})
 
 
 class TooLarge(SequenceLikelihood):
@@ -94,8 +98,8 @@ class SquaredError(PolicyLoss):
         return LossOutput(values=(torch.where(inputs.mask, inputs.values - inputs.returns, 0.0)).square())
 
 
-def objective_of(poison: float = 0.0) -> TokenObjective:
-    return objective_with(SequenceLikelihood(poison))
+def objective_of(poison: float = 0.0, factor: float = 1.0) -> TokenObjective:
+    return objective_with(SequenceLikelihood(poison, factor))
 
 
 def objective_with(loss: PolicyLoss) -> TokenObjective:

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from slime_core.contracts.backend import Layout, TrainBackend
 from slime_core.contracts.setup import TrainerSetup
+from slime_core.errors import CheckpointError, ModelError
+from slime_training.finite_state import StateTensor, first_nonfinite, nonfinite_of_ranks
 
 
 class JoinedRanks(Protocol):
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the role; None: a single rank without a process group."""
+
     def leave(self) -> None: ...
+
+
+class RankPlacement(Protocol):
+    @property
+    def device(self) -> torch.device: ...
 
 
 class RankTrainer(Protocol):
     """What one rank trains with. It has joined the others."""
 
     @property
+    def setup(self) -> TrainerSetup: ...
+
+    @property
     def layout(self) -> Layout: ...
 
     @property
     def ranks(self) -> JoinedRanks: ...
+
+    @property
+    def placement(self) -> RankPlacement: ...
 
 
 T = TypeVar("T", bound=RankTrainer)
@@ -41,7 +64,37 @@ class TrainerBackend(TrainBackend, Generic[T]):
 
     def setup(self, setup: TrainerSetup) -> Layout:
         self._trainer = self._make_trainer(setup)
+        if (found := first_nonfinite(self._weights)) is not None:
+            raise ModelError(f"{setup.model_path}: {found}, so it cannot be trained. Use another folder.")
         return self._trainer.layout
+
+    @abstractmethod
+    def _weights(self) -> Iterator[StateTensor]:
+        """This rank's trained weights."""
+
+    @abstractmethod
+    def _moments(self) -> Iterator[StateTensor]:
+        """The optimizer's state on this rank, as far as steps or a checkpoint have created it."""
+
+    def _state(self) -> Iterator[StateTensor]:
+        return chain(self._weights(), self._moments())
+
+    def _nonfinite(self) -> str | None:
+        """For the report of an optimizer step. All ranks call it."""
+        trainer = self._ready
+        return nonfinite_of_ranks(self._state, trainer.placement.device, trainer.ranks.group)
+
+    def load(self, folder: Path) -> None:
+        self._load(folder)
+        if (found := first_nonfinite(self._state)) is not None:
+            raise CheckpointError(
+                f"{folder}: {found}. Resume from an older checkpoint with --ckpt-step, or start over with --fresh and a "
+                "lower learning rate."
+            )
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None:
+        """See `load`."""
 
     def close(self) -> None:
         if self._trainer is not None:

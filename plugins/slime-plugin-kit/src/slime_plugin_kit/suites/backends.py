@@ -22,6 +22,8 @@ from slime_plugin_kit.rank_server import RankServer
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model, named_weights
 from slime_plugin_kit.tiny_training import (
     ADAM,
+    LARGE,
+    OVERFLOWING,
     SPLITS,
     WHOLE,
     Opened,
@@ -149,6 +151,9 @@ def test_any_layout_trains_as_one_rank(
         f"gradient of {world_size} ranks", gradient, training.gradients_by_transformers(plain), tolerance=1e-4
     )
     assert not any(rank["weights"] for rank in ranks[1:]), "another rank than the first exports weights"
+    reported = {rank["nonfinite"] for rank in ranks}
+    assert None not in reported, "after a step whose weights overflow, a rank reports no `nonfinite`"
+    assert len(reported) == 1, f"after a step whose weights overflow, the ranks do not report the same: {reported}"
     sums: dict[str, float] = {}
     for rank in ranks:
         for name, value in rank["sums"].items():
@@ -181,6 +186,11 @@ def test_saved_and_loaded_it_continues_to_the_bit(
         require_same_weights("loaded weights", resumed.weights(), halfway)
         assert steps(resumed, training, 2) == norms, "the first steps after a load have other gradients"
         require_same_weights("2 steps, saved, loaded, and 2 more, beside 4 steps", resumed.weights(), expected)
+    slower = ADAM.model_copy(update={"lr": ADAM.lr / 8})
+    with opened(case.build(), Place(model=model), optimizer=slower) as resumed:
+        resumed.backend.load(folder)
+        report = resumed.backend.train_step(training.micros(), objective_of())
+        assert report.lr == slower.lr, f"after a load, the learning rate is {report.lr}, not {slower.lr}, which was set"
 
 
 def test_what_is_staged_is_of_that_instant(case: Case, model: Path, training: TrainingBatch, tmp_path: Path) -> None:
@@ -274,6 +284,17 @@ def test_a_micro_batch_without_memory_changes_nothing(case: Case, model: Path, t
             one.backend.train_step(training.micros(split), objective_of())
             # Gradients of the micro-batches before it are gone, and optimizer and schedule have not moved.
             require_same_weights("after a step, one without memory and a step", one.weights(), expected)
+
+
+def test_weights_that_overflow_are_reported(case: Case, model: Path, training: TrainingBatch) -> None:
+    with opened(case.build(), Place(model=model), optimizer=OVERFLOWING) as one:
+        report = one.backend.train_step(training.micros(), objective_of(factor=LARGE))
+        assert not report.skipped, "a step with a finite loss and gradient is reported as skipped"
+        overflown = [name for name, tensor in one.weights().items() if not tensor.isfinite().all()]
+        assert overflown, "the test is of no use: every weight is finite"
+        assert report.nonfinite is not None, (
+            f"{len(overflown)} weights are not finite after a step, such as {overflown[0]}, and the report has no `nonfinite`"
+        )
 
 
 def test_copies_stay_frozen(case: Case, model: Path, training: TrainingBatch) -> None:

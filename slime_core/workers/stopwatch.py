@@ -1,4 +1,4 @@
-"""Seconds of offloading memory from devices and of onloading it again."""
+"""Stopwatch: seconds of the parts of a step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 
-class MoveTimes:
+class Stopwatch:
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
-    def of(self, move: str) -> Iterator[None]:
-        """`sleep` and `wake_up` of trainers, `engine_sleep` and `engine_wake_up`."""
+    def of(self, part: str) -> Iterator[None]:
+        """Adds the time that the body takes to that of `part`."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[move] += time.perf_counter() - began
+            self._seconds[part] += time.perf_counter() - began
 
     def taken(self) -> Mapping[str, float]:
-        """Metrics `perf/sleep_time` and so on since the last call. Empty if nothing was moved."""
+        """Metrics `perf/PART_time` since the last call, of the parts that there were."""
         seconds, self._seconds = self._seconds, defaultdict(float)
-        return {f"perf/{move}_time": value for move, value in seconds.items()}
+        return {f"perf/{part}_time": value for part, value in seconds.items()}
