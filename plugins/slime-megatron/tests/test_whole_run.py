@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
+
 pytestmark = pytest.mark.megatron
 
 TYPED = ("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2")
@@ -28,7 +30,8 @@ def project(make_project, tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(project):
     """Runs the command of a user: two ranks of a private Ray cluster."""
-    return project.run(*TYPED, "--name", "tp2")
+    (project.folder / "listening.py").write_text(PLUGIN)
+    return project.run(*TYPED, "--plugin", "listening.py", "--name", "tp2")
 
 
 def curves(project, run):
@@ -52,6 +55,7 @@ def halfway(project, run, to):
 
 def test_two_ranks_under_ray_learn_like_fsdp(project, finished):
     assert "backend megatron x 2" in finished.stdout
+    assert beyond_loopback(project.folder / "runs/tp2/listening.txt") == []
     project.run("--backend", "fsdp", "--name", "fsdp")
     rewards = project.rewards("tp2")
     assert len(rewards) == STEPS

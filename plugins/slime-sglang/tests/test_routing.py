@@ -8,6 +8,7 @@ import pytest
 from engine_setup import setup_for
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_plugin_kit.listening_sockets import listening_sockets
 from slime_sglang import launching
 from slime_sglang.plugin import Sglang
 
@@ -53,8 +54,12 @@ async def test_a_session_stays_on_its_server(engine, tiny, tmp_path):
         before = [len(found) for found in served(tmp_path)]
         await under_test.generate([request(number, f"conversation-{number % 4}") for number in range(32)])
         counts = [len(found) - start for found, start in zip(served(tmp_path), before, strict=True)]
+        sockets = listening_sockets()
     finally:
         await under_test.stop()
+    # The router's and its metrics', and each server's.
+    assert len(sockets) >= 5
+    assert [str(own) for own in sockets if not own.is_loopback] == []
     # Four sessions of eight requests each: wherever they are, they are there together.
     assert sum(counts) == 32
     assert all(count % 8 == 0 for count in counts)

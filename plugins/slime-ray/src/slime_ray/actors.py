@@ -68,10 +68,10 @@ class TrainActor:
     def locate(self) -> Location:
         return Location.here()
 
-    def hold_port(self) -> int:
-        """One that the ranks can meet at, for as long as this process lives."""
-        self._held.append(held_port())
-        return port_of(self._held[-1])
+    def hold_port(self, host: str) -> str:
+        """HOST:PORT that the ranks can meet at, for as long as this process lives. `host`: an address of this machine."""
+        self._held.append(held_port(host))
+        return place_of(self._held[-1])
 
     def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
         """`devices`: of all ranks of the role on this node, by local rank; collectives need to see each other's."""
@@ -103,10 +103,11 @@ class EngineActor:
     async def locate(self) -> Location:
         return Location.here()
 
-    async def hold_port(self) -> int:
-        """One that the engine's machines can meet at, for as long as this process lives."""
-        self._held.append(held_port())
-        return port_of(self._held[-1])
+    async def hold_port(self, host: str) -> str:
+        """HOST:PORT that the engine's machines can meet at, for as long as this process lives. `host`: an address of this
+        machine."""
+        self._held.append(held_port(host))
+        return place_of(self._held[-1])
 
     async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
         """`devices`: all of this engine's, where it shares them with a trainer."""
@@ -140,19 +141,19 @@ class EngineActor:
         return await self._worker.call(method, *args)
 
 
-def held_port() -> socket.socket:
-    """A socket on a TCP port of this node. While it is open, the system assigns the port to no other socket, and torch's store
-    can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds after the port
-    was chosen; a port that was released meanwhile may be in use by another connection."""
-    held = socket.socket()
+def held_port(host: str) -> socket.socket:
+    """A socket on a TCP port of this node's address `host`. While it is open, the system assigns the port to no other socket,
+    and a store can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds
+    after the port was chosen; a port that was released meanwhile may be in use by another connection."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
+    held.bind((host, 0))
     return held
 
 
-def port_of(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
-    return port
+def place_of(held: socket.socket) -> str:
+    host, port = held.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def show_devices(devices: Sequence[str]) -> None:

@@ -323,8 +323,7 @@ class RayLauncher(Launcher):
             first = by_rank[0]
             assert first.location is not None
             host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
-            port = await actor_group.run(first, first.actor.hold_port.remote())
-            rendezvous = f"tcp://{host}:{port}"
+            rendezvous = f"tcp://{await actor_group.run(first, first.actor.hold_port.remote(host))}"
         return [
             replace(
                 spec,
@@ -340,7 +339,7 @@ class RayLauncher(Launcher):
         hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
         rendezvous = None
         if len(placement.members) > 1:
-            rendezvous = f"{hosts[0]}:{await actor_group.run(first, first.actor.hold_port.remote())}"
+            rendezvous = await actor_group.run(first, first.actor.hold_port.remote(hosts[0]))
         specs = [
             replace(
                 placement.spec, setup=replace(placement.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous)

@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
+from slime_training.rendezvous import listen_with_gloo_near, on_one_address
 
 SAVE_WAIT: Final = timedelta(days=1)
+ALONE: Final = "tcp://127.0.0.1:0"
+"""Where a single rank meets no one."""
 
 
 def join_group(setup: TrainerSetup) -> bool:
@@ -27,11 +30,13 @@ def join_group(setup: TrainerSetup) -> bool:
         return False
     # With gloo for the host too: offloaded gradients and checkpoint plans are on the CPU.
     backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+    listen_with_gloo_near(setup.rendezvous if setup.world_size > 1 else ALONE)
     if setup.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+        method = on_one_address(setup.rendezvous)
+        dist.init_process_group(backend, init_method=method, rank=setup.rank, world_size=setup.world_size)
     return True
 
 
