@@ -14,7 +14,10 @@ from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
 
 pytestmark = pytest.mark.megatron
 
-TYPED = ("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2")
+TYPED = (
+    *("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2"),
+    *("--plugin", "listening.py"),
+)
 STEPS = 6
 HALF = 3
 FLOAT32 = 2e-4
@@ -24,14 +27,15 @@ another order."""
 
 @pytest.fixture(scope="module")
 def project(make_project, tmp_path_factory):
-    return make_project(tmp_path_factory.mktemp("project"))
+    project = make_project(tmp_path_factory.mktemp("project"))
+    (project.folder / "listening.py").write_text(PLUGIN)
+    return project
 
 
 @pytest.fixture(scope="module")
 def finished(project):
     """Runs the command of a user: two ranks of a private Ray cluster."""
-    (project.folder / "listening.py").write_text(PLUGIN)
-    return project.run(*TYPED, "--plugin", "listening.py", "--name", "tp2")
+    return project.run(*TYPED, "--name", "tp2")
 
 
 def curves(project, run):
