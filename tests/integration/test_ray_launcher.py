@@ -37,7 +37,7 @@ from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_plugin_kit.fast_clock import run_fast
 from slime_plugin_kit.listening_sockets import listening_sockets
 from slime_ray.actor_group import ActorGroup, Member, Roster
-from slime_ray.actors import Location
+from slime_ray.actors import Location, StartedProcess
 from slime_ray.cluster import RayCluster
 from slime_ray.config import RayConfig
 from slime_ray.launcher import RayLauncher, Slot, by_device, shares_of
@@ -634,9 +634,13 @@ async def test_an_engine_that_is_dead_or_hangs_is_replaced(workers, signal_sent)
             await engine.call("version")
 
 
-@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp_path, signal_sent):
-    """It holds the memory, and hears of its actor's end after Ray does."""
+@pytest.mark.parametrize(
+    ("signal_sent", "here"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGSTOP, False)]
+)
+async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp_path, signal_sent, here, monkeypatch):
+    """It holds the memory, and hears of its actor's end after Ray does; nothing at all if it is stopped. `here`: or on another
+    machine than the driver's, where Ray is asked."""
+    monkeypatch.setattr(Member, "is_here", here)
     (tmp_path / "slow_to_go").touch()
     (spec,) = engine_specs(tmp_path, 1)
     spec = replace(spec, setup=replace(spec.setup, index=3))
@@ -644,6 +648,8 @@ async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp
     actor = await engine.call("version")
     assert actor != info.pid
     os.kill(actor, signal_sent)
+    if signal_sent is signal.SIGSTOP:
+        os.killpg(info.pid, signal_sent)
     await workers.launcher.end_engine(3)
     assert not is_alive(actor)
     assert not is_alive(info.pid)
@@ -772,7 +778,8 @@ asyncio.run(main())
 
 
 def slot(ip: str, node: str, device: str) -> Slot:
-    return Slot(group=None, bundle=0, location=Location(node=node, ip=ip, pid=1, devices=(device,), log=None))
+    process = StartedProcess(pid=1, started=0.0)
+    return Slot(group=None, bundle=0, location=Location(node=node, ip=ip, process=process, devices=(device,), log=None))
 
 
 async def collect(stream) -> list:

@@ -388,12 +388,13 @@ def test_an_engine_that_cannot_be_ended_is_tried_again_and_then_ends_the_run():
     class Clinging(Ward):
         async def end(self, index):
             await super().end(index)
+            self.ending.set()
             if len(self.ended) < self.works_at:
                 raise OSError("the machine does not respond")
 
     async def scene(works_at):
         ward = Clinging([FaultyEngine()])
-        ward.works_at = works_at
+        ward.works_at, ward.ending = works_at, asyncio.Event()
         devices = Devices(offload=True)
         colocation = ColocationManager(devices, ward.client, shared=True, offload_rollout=True)
         begun = asyncio.Event()
@@ -405,12 +406,11 @@ def test_an_engine_that_cannot_be_ended_is_tried_again_and_then_ends_the_run():
         async with ward.open(leaves=colocation.leaves):
             ward.engines[0].die()
             tasks = ward.start("a")
-            while not ward.ended:
-                await asyncio.sleep(0)
+            await ward.ending.wait()
             training = asyncio.create_task(train())
             if works_at > 3:
                 # The trainers would not fit beside an engine that may still hold its memory.
-                with pytest.raises(EngineError, match="^engine 0 could not be ended: the machine does not respond$"):
+                with pytest.raises(EngineError, match=r"^engine 0 could not be ended: the machine does not respond$"):
                     await training
                 assert not begun.is_set()
                 # But what was trained is saved.

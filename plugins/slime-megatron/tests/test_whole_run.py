@@ -14,10 +14,7 @@ from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
 
 pytestmark = pytest.mark.megatron
 
-TYPED = (
-    *("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2"),
-    *("--plugin", "listening.py"),
-)
+TYPED = ("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2")
 STEPS = 6
 HALF = 3
 FLOAT32 = 2e-4
@@ -28,7 +25,8 @@ another order."""
 @pytest.fixture(scope="module")
 def project(make_project, tmp_path_factory):
     project = make_project(tmp_path_factory.mktemp("project"))
-    (project.folder / "listening.py").write_text(PLUGIN)
+    with (project.folder / "reward.py").open("a") as file:
+        file.write(f"\n\n{PLUGIN}")
     return project
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import ray
 
 from slime_core.contracts.engine import EngineInfo
@@ -27,13 +28,43 @@ DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartedProcess:
+    """A process of a machine. After its end another one may get its pid."""
+
+    pid: int
+    started: float
+    """Seconds since the epoch, as psutil reports them on that machine."""
+
+    @classmethod
+    def of(cls, pid: int) -> StartedProcess | None:
+        """None if it has ended."""
+        try:
+            return cls(pid=pid, started=psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return None
+
+    def running(self) -> psutil.Process | None:
+        """None if it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.started else None
+        except psutil.NoSuchProcess:
+            return None
+
+    @property
+    def is_another(self) -> bool:
+        """Whether its pid belongs to another process now."""
+        return self.running() is None and psutil.pid_exists(self.pid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """Where an actor's process is."""
 
     node: str
     """Ray's id of it."""
     ip: str
-    pid: int
+    process: StartedProcess
     devices: tuple[str, ...]
     """GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them; empty on CPU."""
     log: Path | None
@@ -42,14 +73,20 @@ class Location:
     @classmethod
     def here(cls) -> Location:
         context = ray.get_runtime_context()
+        process = StartedProcess.of(os.getpid())
+        assert process is not None
         stderr = Path("/proc/self/fd/2")
         return cls(
             node=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
-            pid=os.getpid(),
+            process=process,
             devices=tuple(context.get_accelerator_ids().get("GPU", ())),
             log=stderr.readlink() if stderr.is_symlink() else None,
         )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -109,11 +146,12 @@ class EngineActor:
         self._held.append(held_port(host))
         return place_of(self._held[-1])
 
-    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
-        """`devices`: all of this engine's, where it shares them with a trainer."""
+    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> tuple[EngineInfo, StartedProcess | None]:
+        """`devices`: all of this engine's, where it shares them with a trainer. Also returns the process that serves."""
         show_devices(devices)
         self._worker = EngineWorker(spec)
-        return await self._worker.start()
+        info = await self._worker.start()
+        return info, None if info.pid is None else StartedProcess.of(info.pid)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """Completions as they end; those that end together travel together."""
