@@ -57,7 +57,7 @@ def test_a_store_listens_on_its_address_alone():
     assert set(listening()) - before == {("127.0.0.1", store.port)}
 
 
-def test_the_first_rank_says_that_the_address_is_not_its_own():
+def test_an_address_that_is_not_the_first_ranks_is_reported():
     with pytest.raises(TrainingError) as raised:
         next(meet("one-address://192.0.2.77:29500?rank=0&world_size=2"))
     assert str(raised.value) == (
@@ -89,7 +89,7 @@ def test_gloo_listens_on_the_interface_to_the_first_rank(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
 
 
-def test_a_machine_without_a_route_is_told_so(monkeypatch):
+def test_a_machine_without_a_route_reports_it(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(
         TrainingError, match=r"^tcp://no-such-host.invalid:1, where the ranks meet: this machine has no route"

@@ -57,7 +57,7 @@ class Member:
             left = await end_on(self.location, serving, here=self.is_here)
         except (TimeoutError, RayError) as error:
             raise self.failure(
-                f"{where}: its machine does not say whether it has ended: {error or 'no response'}"
+                f"{where}: its machine has not reported whether it has ended: {error or 'no response'}"
             ) from error
         if left:
             pids = ", ".join(map(str, left))

@@ -1,6 +1,6 @@
 """Where processes meet: a TCPStore that listens on one address.
 
-torch's own store listens on every interface, and serves whoever connects. gloo listens at the address of the host's name,
+torch's own store listens on every interface, and requires no token. gloo listens at the address of the host's name,
 which may be another machine's way in, or one that the others do not reach.
 """
 

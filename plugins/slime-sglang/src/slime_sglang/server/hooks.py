@@ -159,7 +159,7 @@ def meet_on_one_address(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """torch's own store listens on every interface, and serves whoever connects."""
+    """torch's own store listens on every interface, and requires no token."""
     original(world_size, rank, on_one_address(distributed_init_method), *args, **kwargs)
 
 
