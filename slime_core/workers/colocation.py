@@ -72,8 +72,8 @@ class ColocationManager:
             yield
 
     def leaves(self, gone: asyncio.Future[None]) -> None:
-        """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before. Its error ends the
-        phase that waits for it."""
+        """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before. Its error ends
+        the phase that waits for it."""
         self._leaving.add(gone)
 
     async def settle(self, engine: EngineGroup) -> None:
@@ -133,9 +133,9 @@ class ColocationManager:
             done, _ = await asyncio.wait(self._leaving)
             # Raised once: then the run ends, and trainers onload to save.
             self._leaving -= done
-            for gone in done:
-                if not gone.cancelled():
-                    gone.result()
+            for left in done:
+                if not left.cancelled():
+                    left.result()
 
     async def _wake(self, phase: Phase, joining: EngineGroup | None) -> None:
         """Onloads to the engines what they hold in this phase."""

@@ -19,6 +19,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from slime_ray.cluster import PRIVATE_ENVIRONMENT, environment, loopback_only
+from slime_serving.process_group import has_ended
 
 if TYPE_CHECKING:
     from conftest import TinyRun
@@ -77,7 +78,7 @@ def parity(sample):
 
 
 def until(reached: Callable[[], Any], run: Any) -> None:
-    """Waits for something that happens while `run` goes on."""
+    """Waits for something that happens while `run` continues."""
     deadline = time.monotonic() + LIMIT_S
     while not reached():
         if run.poll() is not None:
@@ -158,7 +159,7 @@ def test_an_engine_whose_machine_is_lost_starts_on_another(tiny: TinyRun, cluste
         ended = tiny.end(driver, LIMIT_S)
     finally:
         driver.kill()
-    assert not any(process.is_running() for process in gone)
+    assert all(map(has_ended, gone))
     assert ended.code == 0, ended.err
     events = [json.loads(line) for line in (tiny.runs / "tiny/events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events if event["event"].startswith("engine_")] == [

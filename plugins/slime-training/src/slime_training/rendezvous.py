@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
@@ -32,12 +32,12 @@ def listening_store(
     world_size: int | None = None,
     wait_for_workers: bool = False,
     timeout: timedelta = default_pg_timeout,
-) -> dist.TCPStore:
+) -> TCPStore:
     """The store of the process that others connect to, listening on this machine's `address` alone. `port`: 0 takes a free
     one. OSError if it cannot listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
-    return dist.TCPStore(
+    return TCPStore(
         address,
         listener.getsockname()[1],
         world_size,
@@ -54,7 +54,7 @@ def on_one_address(url: str) -> str:
     return SCHEME + url.removeprefix("tcp") if url.startswith("tcp://") else url
 
 
-def meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> Iterator[tuple[Store, int, int]]:
     """torch's rendezvous for `SCHEME`. TrainingError if the first rank cannot listen on the address."""
     place = urlsplit(url)
     rank, world_size = (int(parse_qs(place.query)[name][0]) for name in ("rank", "world_size"))
@@ -62,7 +62,7 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> I
     assert host is not None
     assert port is not None
     if rank:
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+        store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
     else:
         try:
             store = listening_store(host, port, world_size=world_size, wait_for_workers=True, timeout=timeout)
@@ -76,7 +76,7 @@ def meet(url: str, timeout: timedelta = default_pg_timeout, **options: Any) -> I
     raise RuntimeError(f"{url}: ranks meet once.")
 
 
-register_rendezvous_handler(SCHEME, meet)
+register_rendezvous_handler(SCHEME, meet)  # type: ignore[no-untyped-call]
 
 
 def address_towards(host: str, port: int) -> str:
@@ -91,6 +91,7 @@ def address_towards(host: str, port: int) -> str:
 
 def interface_of(address: str) -> str | None:
     """The name of this machine's interface with this address; None if none has it."""
+    name: str
     for name, addresses in psutil.net_if_addrs().items():
         if address in {own.address.partition("%")[0] for own in addresses}:
             return name
