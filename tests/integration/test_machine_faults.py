@@ -24,7 +24,7 @@ from slime_serving.process_group import has_ended
 if TYPE_CHECKING:
     from conftest import TinyRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.faults]
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.usefixtures("tiny_forks")]
 
 LIMIT_S = 200.0
 RANKS = '''
@@ -90,7 +90,7 @@ def until(reached: Callable[[], Any], run: Any) -> None:
 def test_a_rank_that_is_killed_ends_the_run_and_one_that_stops_does_not(tiny: TinyRun) -> None:
     (tiny / "ranks.py").write_text(RANKS.format(folder=tiny.folder))
     words = ("run", "run.toml", "--plugin", "ranks.py", "--launcher", "ray", "--actor-num-gpus-per-node", "2")
-    ended = tiny.end(tiny.start(*words), LIMIT_S)
+    ended = tiny.slime(*words)
     killed = int((tiny / "killed").read_text())
     assert ended.code == 6
     assert re.match(rf"trainer actor, rank [01] of 2 \(node 127\.0\.0\.1, pid {killed}\) is gone: ", ended.error)

@@ -7,8 +7,10 @@ import sys
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from slime_core.errors import TrainingError
+from slime_training.process_group import make_single_group
 from slime_training.rendezvous import (
     address_towards,
     interface_of,
@@ -87,6 +89,16 @@ def test_gloo_listens_on_the_interface_to_the_first_rank(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
     listen_with_gloo_near("tcp://127.0.0.1:29500")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_a_single_rank_listens_on_the_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    make_single_group()
+    try:
+        assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+        assert {address for address, _ in listening()} <= {"127.0.0.1"}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_machine_without_a_route_reports_it(monkeypatch):

@@ -30,14 +30,20 @@ def join_group(setup: TrainerSetup) -> bool:
         return False
     # With gloo for the host too: offloaded gradients and checkpoint plans are on the CPU.
     backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
-    listen_with_gloo_near(setup.rendezvous if setup.world_size > 1 else ALONE)
     if setup.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        make_single_group(backend)
     else:
+        listen_with_gloo_near(setup.rendezvous)
         method = on_one_address(setup.rendezvous)
         dist.init_process_group(backend, init_method=method, rank=setup.rank, world_size=setup.world_size)
     return True
+
+
+def make_single_group(backend: str = "gloo") -> None:
+    """Creates the default process group of a single rank. gloo listens for it too, here on the loopback alone."""
+    listen_with_gloo_near(ALONE)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 class CheckpointGroups:
