@@ -8,7 +8,8 @@ what its operator chose. Ranks meet at 127.0.0.1 too; on several machines, at th
 Ray names (`slime_training.rendezvous`).
 
 Ctrl-C: Ray blocks SIGINT in the processes that it starts, and workers inherit that, so they live until the driver has
-saved and stops them. If the driver is killed, they go with it.
+saved and stops them. If the driver is killed, they go with it; Ray's two
+agents follow a minute later, and the folder of logs stays.
 """
 
 from __future__ import annotations
