@@ -110,6 +110,8 @@ class Session:
     last_train: TrainReport | None = None
     weight_update_report: WeightUpdateReport | None = None
     counts: dict[int, Counter[str]] = field(default_factory=dict)
+    rejected: dict[int, list[SampleGroup]] = field(default_factory=dict)
+    """Rejected groups of complete steps, which the source has not observed yet."""
     generation: dict[int, dict[str, float]] = field(default_factory=dict)
     """Generation metrics of each step."""
     trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
@@ -165,18 +167,22 @@ class Session:
         # With recorded train data the learner reads its steps from there.
         recorded = self.run.config.train.load_debug_train_data is not None
         groups: list[SampleGroup] = []
-        if not recorded:
-            with foreign(self.collector, f"collect of step {step}", error=RolloutError):
-                groups = await self.collector.collect(step, context)
-                fits = isinstance(groups, list) and all(isinstance(group, SampleGroup) for group in groups)
-                require(fits, self.collector, f"collect of step {step}", groups, "a list of SampleGroups")
         try:
+            if not recorded:
+                with foreign(self.collector, f"collect of step {step}", error=RolloutError):
+                    groups = await self.collector.collect(step, context)
+                    fits = isinstance(groups, list) and all(isinstance(group, SampleGroup) for group in groups)
+                    require(fits, self.collector, f"collect of step {step}", groups, "a list of SampleGroups")
             self._report_rollout(step, groups, version, began)
         except Exception:
             # The groups of a pool have no owner now. Without a pool, the buffer is restored to before the step.
             if is_next is not None:
                 self.requeue_groups(step, groups, kept=self.run.max_staleness > 0)
+            self.buffer.observe(self.rejected.pop(step, []))
             raise
+        if groups:
+            # Not before: groups that go back to the buffer are observed when they are collected again.
+            self.buffer.observe([*groups, *self.rejected.pop(step, [])])
         return groups
 
     def _report_rollout(self, step: int, groups: list[SampleGroup], version: int, began: float) -> None:
@@ -414,7 +420,11 @@ class Session:
     def _groups_finished(
         self, step: int, accepted: Sequence[SampleGroup], refused: Sequence[tuple[SampleGroup, str]]
     ) -> None:
-        self.buffer.observe([*accepted, *(group for group, _ in refused)])
+        groups = [group for group, _ in refused]
+        if accepted:
+            self.rejected[step] = groups
+        else:
+            self.buffer.observe(groups)
         rejected = tuple(RejectedGroup(group=group, reason=reason) for group, reason in refused)
         event = GroupsFinished(run=self.event, rollout_id=step, accepted=tuple(accepted), rejected=rejected)
         self.hooks.emit(event)

@@ -80,12 +80,15 @@ class AcceptedGroups(Collector[RolloutContext]):
         if not in_flight:
             return
         tasks = [submitted.running.task for submitted in in_flight]
+        cancelled = wait_for_rewards
         assert context.runner is not None
         while running := [submitted.running for submitted in in_flight if not submitted.running.task.done()]:
             await context.runner.abort(running)
             await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
-            if not wait_for_rewards:
-                # The run ends: requests are aborted by now, and a reward could take as long as its time limit.
+            if not cancelled:
+                # The run ends: requests are aborted by now, and a reward could take as long as its time limit. Once: another
+                # cancellation would cut what a task cleans up.
+                cancelled = True
                 for task in tasks:
                     task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):

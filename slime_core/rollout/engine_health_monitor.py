@@ -64,7 +64,8 @@ class EngineHealthMonitor:
     """A context manager: engines are watched inside it.
 
     `end`, `restart`: `Launcher.end_engine` and `restart_engine`. `restart` is called inside a `room`, once it can be entered;
-    `leaves` is called at once with the future of `end`, before other tasks continue. `rollout_id`: the current step, for
+    `leaves` is called at once, before other tasks continue, with a future that is done when `end` has succeeded, or raises its
+    error when it was tried for the last time. `rollout_id`: the current step, for
     events. `counts`: metrics to add to. `first`: index in the run of the client's engine 0.
     """
 
@@ -85,6 +86,9 @@ class EngineHealthMonitor:
     def __post_init__(self) -> None:
         self._ends: dict[int, asyncio.Task[None]] = {}
         """Tasks that end engines out of service, by index."""
+        self._freed: dict[int, asyncio.Future[None]] = {}
+        """What `leaves` got last, by index."""
+        self._given_up: set[int] = set()
         self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)
         self._restarts: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,6 +105,8 @@ class EngineHealthMonitor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for freed in self._freed.values():
+            freed.cancel()
 
     # ---------------------------------------------------------------- health
 
@@ -162,6 +168,8 @@ class EngineHealthMonitor:
             self.hooks.emit(EngineRecovered(**self._what(index), version=version, seconds=now() - lost_at))
         if failed.error is not None:
             # No one awaits this task.
+            self._given_up.add(index)
+            self._note_end(index)
             self.client.fail(failed.error)
 
     def _what(self, index: int) -> dict[str, Any]:
@@ -222,8 +230,24 @@ class EngineHealthMonitor:
 
     def _end(self, index: int) -> None:
         """Ends the engine's remaining processes at once: a trainer on the same devices may wait for their memory."""
+        freed = self._freed.get(index)
+        if freed is None or freed.done():
+            freed = self._freed[index] = asyncio.get_running_loop().create_future()
+            self.leaves(freed)
         self._ends[index] = self._begin(self.end(self.first + index))
-        self.leaves(self._ends[index])
+        self._ends[index].add_done_callback(lambda _: self._note_end(index))
+
+    def _note_end(self, index: int) -> None:
+        """An end that fails is tried again: until it has succeeded, or was given up, the memory is not free."""
+        end, freed = self._ends[index], self._freed[index]
+        if freed.done() or not end.done() or end.cancelled():
+            return
+        if (error := end.exception()) is None:
+            freed.set_result(None)
+        elif index in self._given_up:
+            freed.set_exception(EngineError(f"engine {self.first + index} could not be ended: {error}"))
+            # No one may wait for it.
+            freed.exception()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -72,9 +72,9 @@ class ColocationManager:
             yield
 
     def leaves(self, gone: asyncio.Future[None]) -> None:
-        """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before."""
+        """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before. Its error ends
+        the phase that waits for it."""
         self._leaving.add(gone)
-        gone.add_done_callback(self._leaving.discard)
 
     async def settle(self, engine: EngineGroup) -> None:
         """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
@@ -130,7 +130,12 @@ class ColocationManager:
             await joining.call_all("sleep", in_order(surplus))
         # Includes engines that were lost during these calls.
         while self._leaving:
-            await asyncio.wait(self._leaving)
+            done, _ = await asyncio.wait(self._leaving)
+            # Raised once: then the run ends, and trainers onload to save.
+            self._leaving -= done
+            for left in done:
+                if not left.cancelled():
+                    left.result()
 
     async def _wake(self, phase: Phase, joining: EngineGroup | None) -> None:
         """Onloads to the engines what they hold in this phase."""

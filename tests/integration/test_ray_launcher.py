@@ -1,7 +1,6 @@
 """The Ray launcher, with a backend and an engine that are sent to the actors as a plugin file."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
@@ -36,8 +35,9 @@ from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_plugin_kit.fast_clock import run_fast
+from slime_plugin_kit.listening_sockets import listening_sockets
 from slime_ray.actor_group import ActorGroup, Member, Roster
-from slime_ray.actors import Location
+from slime_ray.actors import Location, StartedProcess
 from slime_ray.cluster import RayCluster
 from slime_ray.config import RayConfig
 from slime_ray.launcher import RayLauncher, Slot, by_device, shares_of
@@ -63,6 +63,7 @@ from slime_core.errors import CheckpointError, EngineError
 from slime_core.plugin import driver, loss
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.weights import Bucket
+from slime_training.process_group import join_group
 
 
 class FakeConfig(DriverConfig):
@@ -80,7 +81,7 @@ class FakeBackend:
 
         self.reports = {"rank": setup.rank, "local_rank": setup.local_rank, "rendezvous": setup.rendezvous}
         if self.config.meet:
-            dist.init_process_group("gloo", init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+            join_group(setup)
             total = torch.tensor(10.0**setup.rank)
             dist.all_reduce(total)
             self.reports |= {"total": total.item()}
@@ -334,15 +335,14 @@ async def test_actors_hold_workers_that_know_their_place(workers, tmp_path):
 
 
 async def test_private_cluster_listens_on_loopback_only(workers, tmp_path):
-    """Every listening socket of Ray's processes, read from the kernel's tables. The exception is torch's rendezvous."""
-    mine = {inode for pid in descendants(os.getpid()) for inode in sockets_of(pid)}
-    found = [(address, port) for inode, address, port in listening() if inode in mine]
-    # GCS, raylet twice, agent, this driver, four workers.
-    assert len(found) >= 9
-    elsewhere = [port for address, port in found if address not in ("0100007F", "0000000000000000FFFF00000100007F")]
+    """Every listening socket of Ray's processes and of the ranks, which hold a rendezvous and gloo's."""
+    found = listening_sockets()
+    # GCS, raylet twice, agent, this driver, four workers, where the ranks meet.
+    assert len(found) >= 10
+    assert [str(own) for own in found if not own.is_loopback] == []
     await workers.ranks[0].call("save", tmp_path)
     rendezvous = json.loads((tmp_path / "0.json").read_text())["rendezvous"]
-    assert elsewhere == [int(rendezvous.rpartition(":")[2])]
+    assert int(rendezvous.rpartition(":")[2]) in [own.port for own in found]
     assert (workers.launcher._cluster.folder.stat().st_mode & 0o777) == 0o700
 
 
@@ -634,9 +634,13 @@ async def test_an_engine_that_is_dead_or_hangs_is_replaced(workers, signal_sent)
             await engine.call("version")
 
 
-@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp_path, signal_sent):
-    """It holds the memory, and hears of its actor's end after Ray does."""
+@pytest.mark.parametrize(
+    ("signal_sent", "here"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGSTOP, False)]
+)
+async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp_path, signal_sent, here, monkeypatch):
+    """It holds the memory, and hears of its actor's end after Ray does; nothing at all if it is stopped. `here`: or on another
+    machine than the driver's, where Ray is asked."""
+    monkeypatch.setattr(Member, "is_here", here)
     (tmp_path / "slow_to_go").touch()
     (spec,) = engine_specs(tmp_path, 1)
     spec = replace(spec, setup=replace(spec.setup, index=3))
@@ -644,6 +648,8 @@ async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp
     actor = await engine.call("version")
     assert actor != info.pid
     os.kill(actor, signal_sent)
+    if signal_sent is signal.SIGSTOP:
+        os.killpg(info.pid, signal_sent)
     await workers.launcher.end_engine(3)
     assert not is_alive(actor)
     assert not is_alive(info.pid)
@@ -772,7 +778,8 @@ asyncio.run(main())
 
 
 def slot(ip: str, node: str, device: str) -> Slot:
-    return Slot(group=None, bundle=0, location=Location(node=node, ip=ip, pid=1, devices=(device,), log=None))
+    process = StartedProcess(pid=1, started=0.0)
+    return Slot(group=None, bundle=0, location=Location(node=node, ip=ip, process=process, devices=(device,), log=None))
 
 
 async def collect(stream) -> list:
@@ -790,23 +797,6 @@ def plasma() -> tuple[int, float]:
 def descendants(pid: int) -> list[int]:
     """`pid` and its descendants; psutil skips those that end meanwhile."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-
-
-def sockets_of(pid: int) -> set[str]:
-    """Inodes; none of a process that ended meanwhile."""
-    links = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(entry))
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
-
-
-def listening() -> list[tuple[str, str, int]]:
-    """(inode, local address in hex, port) of every listening TCP socket."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    local = [(row[9], *row[1].split(":")) for row in rows if row[3] == "0A"]
-    return [(inode, address, int(port, 16)) for inode, address, port in local]
 
 
 def is_alive(pid: int) -> bool:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
+
 if TYPE_CHECKING:
     from conftest import Installed, TinyRun
     from warm_slime import WarmSlime
@@ -119,8 +121,11 @@ def test_ray_with_two_ranks_equals_one_process(tiny: TinyRun, warm: WarmSlime) -
         "--algo.advantage", "group_norm", "--kl-loss-coef", "0.05", "--save-hf",
     )  # fmt: skip
     succeed_warm(warm, tiny, *replay, "--name", "one")
-    ray = ("--launcher", "ray", "--actor-num-gpus-per-node", "2")
+    (tiny / "listening.py").write_text(PLUGIN)
+    ray = ("--launcher", "ray", "--actor-num-gpus-per-node", "2", "--plugin", "listening.py")
     succeed(tiny, *replay, "--name", "two", *ray, "--async-save")
+    assert "ray::TrainActor" in (tiny.runs / "two/listening.txt").read_text()
+    assert beyond_loopback(tiny.runs / "two/listening.txt") == []
     assert tiny.checkpoints("two") == ["step_1"]
     one, two = (rows(tiny.runs / name, "train/step")[0] for name in ("one", "two"))
     assert set(one) == set(two)
@@ -161,8 +166,10 @@ def test_a_strangers_wheel_is_used_by_name(tiny: TinyRun, install_third_party: C
 
 @pytest.mark.ray
 def test_a_plugin_file_is_used_by_name(tiny: TinyRun) -> None:
+    """And nothing of the run can be reached from another machine."""
     (tiny / "mine.py").write_text(
         "from slime_core.plugin import reward\n\n\n@reward('mine')\ndef mine(sample):\n    return sample.response_length % 2\n"
+        f"\n\n{PLUGIN}"
     )
     for name, launcher in (("file-here", "local"), ("file-there", "ray")):
         plugin = str(tiny / "mine.py")
@@ -170,3 +177,4 @@ def test_a_plugin_file_is_used_by_name(tiny: TinyRun) -> None:
             tiny, "--plugin", plugin, "--reward", "mine", "--num-rollout", "1", "--name", name, "--launcher", launcher
         )
         assert rows(tiny.runs / name, "rollout/step"), out
+        assert beyond_loopback(tiny.runs / name / "listening.txt") == []

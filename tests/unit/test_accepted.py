@@ -371,6 +371,27 @@ async def test_an_error_ends_the_step_and_loses_no_prompt(error):
     assert setup.observed == []
 
 
+async def test_what_is_aborted_may_clean_up_for_longer_than_an_abort_takes(monkeypatch):
+    monkeypatch.setattr(room, "ABORT_INTERVAL_S", 0.01)
+    cleaned = []
+
+    class Tidy(ScriptedRunner):
+        async def _run(self, of_prompt, stop):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.1)
+                cleaned.append(of_prompt.group_index)
+
+    setup = Setup(Tidy())
+    collecting = asyncio.create_task(AcceptedGroups().collect(0, setup.context))
+    await asyncio.sleep(0.05)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(collecting, 5)
+    assert cleaned == [0, 1]
+
+
 async def test_cancelling_the_step_ends_what_runs():
     runner = ScriptedRunner((), {0: "never", 1: "never"})
     setup = Setup(runner)

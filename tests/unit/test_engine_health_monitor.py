@@ -92,7 +92,7 @@ class Ward:
         )
 
     @contextlib.asynccontextmanager
-    async def open(self):
+    async def open(self, **settings):
         monitor = EngineHealthMonitor(
             self.client,
             self.rules,
@@ -103,6 +103,7 @@ class Ward:
             run=RUN,
             rollout_id=lambda: 5,
             counts=self.counts,
+            **settings,
         )
         async with monitor:
             yield self
@@ -387,16 +388,38 @@ def test_an_engine_that_cannot_be_ended_is_tried_again_and_then_ends_the_run():
     class Clinging(Ward):
         async def end(self, index):
             await super().end(index)
+            self.ending.set()
             if len(self.ended) < self.works_at:
                 raise OSError("the machine does not respond")
 
     async def scene(works_at):
         ward = Clinging([FaultyEngine()])
-        ward.works_at = works_at
-        async with ward.open():
+        ward.works_at, ward.ending = works_at, asyncio.Event()
+        devices = Devices(offload=True)
+        colocation = ColocationManager(devices, ward.client, shared=True, offload_rollout=True)
+        begun = asyncio.Event()
+
+        async def train():
+            async with colocation.train():
+                begun.set()
+
+        async with ward.open(leaves=colocation.leaves):
             ward.engines[0].die()
-            await require_scripted(ward.start("a"))
-            assert ward.ended == [(0, 0), (0, 0)]
+            tasks = ward.start("a")
+            await ward.ending.wait()
+            training = asyncio.create_task(train())
+            if works_at > 3:
+                # The trainers would not fit beside an engine that may still hold its memory.
+                with pytest.raises(EngineError, match=r"^engine 0 could not be ended: the machine does not respond$"):
+                    await training
+                assert not begun.is_set()
+                # But what was trained is saved.
+                await train()
+            else:
+                await training
+            assert len(ward.ended) == min(works_at, 4)
+            await colocation.rollout()
+            await require_scripted(tasks)
 
     run_fast(scene(2))
     with pytest.raises(EngineError, match="engine 0 could not be ended: the machine does not respond"):

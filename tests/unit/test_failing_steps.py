@@ -97,6 +97,17 @@ def resume_and_check(folder: Path, way: str, before: Simulation, *, at: int) -> 
 # ---------------------------------------------------------------- while a step is collected
 
 
+class Fifth(GroupFilter):
+    """Rejects every fifth group."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def decide(self, group: Any) -> FilterDecision:
+        self.seen += 1
+        return FilterDecision(keep=self.seen % 5 > 0, reason="fifth")
+
+
 class AtRolloutEnd:
     @hookimpl
     def rollout_end(self, event: RolloutEnd) -> None:
@@ -121,6 +132,24 @@ def test_an_observer_that_raises_takes_no_groups_with_it(tmp_path: Path, way: st
     session.hooks = Hooks({"observer/module": observer()})
     ended_by(session, PluginError, "no more")
     resume_and_check(tmp_path, way, simulation, at=3)
+
+
+@pytest.mark.parametrize("observer", [AtRolloutEnd, AtGroupsFinished])
+def test_groups_that_go_back_are_observed_by_the_source_once(
+    tmp_path: Path, observer: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rates would count them twice."""
+    observed: list[int] = []
+    monkeypatch.setattr(Numbers, "observe", lambda self, groups: observed.extend(group.group_index for group in groups))
+    simulation = simulate(tmp_path, "pooled", filters=[Fifth()])
+    session = simulation.session()
+    session.hooks = Hooks({"observer/module": observer()})
+    ended_by(session, PluginError, "no more")
+    again = simulate(tmp_path, "pooled")
+    run_fast(run_loop(again.session()))
+    trained = [number for run in (simulation, again) for step in steps(run) for number in step]
+    assert len(observed) == len(set(observed))
+    assert set(trained) < set(observed)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 9])

@@ -139,6 +139,26 @@ def test_gradients_that_overflow_halve_the_loss_scale(place):
         assert float(scale()) == expected
 
 
+def test_a_loss_scale_is_saved_and_loaded(place, tmp_path):
+    """Megatron's own function loads it to a GPU."""
+    training = TrainingBatch.make()
+    options = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1}
+    with opened(backend(**options), place) as one:
+        while one.backend.train_step(training.micros(), objective_of()).skipped:
+            pass
+        one.backend.save(tmp_path)
+        scaler = one.backend._trainer.optimizer.chained_optimizers[0].grad_scaler
+        expected, state = one.weights(), {name: float(value) for name, value in scaler.state_dict().items()}
+    assert state["scale"] < 2.0**20
+    assert state["growth_tracker"] == 1
+    with opened(backend(**options), place) as other:
+        other.backend.load(tmp_path)
+        scaler = other.backend._trainer.optimizer.chained_optimizers[0].grad_scaler
+        assert {name: float(value) for name, value in scaler.state_dict().items()} == state
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in other.weights().items())
+        assert not other.backend.train_step(training.micros(), objective_of()).skipped
+
+
 @pytest.fixture
 def experts_apart(monkeypatch):
     """Marks the MLPs in the way in which Megatron marks experts that are sharded over other ranks."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
+
 pytestmark = pytest.mark.megatron
 
 TYPED = ("--backend", "megatron", "--algo", "gspo", "--launcher", "ray", "--tensor-model-parallel-size", "2")
@@ -22,7 +24,10 @@ another order."""
 
 @pytest.fixture(scope="module")
 def project(make_project, tmp_path_factory):
-    return make_project(tmp_path_factory.mktemp("project"))
+    project = make_project(tmp_path_factory.mktemp("project"))
+    with (project.folder / "reward.py").open("a") as file:
+        file.write(f"\n\n{PLUGIN}")
+    return project
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,7 @@ def halfway(project, run, to):
 
 def test_two_ranks_under_ray_learn_like_fsdp(project, finished):
     assert "backend megatron x 2" in finished.stdout
+    assert beyond_loopback(project.folder / "runs/tp2/listening.txt") == []
     project.run("--backend", "fsdp", "--name", "fsdp")
     rewards = project.rewards("tp2")
     assert len(rewards) == STEPS

@@ -1,21 +1,29 @@
 """A port that other processes get before one listens on it."""
 
 import socket
+import threading
 
 import pytest
-import torch.distributed as dist
 
-from slime_ray.actors import held_port, port_of
-
-
-def test_no_other_socket_gets_it():
-    with held_port() as held, socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("", port_of(held)))
+from slime_ray.actors import held_port, place_of
+from slime_training.rendezvous import SCHEME, meet
 
 
-def test_ranks_meet_there_while_it_is_held():
-    with held_port() as held:
-        store = dist.TCPStore("127.0.0.1", port_of(held), world_size=1, is_master=True)
-        other = dist.TCPStore("127.0.0.1", port_of(held), is_master=False)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_no_other_socket_gets_it(host):
+    with held_port(host) as held, socket.socket(held.family) as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", held.getsockname()[1]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_meet_there_while_it_is_held(host):
+    with held_port(host) as held:
+        url = f"{SCHEME}://{place_of(held)}?world_size=2&rank="
+        others = []
+        joining = threading.Thread(target=lambda: others.append(next(meet(f"{url}1"))[0]))
+        joining.start()
+        store, rank, world_size = next(meet(f"{url}0"))
+        joining.join()
+        assert (rank, world_size) == (0, 2)
         store.set("word", "said")
-        assert other.get("word") == b"said"
+        assert others[0].get("word") == b"said"

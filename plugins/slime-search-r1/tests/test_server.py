@@ -102,6 +102,28 @@ async def test_a_server_of_the_runs_own(tmp_path: Path) -> None:
     assert again.returncode == 0
 
 
+async def test_an_own_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every later search would wait for it and fail."""
+    monkeypatch.setattr("slime_search_r1.places.HEALTH_S", 0.5)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(document.model_dump_json() + "\n" for document in DOCUMENTS))
+    own = OwnServer(corpus)
+    searches = Searches(own, topk=1, timeout_s=30, attempts=20, connections=2)
+    try:
+        assert (await searches.search("dedent"))[0].title == "textwrap"
+        searches._timeout_s = 0.5
+        hung = own._process
+        assert hung is not None
+        os.kill(hung.pid, signal.SIGSTOP)
+        assert (await searches.search("dedent"))[0].title == "textwrap"
+        # It was killed though it was stopped, and another one responded.
+        assert hung.returncode == -signal.SIGKILL
+        assert own._process is not None
+        assert own._process.pid != hung.pid
+    finally:
+        await searches.close()
+
+
 async def test_an_invalid_corpus_is_refused_stops_the_run(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("no json\n")

@@ -1,6 +1,5 @@
 """Waiting for killed processes."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 
-from slime_serving.process_group import group_gone, has_ended, processes_of
+from slime_serving.process_group import has_ended, kill_process_group, processes_of
 
 SPAWNS = (
     "import subprocess, sys; print(subprocess.Popen(['sleep', sys.argv[1]], stdout=subprocess.DEVNULL).pid, flush=True)"
@@ -41,23 +40,12 @@ def runs(pid):
         return False
 
 
-async def test_a_group_exists_as_long_as_any_of_its_processes(started):
+def test_a_group_exists_as_long_as_any_of_its_processes(started):
     leader, beside = started(600)
     assert not runs(leader)
     assert runs(beside)
-    gone = asyncio.create_task(group_gone(leader, 60))
-    await asyncio.sleep(0.1)
-    assert not gone.done()
-    os.kill(beside, signal.SIGKILL)
-    assert await gone
+    assert kill_process_group(leader, 60) == []
     assert not runs(beside)
-
-
-async def test_the_wait_has_a_limit(started):
-    leader, beside = started(600)
-    assert not await group_gone(leader, 0.1)
-    os.kill(beside, signal.SIGKILL)
-    assert await group_gone(leader, 60)
 
 
 def test_a_zombie_counts_as_ended():

@@ -79,6 +79,28 @@ def test_the_report_names_what_weights_were_compared_with():
         compared([WHOLE, OTHER])
 
 
+class Staged(Checked):
+    """Servers with pipeline stages, of which the first responds."""
+
+    def call_all(self, engines, path, body, *, what=""):
+        calls = super().call_all(engines, path, body, what=what)
+        if body["action"] not in (PARTS, DIGESTS):
+            for call in calls:
+                call.result()["ranks"][0]["parallelism_info"] = {"rank": 0, "size": 2, "pp_size": 2}
+        return calls
+
+
+def test_equal_first_stages_are_not_taken_for_equal_weights():
+    engines = [EngineEndpoint(index=index, url=f"http://e{index}") for index in range(2)]
+    check = EqualityCheck(Staged([None, None], ["a", "a"]), engines, 1)
+    with pytest.raises(EngineError) as raised:
+        check.require_equal()
+    assert str(raised.value) == (
+        "sync.check_weight_update_equal: engine 0 (http://e0) has 2 pipeline stages, and only the first one responds: the "
+        "weights of the others would not be compared. Pass --no-check-weight-update-equal, or use servers with one stage."
+    )
+
+
 def parts(first, second):
     """Two ranks: w by rows, the norm whole."""
     return ranks(

@@ -73,13 +73,17 @@ def test_every_target_exists_and_has_a_wrapper():
 @pytest.mark.parametrize(
     ("settings", "config", "names"),
     [
-        ({}, {}, ["checks", "draws", "cpu-seeds"]),
-        ({"transport": "disk"}, {"deterministic": False}, ["checks", "folders"]),
-        ({"transport": "ipc", "routed_experts": True}, {"deterministic": False}, ["checks", "cpu-experts"]),
-        ({"device": "cuda", "transport": "delta", "routed_experts": True}, {}, ["checks", "folders"]),
-        ({"device": "cuda"}, {"deterministic": True}, ["checks", "draws"]),
-        ({"reward_model": True}, {}, ["score-head", "cpu-seeds"]),
-        ({"reward_model": True, "device": "cuda"}, {}, ["score-head"]),
+        ({}, {}, ["one-address", "checks", "draws", "cpu-seeds"]),
+        ({"transport": "disk"}, {"deterministic": False}, ["one-address", "checks", "folders"]),
+        (
+            {"transport": "ipc", "routed_experts": True},
+            {"deterministic": False},
+            ["one-address", "checks", "cpu-experts"],
+        ),
+        ({"device": "cuda", "transport": "delta", "routed_experts": True}, {}, ["one-address", "checks", "folders"]),
+        ({"device": "cuda"}, {"deterministic": True}, ["one-address", "checks", "draws"]),
+        ({"reward_model": True}, {}, ["one-address", "score-head", "cpu-seeds"]),
+        ({"reward_model": True, "device": "cuda"}, {}, ["one-address", "score-head"]),
     ],
 )
 def test_a_server_has_the_hooks_that_its_run_needs(settings, config, names, tmp_path):

@@ -299,11 +299,11 @@ def test_options_that_do_not_fit_the_run(options, layout, words):
 @pytest.mark.parametrize(
     ("options", "layout", "words"),
     [
-        ({"pp_size": 2}, {"num_devices": 2}, "engine.pp_size = 2"),
+        ({"quantization": "fp8"}, {"num_devices": 1}, 'engine.quantization = "fp8"'),
         ({"external_engine_addrs": ("a:1",)}, {"num_devices": 1}, "slime did not start"),
         ({}, {"num_devices": 1}, None),
         ({}, {"num_devices": 2}, None),
-        ({"pp_size": 2}, {"num_devices": 2, "num_engines": 2}, None),
+        ({"quantization": "fp8"}, {"num_devices": 1, "num_engines": 2}, None),
     ],
 )
 def test_servers_that_could_be_compared_with_nothing(options, layout, words):
@@ -321,6 +321,17 @@ def test_a_missing_sglang_is_a_problem(monkeypatch):
     (problem,) = Sglang.problems(SglangOptions())
     assert "not installed" in problem
     assert Sglang.problems(SglangOptions(external_engine_addrs=("host:1",))) == []
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_weights_of_pipeline_stages_are_not_compared(driver):
+    """Two servers whose first stages hold the same could differ in the others."""
+    engine = SimpleNamespace(pp_size=2)
+    assert driver.problems(driver.Config(check_weight_update_equal=True), engine) == [
+        "sync.check_weight_update_equal = true, engine.pp_size = 2: only the first pipeline stage of a server responds, so the "
+        "weights of the others would not be compared. Omit it, or set pp_size = 1."
+    ]
+    assert driver.problems(driver.Config(), engine) == []
 
 
 @pytest.mark.parametrize("driver", [Ipc, Distributed])

@@ -271,9 +271,30 @@ def test_a_delta_stays_until_the_next_update_has_ended(ranks, stack, tmp_path):
     rank.send(weights(2), 2, engine)
     (second,) = {entry.name for entry in root.iterdir()}
     assert second.startswith("2-from-")
-    assert seen == [{"1"}, {"1", second}]
+    ((first,), both) = seen
+    assert first.startswith("1-")
+    assert both == {first, second}
     rank.sender.close()
     assert not root.exists()
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_a_version_that_is_sent_again_replaces_no_file(driver, ranks, stack, tmp_path):
+    """The server's later pipeline stages may still read what was sent before another engine was lost."""
+    engine, rank, root = Engine(stack), ranks(driver), tmp_path / "weights"
+    successors = [Engine(stack, 1), Engine(stack, 2)]
+    rank.send(weights(1), 1, engine)
+    first = {path: path.stat().st_ino for path in root.glob("*/*")}
+    rank.send(weights(1), 1, successors[0])
+    assert {path: path.stat().st_ino for path in first} == first
+    assert len(list(root.iterdir())) == 2
+    # The disk has to hold two, however often engines are lost.
+    rank.send(weights(1), 1, successors[1])
+    assert len(list(root.iterdir())) == 2
+    rank.send(weights(2), 2, engine)
+    (folder_of_second,) = root.iterdir()
+    assert folder_of_second.name.startswith("2-")
+    assert engine.holds(weights(2))
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback, listening_sockets
+
 pytestmark = pytest.mark.sglang
 
 REPOSITORY = Path(__file__).parents[3]
@@ -119,7 +121,14 @@ def test_a_run_with_each_transport(transport, served, tiny, tmp_path):
 
 
 def test_megatron_trains_on_responses_of_sglang(served, tiny, tmp_path):
-    carry(served, tiny, tmp_path, transport="ipc", backend="megatron", launcher="ray", tensor_model_parallel_size=2)
+    """And nothing of the run, with its server, can be reached from another machine."""
+    (tmp_path / "listening.py").write_text(PLUGIN)
+    chosen = {"backend": "megatron", "launcher": "ray", "tensor_model_parallel_size": 2, "plugin": "listening.py"}
+    carry(served, tiny, tmp_path, transport="distributed", **chosen)
+    assert beyond_loopback(tmp_path / "runs/carried/listening.txt") == []
+    sockets = listening_sockets(served.pid)
+    assert {own.process.split()[0] for own in sockets} >= {"sglang::scheduler"}
+    assert [str(own) for own in sockets if not own.is_loopback] == []
 
 
 def carry(served, tiny, tmp_path, **chosen):

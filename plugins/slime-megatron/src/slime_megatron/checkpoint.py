@@ -310,8 +310,11 @@ def read(
     make_state(optimizer)
     loaded = load_state(folder / STATE, whole_state(chunks, optimizer, is_loading=True))
     put_model(chunks, loaded)
-    optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(without_grad_scaler(loaded["optimizer"]))
+    scale = next(grad_scalers(loaded["optimizer"]), None)
     for part in parts_of(optimizer):
+        if scale:
+            load_scale(part.grad_scaler, scale)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             refresh_copies(part.optimizer)
     count_steps(optimizer, manifest.steps_done)
@@ -352,6 +355,20 @@ def with_grad_scaler(state: Any, scaler: Any) -> Any:
         key: scaler if key == GRAD_SCALER and scaler is not None else with_grad_scaler(value, scaler)
         for key, value in state.items()
     }
+
+
+def without_grad_scaler(state: Any) -> Any:
+    """Returns a copy without the loss scale."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: without_grad_scaler(value) for key, value in state.items() if key != GRAD_SCALER}
+
+
+def load_scale(scaler: Any, state: Mapping[str, Any]) -> None:
+    """Loads a dynamic loss scale onto the device of the optimizer. Megatron's own function requires a GPU."""
+    scaler._scale = state["scale"].to(scaler._scale.device)
+    scaler._growth_tracker = state["growth_tracker"]
+    scaler._hysteresis_tracker = state["hysteresis_tracker"]
 
 
 def load_state(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

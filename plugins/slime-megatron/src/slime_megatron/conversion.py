@@ -49,6 +49,7 @@ from slime_megatron.model import PackedGpt
 from slime_megatron.model_chunks import Placement, build_chunks, make_config
 from slime_megatron.transformer_engine import patch_missing_transformer_engine
 from slime_training.listed_names import listed
+from slime_training.process_group import make_single_group
 from slime_training.weight_files import checksum_of, copy_small_files, file_of, gather_weights
 
 OUTER: Final = "outer"
@@ -76,7 +77,7 @@ class WholeModel:
         """`num_ahead`: layers of multi-token prediction. `stacks`: equal layers are
         parts of one tensor, which is Megatron's default."""
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            make_single_group()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel()
         use_cpu()

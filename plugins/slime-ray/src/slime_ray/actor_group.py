@@ -8,9 +8,6 @@ one rank raised and another still waits for it, no call of the group is awaited 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +17,12 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from slime_core.errors import SlimeError
-from slime_ray.actors import Location
+from slime_ray.actors import Location, StartedProcess
+from slime_ray.process_end import end_on
 
 T = TypeVar("T")
 
 LOG_LINES: Final = 20
-KILL_POLL_S: Final = 0.02
 GRACE_AFTER_FAILURE_S: Final = 2.0
 """The others may wait for the one that failed, and then never end."""
 
@@ -50,16 +47,23 @@ class Member:
         """Whether its process is, or was, on this machine."""
         return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
 
-    async def kill_here(self, limit_s: float) -> None:
-        """Kills its process if that still runs and is on this machine: one that hangs does not respond to Ray. Returns
-        when it is gone, or after `limit_s` seconds."""
-        if self.location is None or not self.is_here:
+    async def require_end(self, serving: StartedProcess | None) -> None:
+        """Kills its process, which may hang and then does not respond to Ray, and its server's. Raises its error if they have
+        not ended in time."""
+        if self.location is None:
             return
-        deadline = asyncio.get_running_loop().time() + limit_s
-        with contextlib.suppress(ProcessLookupError):
-            while asyncio.get_running_loop().time() < deadline:
-                os.kill(self.location.pid, signal.SIGKILL)
-                await asyncio.sleep(KILL_POLL_S)
+        where = f"{self.name} (node {self.location.ip}, pid {self.location.pid})"
+        try:
+            left = await end_on(self.location, serving, here=self.is_here)
+        except (TimeoutError, RayError) as error:
+            raise self.failure(
+                f"{where}: its machine has not reported whether it has ended: {error or 'no response'}"
+            ) from error
+        if left:
+            pids = ", ".join(map(str, left))
+            raise self.failure(
+                f"{where}: it was killed, but processes {pids} have not ended. Their memory is not free."
+            )
 
     def died(self, reason: str) -> SlimeError:
         """Names node and pid, and quotes the log if it is on this machine."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import ray
 
 from slime_core.contracts.engine import EngineInfo
@@ -27,13 +28,43 @@ DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartedProcess:
+    """A process of a machine. After its end another one may get its pid."""
+
+    pid: int
+    started: float
+    """Seconds since the epoch, as psutil reports them on that machine."""
+
+    @classmethod
+    def of(cls, pid: int) -> StartedProcess | None:
+        """None if it has ended."""
+        try:
+            return cls(pid=pid, started=psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return None
+
+    def running(self) -> psutil.Process | None:
+        """None if it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if process.create_time() == self.started else None
+        except psutil.NoSuchProcess:
+            return None
+
+    @property
+    def is_another(self) -> bool:
+        """Whether its pid belongs to another process now."""
+        return self.running() is None and psutil.pid_exists(self.pid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
     """Where an actor's process is."""
 
     node: str
     """Ray's id of it."""
     ip: str
-    pid: int
+    process: StartedProcess
     devices: tuple[str, ...]
     """GPUs that Ray gave it, as CUDA_VISIBLE_DEVICES names them; empty on CPU."""
     log: Path | None
@@ -42,14 +73,20 @@ class Location:
     @classmethod
     def here(cls) -> Location:
         context = ray.get_runtime_context()
+        process = StartedProcess.of(os.getpid())
+        assert process is not None
         stderr = Path("/proc/self/fd/2")
         return cls(
             node=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
-            pid=os.getpid(),
+            process=process,
             devices=tuple(context.get_accelerator_ids().get("GPU", ())),
             log=stderr.readlink() if stderr.is_symlink() else None,
         )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -68,10 +105,10 @@ class TrainActor:
     def locate(self) -> Location:
         return Location.here()
 
-    def hold_port(self) -> int:
-        """One that the ranks can meet at, for as long as this process lives."""
-        self._held.append(held_port())
-        return port_of(self._held[-1])
+    def hold_port(self, host: str) -> str:
+        """HOST:PORT that the ranks can meet at, for as long as this process lives. `host`: an address of this machine."""
+        self._held.append(held_port(host))
+        return place_of(self._held[-1])
 
     def resolve(self, spec: TrainWorkerSpec, devices: Sequence[str]) -> None:
         """`devices`: of all ranks of the role on this node, by local rank; collectives need to see each other's."""
@@ -103,16 +140,18 @@ class EngineActor:
     async def locate(self) -> Location:
         return Location.here()
 
-    async def hold_port(self) -> int:
-        """One that the engine's machines can meet at, for as long as this process lives."""
-        self._held.append(held_port())
-        return port_of(self._held[-1])
+    async def hold_port(self, host: str) -> str:
+        """HOST:PORT that the engine's machines can meet at, for as long as this process lives. `host`: an address of this
+        machine."""
+        self._held.append(held_port(host))
+        return place_of(self._held[-1])
 
-    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> EngineInfo:
-        """`devices`: all of this engine's, where it shares them with a trainer."""
+    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> tuple[EngineInfo, StartedProcess | None]:
+        """`devices`: all of this engine's, where it shares them with a trainer. Also returns the process that serves."""
         show_devices(devices)
         self._worker = EngineWorker(spec)
-        return await self._worker.start()
+        info = await self._worker.start()
+        return info, None if info.pid is None else StartedProcess.of(info.pid)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """Completions as they end; those that end together travel together."""
@@ -140,19 +179,19 @@ class EngineActor:
         return await self._worker.call(method, *args)
 
 
-def held_port() -> socket.socket:
-    """A socket on a TCP port of this node. While it is open, the system assigns the port to no other socket, and torch's store
-    can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds after the port
-    was chosen; a port that was released meanwhile may be in use by another connection."""
-    held = socket.socket()
+def held_port(host: str) -> socket.socket:
+    """A socket on a TCP port of this node's address `host`. While it is open, the system assigns the port to no other socket,
+    and a store can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds
+    after the port was chosen; a port that was released meanwhile may be in use by another connection."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
+    held.bind((host, 0))
     return held
 
 
-def port_of(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
-    return port
+def place_of(held: socket.socket) -> str:
+    host, port = held.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def show_devices(devices: Sequence[str]) -> None:

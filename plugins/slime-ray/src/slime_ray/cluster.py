@@ -4,10 +4,12 @@ What a private one opens, all of it on 127.0.0.1 and for bearers of a token that
 the GCS, for the raylet (two), for the runtime-env agent, for the driver and for every worker. Two Unix sockets (raylet,
 object store) lie in a folder that only this user can enter. There is no dashboard and no Ray client server, and no usage
 report is sent. Over these ports Ray pickles: it is on the written list of what does. A cluster that is joined opens
-what its operator chose.
+what its operator chose. Ranks meet at 127.0.0.1 too; on several machines, at the one address of the first rank's that
+Ray names (`slime_training.rendezvous`).
 
 Ctrl-C: Ray blocks SIGINT in the processes that it starts, and workers inherit that, so they live until the driver has
-saved and stops them. If the driver is killed, they go with it.
+saved and stops them. If the driver is killed, they go with it; Ray's two
+agents follow a minute later, and the folder of logs stays.
 """
 
 from __future__ import annotations

@@ -25,11 +25,10 @@ from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.launcher import Launcher, RankHandle
 from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_ray.actor_group import ActorGroup, Member, Roster, together
-from slime_ray.actors import EngineActor, Location, TrainActor
+from slime_ray.actors import EngineActor, Location, StartedProcess, TrainActor
 from slime_ray.cluster import LOOPBACK, RayCluster, fits, written
 from slime_ray.config import RayConfig
 from slime_ray.handles import RayEngine, RayRank
-from slime_serving.process_group import group_gone
 
 CONTROL_CALLS: Final = 64
 """Calls that an engine takes beside its requests, such as an abort while it is full."""
@@ -57,8 +56,8 @@ class EnginePlacement:
     actor_group: ActorGroup
     members: Sequence[Member] = ()
     """By machine; the first one serves. None once it was ended."""
-    serving_pid: int | None = None
-    """Pid of the serving process, which may be another than the first member's and end after it."""
+    serving: Sequence[StartedProcess | None] = ()
+    """The process that serves on each machine, which may be another than the member's and end after it."""
 
 
 class RayLauncher(Launcher):
@@ -208,17 +207,13 @@ class RayLauncher(Launcher):
     async def end_engine(self, index: int) -> None:
         placement = self._placements[index]
         self._lost_engines = True
-        died = placement.actor_group.has_died
         await placement.actor_group.end(failed=True)
         self._actor_groups = [
             actor_group for actor_group in self._actor_groups if actor_group is not placement.actor_group
         ]
-        members, placement.members = placement.members, ()
-        if not died:
-            await asyncio.gather(*(member.kill_here(self._grace_s) for member in members))
-        pid, placement.serving_pid = placement.serving_pid, None
-        if pid is not None and members[0].is_here:
-            await group_gone(pid, self._grace_s)
+        members, serving = placement.members, placement.serving or [None] * len(placement.members)
+        await together([member.require_end(own) for member, own in zip(members, serving, strict=True)])
+        placement.members, placement.serving = (), ()
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         placement = self._placements[index]
@@ -323,8 +318,7 @@ class RayLauncher(Launcher):
             first = by_rank[0]
             assert first.location is not None
             host = LOOPBACK if len(set(nodes)) == 1 else first.location.ip
-            port = await actor_group.run(first, first.actor.hold_port.remote())
-            rendezvous = f"tcp://{host}:{port}"
+            rendezvous = f"tcp://{await actor_group.run(first, first.actor.hold_port.remote(host))}"
         return [
             replace(
                 spec,
@@ -340,22 +334,22 @@ class RayLauncher(Launcher):
         hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
         rendezvous = None
         if len(placement.members) > 1:
-            rendezvous = f"{hosts[0]}:{await actor_group.run(first, first.actor.hold_port.remote())}"
+            rendezvous = await actor_group.run(first, first.actor.hold_port.remote(hosts[0]))
         specs = [
             replace(
                 placement.spec, setup=replace(placement.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous)
             )
             for rank, host in enumerate(hosts)
         ]
-        infos: list[EngineInfo] = await together(
+        started: list[tuple[EngineInfo, StartedProcess | None]] = await together(
             [
                 actor_group.run(member, member.actor.resolve.remote(spec, devices))
                 for member, spec, devices in zip(placement.members, specs, placement.devices, strict=True)
             ]
         )
         actor_group.ready()
-        placement.serving_pid = infos[0].pid
-        return infos[0]
+        placement.serving = [process for _, process in started]
+        return started[0][0]
 
 
 def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import httpx
+
 from slime_core.errors import PluginError
 from slime_search_r1.searches import Address
 
 START_LIMIT_S: Final = 1800.0
 """Limit for reading and indexing the corpus."""
 END_LIMIT_S: Final = 5.0
+HEALTH_S: Final = 10.0
 
 
 class GivenServer:
@@ -27,12 +30,14 @@ class GivenServer:
     async def address(self) -> Address:
         return self._address
 
+    async def examine(self, asked: Address) -> None: ...
+
     async def close(self) -> None: ...
 
 
 class OwnServer:
     """A server that is started at the first search, on a free port of the loopback, with a token that only this process
-    knows. It is started again if it has died, and ends with the run, or when this process ends."""
+    knows. It is started again if it has died or hangs, and ends with the run, or when this process ends."""
 
     def __init__(self, corpus: Path) -> None:
         self._corpus = corpus
@@ -46,6 +51,20 @@ class OwnServer:
                 self._address = await self._start()
             assert self._address is not None
             return self._address
+
+    async def examine(self, asked: Address) -> None:
+        """Kills the server if it does not even respond to /health; the next search starts another."""
+        async with self._starting:
+            process = self._process
+            if process is None or process.returncode is not None or asked != self._address:
+                return
+            try:
+                async with httpx.AsyncClient(timeout=HEALTH_S, trust_env=False) as client:
+                    await client.get(f"{asked.url}/health")
+            except httpx.HTTPError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
     async def close(self) -> None:
         if self._process is None or self._process.returncode is not None:

@@ -39,6 +39,9 @@ class Place(Protocol):
 
     async def address(self) -> Address: ...
 
+    async def examine(self, asked: Address) -> None:
+        """Called when the server at `asked` has not responded in time."""
+
     async def close(self) -> None: ...
 
 
@@ -145,6 +148,7 @@ class Searches:
             async with asyncio.timeout(self._timeout_s):
                 status, body = await self._post(f"{address.url.rstrip('/')}/retrieve", asked, headers)
         except (TimeoutError, httpx.TimeoutException):
+            await self._place.examine(address)
             raise RetrievalTimeout(
                 f"retrieval server {address.url}: no response within {self._timeout_s:g} s (generate.search_timeout)"
             ) from None

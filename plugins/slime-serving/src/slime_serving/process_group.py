@@ -6,7 +6,6 @@ later than it: a scheduler holds the memory of its device and its ports for a wh
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -36,17 +35,6 @@ def kill_process_group(leader: int, limit_s: float) -> list[psutil.Process]:
         if not left or time.monotonic() > deadline:
             return sorted(left, key=lambda process: process.pid)
         time.sleep(POLL_S)
-
-
-async def group_gone(leader: int, limit_s: float) -> bool:
-    """Waits until no process of the group `leader` (a pid) runs on this machine, at most `limit_s` seconds. Returns whether
-    all have ended."""
-    deadline = asyncio.get_running_loop().time() + limit_s
-    while not all(has_ended(process) for process in processes_of(leader)):
-        if asyncio.get_running_loop().time() >= deadline:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True
 
 
 def processes_of(leader: int) -> set[psutil.Process]:

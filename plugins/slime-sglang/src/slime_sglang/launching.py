@@ -16,12 +16,14 @@ import aiohttp
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
+from slime_serving.listener import is_loopback
 from slime_sglang.config import SglangOptions, server_options
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.option_checks import problem_of_devices
 from slime_sglang.process import ServerProcess, address_of, free_port
-from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, SCORE_HEAD
+from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD
+from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
 POLL_S: Final = 0.25
@@ -125,6 +127,7 @@ def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
     on_cpu, deterministic = setup.device == "cpu", bool(options.get("enable_deterministic_inference"))
     generates = not setup.reward_model
     needed = {
+        ONE_ADDRESS: True,
         CHECKS: generates,
         FOLDERS: setup.transport in CHECKED_TRANSPORTS,
         SCORE_HEAD: setup.reward_model,
@@ -149,6 +152,10 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) ->
     # It caches the vision tower's features by image only, also after new weights, and no flush clears this cache.
     environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
+    loopback = interface_of(setup.host) if is_loopback(setup.host) else None
+    if loopback is not None:
+        # Everything that it talks to is on this machine; gloo's own choice is the address of the machine's name.
+        environment.setdefault(GLOO_INTERFACE, loopback)
     if setup.device == "cpu":
         # One thread per process: with several on the same cores, throughput is a quarter. Without a compiled graph, the
         # first request does not wait for a compiler.

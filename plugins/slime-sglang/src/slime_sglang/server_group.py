@@ -135,10 +135,13 @@ class ServerGroup:
     # ---------------------------------------------------------------- calls to all servers
 
     async def ask_health(self, path: str) -> None:
-        """GETs `path` from all servers. If a process has just died, its error from `watch` should come first, so an error of
-        a connection is raised a moment later."""
+        """GETs `path` from all servers, and asks the router, which may hang while they serve. If a process has just died, its
+        error from `watch` should come first, so an error of a connection is raised a moment later."""
+        asked = [(server, path) for server in self.servers]
+        if self.router is not None:
+            asked.append((self.router.connection, "/health"))
         try:
-            await asyncio.gather(*(server.get(path, timeout_s=self._config.health_timeout) for server in self.servers))
+            await asyncio.gather(*(each.get(where, timeout_s=self._config.health_timeout) for each, where in asked))
         except EngineError:
             await asyncio.sleep(2 * WATCH_S)
             raise

@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError
+from slime_training.rendezvous import listen_with_gloo_near, on_one_address
 
 SAVE_WAIT: Final = timedelta(days=1)
+ALONE: Final = "tcp://127.0.0.1:0"
+"""Where a single rank meets no one."""
 
 
 def join_group(setup: TrainerSetup) -> bool:
@@ -28,11 +31,19 @@ def join_group(setup: TrainerSetup) -> bool:
     # With gloo for the host too: offloaded gradients and checkpoint plans are on the CPU.
     backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
     if setup.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        make_single_group(backend)
     else:
-        dist.init_process_group(backend, init_method=setup.rendezvous, rank=setup.rank, world_size=setup.world_size)
+        listen_with_gloo_near(setup.rendezvous)
+        method = on_one_address(setup.rendezvous)
+        dist.init_process_group(backend, init_method=method, rank=setup.rank, world_size=setup.world_size)
     return True
+
+
+def make_single_group(backend: str = "gloo") -> None:
+    """Creates the default process group of a single rank. gloo listens for it too, here on the loopback alone."""
+    listen_with_gloo_near(ALONE)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 class CheckpointGroups:

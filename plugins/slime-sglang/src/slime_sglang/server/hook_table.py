@@ -21,6 +21,8 @@ UNPINNED_EXPERTS: Final = "sglang.srt.state_capturer.base.ALLOC_MEMORY_FUNCS"
 """If SGLang lacks it, memory for expert ids is pinned, which requires a GPU."""
 REGISTER_MEMORY: Final = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
+RENDEZVOUS: Final = "sglang.srt.distributed.parallel_state.init_distributed_environment"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerHook:
@@ -71,7 +73,13 @@ CPU_EXPERTS: Final = ServerHook(
     purpose="memory for expert ids that is not registered with CUDA",
     when="use_rollout_routing_replay, on a CPU",
 )
-HOOKS: Final = (CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS)
+ONE_ADDRESS: Final = ServerHook(
+    name="one-address",
+    targets=(RENDEZVOUS,),
+    purpose="processes of a server meet at one address, not on every interface of the machine",
+    when="always",
+)
+HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS)
 
 
 def in_source(target: str) -> bool:

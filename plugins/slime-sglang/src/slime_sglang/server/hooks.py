@@ -24,6 +24,7 @@ from slime_sglang.server.hook_table import (
     HOOKS,
     LOAD,
     REGISTER_MEMORY,
+    RENDEZVOUS,
     SORTED_DRAWS,
     ServerHook,
 )
@@ -32,6 +33,7 @@ from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.places import DIGESTS, PARTS, REFUSED
 from slime_sglang.server.row_blocks import use_row_blocks
 from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
+from slime_training.rendezvous import on_one_address
 
 LOOKED_UP: Final = (
     "fused_sigmoid_mul_cpu",
@@ -149,6 +151,18 @@ def leave_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Does nothing: without a GPU, the host memory of expert ids cannot be registered with CUDA."""
 
 
+def meet_on_one_address(
+    original: Callable[..., Any],
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """torch's own store listens on every interface, and requires no token."""
+    original(world_size, rank, on_one_address(distributed_init_method), *args, **kwargs)
+
+
 def allow_native_attention() -> None:
     """Allows the attention backend torch_native. Sampling by seed does not depend on it, but SGLang requires a
     batch-invariant one."""
@@ -181,6 +195,7 @@ AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         BATCH_INVARIANT: use_cpu_kernels,
         HASH: hash_in_torch,
         REGISTER_MEMORY: leave_unregistered,
+        RENDEZVOUS: meet_on_one_address,
     }
 )
 """The wrapper of each target."""

@@ -6,7 +6,6 @@ stay separate: so it builds the backend itself, under the keys that torch uses i
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
+from slime_training.rendezvous import address_towards, listening_store
 
 POLL_S: Final = 0.002
 BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
@@ -76,16 +76,7 @@ class BroadcastGroup:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if device == "cuda" else None
         self._timeout = timedelta(seconds=timeout_s)
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        listener = socket.create_server((self.address, 0), family=family)
-        self._store = dist.TCPStore(
-            self.address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach(),
-        )
+        self._store = listening_store(self.address, timeout=self._timeout)
         self._open = OpenStore(self._store)
         self.port: int = self._store.port
         self._ends: dist.Backend | None = None
@@ -97,13 +88,17 @@ class BroadcastGroup:
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{self._device.type}/", store)
         if self.backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            # Else it listens at the address of the host's name, or at the one that GLOO_SOCKET_IFNAME gives to the trainer.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+            options._timeout = self._timeout
             with self._failing("joined"):
-                self._ends = dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
+                self._ends = dist.ProcessGroupGloo(store, 0, self.size, options)
             return
-        options = dist.ProcessGroupNCCL.Options()
+        nccl = dist.ProcessGroupNCCL.Options()
         # Longer than the callers' timeout, because NCCL's own watchdog would end the process.
-        options._timeout = self._timeout + timedelta(minutes=10)
-        self._ends = dist.ProcessGroupNCCL(store, 0, self.size, options)
+        nccl._timeout = self._timeout + timedelta(minutes=10)
+        self._ends = dist.ProcessGroupNCCL(store, 0, self.size, nccl)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at the present point of the caller's stream: data computed before it can be sent."""
@@ -152,11 +147,7 @@ def own_address(engines: Sequence[EngineEndpoint]) -> str:
         if place.hostname is None:
             raise EngineError(f"{where}: not an address.")
         try:
-            family, kind, *_, target = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                # Nothing is sent.
-                probe.connect(target)
-                address = probe.getsockname()[0]
+            address = address_towards(place.hostname, place.port or 80)
         except OSError as error:
             raise EngineError(f"{where}: this machine has no route there: {error}.") from error
         if not ip_address(address).is_loopback:

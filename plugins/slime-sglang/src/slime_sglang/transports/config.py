@@ -14,8 +14,8 @@ class SentConfig(DriverConfig):
     check_weight_update_equal: bool = False
     """After each weight update, compare every tensor in the servers' memory with the trainer's, by checksum, on each rank the
     part that it holds; both sides read all weights to the host. This requires servers that the run starts, with unquantized
-    weights, without pipeline stages. Others, if there are several, are only compared with one another;
-    `weights_compared` in events.jsonl records which."""
+    weights. Others, if there are several, are only compared with one another; `weights_compared` in events.jsonl records
+    which. Servers with pipeline stages are refused, because only the first stage responds."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for each call: a bucket, a file, a group."""
 

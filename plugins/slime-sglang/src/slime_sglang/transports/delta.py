@@ -77,15 +77,14 @@ class DeltaSender(FolderSender):
                 bytes_sent += sum(entry.nbytes for entry in changes)
             others = [engine for engine in engines if engine not in self._holders]
             if others:
-                beside = folder.begin(self._root / str(version))
+                beside = folder.begin(self._root / f"{version}-{identity}")
                 entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
                 written.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
                 load_from_disk(self.servers, others, written[-1], version)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)
         finally:
-            # A server responds when its first pipeline stage has read the files: other stages may still read them.
-            folder.clear_all_but(self._root, written)
+            self.clear_old(version, written)
         density = None if changes is None else self._num_changed / sum(map(num_elements, self._sent))
         return SentReport(bytes_sent=bytes_sent, buckets=len(self._sent), density=density)
 

@@ -24,8 +24,8 @@ WRITERS: Final = 4
 
 
 class DiskSender(FolderSender):
-    """Writes `RUN/weights/VERSION/`. The previous version is removed when every engine has the new one, so the disk must have
-    space for two."""
+    """Writes `RUN/weights/VERSION-IDENTITY/`, another folder each time that a version is sent. The previous version is removed
+    when every engine has the new one, so the disk must have space for two."""
 
     def __init__(self, config: SentConfig) -> None:
         super().__init__(config)
@@ -40,7 +40,8 @@ class DiskSender(FolderSender):
         if self._root is None:
             return SentReport()
         version, engines = update.version, update.engines
-        beside = folder.begin(self._root / str(version))
+        identity = secrets.token_hex(8)
+        beside = folder.begin(self._root / f"{version}-{identity}")
         entries: list[FileEntry] = []
         writing: deque[Future[FileEntry]] = deque()
         try:
@@ -55,7 +56,7 @@ class DiskSender(FolderSender):
                 entries += [entry.result() for entry in writing]
             if not entries:
                 raise EngineError(f"the trainer exported no weights for version {version}.")
-            manifest = Manifest(version=version, identity=secrets.token_hex(8), buckets=tuple(entries))
+            manifest = Manifest(version=version, identity=identity, buckets=tuple(entries))
             written = folder.finish(beside, manifest)
         finally:
             folder.clear(beside)
@@ -66,8 +67,10 @@ class DiskSender(FolderSender):
                 raise EngineError(
                     f"engines {[engine.index for engine in engines]} were not updated: {error}."
                 ) from error
-        load_from_disk(self.servers, engines, written, version)
-        folder.clear_all_but(self._root, [written])
+        try:
+            load_from_disk(self.servers, engines, written, version)
+        finally:
+            self.clear_old(version, [written])
         return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))
 
     def close(self) -> None:

@@ -103,9 +103,9 @@ def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
 
 class EqualityCheck:
     """The check of one weight update: create it before, add every bucket to `digests`, and call `require_equal` after it.
-    Compares each rank with what the trainer sent. Servers that cannot name their parts (quantized weights, several pipeline
-    stages, external) are only compared with one another by SGLang's own checksum, which does not detect that all of them
-    got the same wrong weights."""
+    Compares each rank with what the trainer sent. Servers that cannot name their parts (quantized weights, external) are only
+    compared with one another by SGLang's own checksum, which does not detect that all of them got the same wrong weights.
+    Servers with pipeline stages are refused: only the first stage responds."""
 
     def __init__(self, servers: Servers, engines: Sequence[EngineEndpoint], version: int) -> None:
         self._servers, self._version = servers, version
@@ -146,12 +146,20 @@ def compare(servers: Servers, engines: Sequence[EngineEndpoint], version: int, r
     if len(engines) < 2:
         raise EngineError(
             f"sync.check_weight_update_equal: engine {engines[0].index} cannot name its tensors, and there is no second "
-            "server like it to compare it with. Pass --no-check-weight-update-equal, or use servers that slime starts, without "
-            f"pipeline stages and with unquantized weights. It responded: {reason}"
+            "server like it to compare it with. Pass --no-check-weight-update-equal, or use servers that slime starts, with "
+            f"unquantized weights. It responded: {reason}"
         )
     responses: list[Any] = servers.wait(
         servers.call_all(engines, CHECK, {"action": OWN_ACTION}, what=f"checking version {version}")
     )
+    for engine, response in zip(engines, responses, strict=True):
+        stages = max(rank.get("parallelism_info", {}).get("pp_size", 1) for rank in response["ranks"])
+        if stages > 1:
+            raise EngineError(
+                f"sync.check_weight_update_equal: engine {engine.index} ({engine.url}) has {stages} pipeline stages, and only "
+                "the first one responds: the weights of the others would not be compared. Pass "
+                "--no-check-weight-update-equal, or use servers with one stage."
+            )
     sums = [[rank["per_gpu_checksum"] for rank in response["ranks"]] for response in responses]
     for engine, own in zip(engines, sums, strict=True):
         if own != sums[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime_core.contracts.transport import SenderSetup
@@ -15,6 +16,8 @@ class FolderSender(ServerSender):
 
     _root: Path | None = None
     """Set on the rank that writes."""
+    _sent_last: tuple[int, Sequence[Path]] = (-1, ())
+    """The version that was sent last, and its folders."""
 
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
@@ -22,6 +25,16 @@ class FolderSender(ServerSender):
             self._root = setup.run_dir / "weights"
             # Files of an earlier attempt have other weights.
             folder.clear_all_but(self._root, [])
+
+    def clear_old(self, version: int, written: Sequence[Path]) -> None:
+        """Removes what no server reads any more; call it when `version` was sent from the folders `written`. A server responds
+        when its first pipeline stage has read the files. So when a version is sent again, because an engine was lost, other
+        stages may still read the folders of the time before."""
+        assert self._root is not None
+        last, before = self._sent_last
+        folder.clear_all_but(self._root, [*written, *(before if last == version else ())])
+        if written:
+            self._sent_last = (version, written)
 
     def close(self) -> None:
         super().close()

@@ -24,9 +24,6 @@ def unnamed(engine: Any) -> str | None:
     """Why an engine's servers cannot report which parts of which tensors they hold, as far as it is known before the start."""
     if engine.external_engine_addrs:
         return "engine.external_engine_addrs: servers that slime did not start"
-    stages = getattr(engine, "pp_size", None) or 1
-    if stages > 1:
-        return f"engine.pp_size = {stages}"
     if getattr(engine, "quantization", None) is not None:
         return f'engine.quantization = "{engine.quantization}"'
     return None
@@ -48,6 +45,11 @@ class SentDriver(TransportPlanner, TransportDriver):
             problems.append(
                 f'sync.transport = "{name}", engine.pp_size = {stages}: SGLang gives the pipeline stages of a server equal '
                 'ranks, so they cannot be distinguished. Set sync.transport = "disk", "delta" or "direct", or pp_size = 1.'
+            )
+        if config.check_weight_update_equal and stages > 1:
+            problems.append(
+                f"sync.check_weight_update_equal = true, engine.pp_size = {stages}: only the first pipeline stage of a server "
+                "responds, so the weights of the others would not be compared. Omit it, or set pp_size = 1."
             )
         draft = getattr(engine, "speculative_draft_model_path", None)
         if cls.by_folder and draft is not None:
