@@ -17,7 +17,7 @@ from slime_core.plugin import reward
 
 @reward("short", examples=[RewardExample(responses=("abc", ""), rewards=(-3.0, 0.0))])
 def short(sample):
-    return -float(sample.response_length)
+    return -float(len(sample.response))
 """
 # Settings under which none of the suites' own names would count.
 SETTINGS = """
@@ -101,7 +101,7 @@ def test_it_runs_spread_over_workers(folder):
 
 
 def test_a_failure_names_the_property_and_the_plugin(folder):
-    (folder / "mine.py").write_text(MINE.replace("-float(sample.response_length)", "float('nan')"))
+    (folder / "mine.py").write_text(MINE.replace("-float(len(sample.response))", "float('nan')"))
     ran = run_kit(folder, "--slime-plugin", "mine.py")
     assert ran.code == 1
     sentence = "breaks its contract: every_sample_gets_a_finite_number: each sample gets one finite number"

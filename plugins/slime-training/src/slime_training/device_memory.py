@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from slime_core.contracts.backend import OutOfDeviceMemory
+from slime_core.errors import TrainingError
 
 CPU_ALLOCATOR: Final = "DefaultCPUAllocator: can't allocate memory"
 """In the message of the RuntimeError that torch raises for a CPU's memory."""
@@ -22,12 +23,15 @@ def reports_out_of_memory(number: int | Callable[[], int], drop: Callable[[], No
     gradients and what else an interrupted step leaves; called when the step's activations are freed."""
     try:
         yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+    except (RuntimeError, TrainingError) as error:
+        # The boundary to plugins has given a loss's error its name.
+        raised = error.__cause__ if isinstance(error, TrainingError) else error
+        if raised is None or not is_out_of_memory(raised):
             raise
-        message = str(error).splitlines()[0]
+        message = str(raised).splitlines()[0]
         # The frames hold the activations.
-        traceback.clear_frames(error.__traceback__)
+        for one in (error, raised):
+            traceback.clear_frames(one.__traceback__)
     else:
         return
     gc.collect()
@@ -37,5 +41,5 @@ def reports_out_of_memory(number: int | Callable[[], int], drop: Callable[[], No
     raise OutOfDeviceMemory(number if isinstance(number, int) else number(), message)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and (isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error))
