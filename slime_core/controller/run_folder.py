@@ -9,6 +9,9 @@ from typing import Any, Final
 from slime_core.controller.manifest import recorded_manifest
 from slime_core.errors import CheckpointError
 
+REQUIRED: Final = frozenset({"config", "plugins", "data", "fingerprint"})
+"""Keys of every manifest."""
+
 
 class RunFolder:
     """Paths inside a run's folder."""
@@ -36,7 +39,7 @@ class RunFolder:
         and the run has saved something."""
         try:
             content: dict[str, Any] = json.loads(self.manifest.read_text())
-            if missing := {"config", "plugins", "data", "fingerprint"} - content.keys():
+            if any(self.checkpoints.glob("step_*")) and (missing := REQUIRED - content.keys()):
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")
             return recorded_manifest(content)
         except (FileNotFoundError, NotADirectoryError):

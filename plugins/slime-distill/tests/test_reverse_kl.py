@@ -11,6 +11,7 @@ import pytest
 
 from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
 from slime_core.contracts.advantage import CreditInputs
+from slime_core.errors import PluginError
 from slime_core.types.batch import TokenColumns
 
 # Uneven lengths, a tool's token, an empty response, a fully masked sample.
@@ -92,5 +93,5 @@ def test_a_term_sees_no_more_than_it_declares(part, make_batch, columns):
         rollouts_per_step=5,
         max_response_len=8,
     )
-    with pytest.raises(ValueError, match="teacher_log_probs"):
+    with pytest.raises(PluginError, match="teacher_log_probs"):
         compute_advantages_and_returns(make_batch(MASKS, REWARDS), columns, rules)

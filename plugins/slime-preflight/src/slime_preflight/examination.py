@@ -43,13 +43,13 @@ class Found:
     what: str
     state: State
     detail: str
-    """Key `error_text` of the JSON output."""
+    """Key `told` of the JSON output."""
     advice: str = ""
     """What to type."""
 
 
 def found_json(found: Found) -> dict[str, str]:
-    return {"error_text" if name == "detail" else name: value for name, value in asdict(found).items()}
+    return {"told" if name == "detail" else name: value for name, value in asdict(found).items()}
 
 
 def examine(registry: Registry) -> list[Found]:
