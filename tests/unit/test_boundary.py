@@ -16,13 +16,13 @@ import pytest
 
 from slime_core.algorithm.advantages import estimated, require_array, shaped_rewards
 from slime_core.algorithm.loss import require_tokens
+from slime_core.atomic_io.storage import check_writable
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.advantage import AdvantageEstimator, Credit, CreditInputs, RewardShaper
 from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.contracts.reward import SpanRewards
 from slime_core.contracts.source import DataSource
-from slime_core.controller.run_folder import check_writable
 from slime_core.data.buffer import DataBuffer, check_state, take_prompts
 from slime_core.errors import PluginError, RewardError, RolloutError, SlimeError, StorageError
 from slime_core.registry.boundary import error_text, foreign, held, shown, with_name

@@ -90,7 +90,7 @@ def test_import_failures_and_kinds_are_findings_not_crashes(site):
         {
             groups.LOSSES: {"gone": "acme_check:Nothing", "exits": "acme_exit:X"},
             groups.KL: {"loss": "acme_check:Good"},
-            groups.REWARDS: {"Big": "acme_check:Good"},
+            groups.REWARDS: {"big!": "acme_check:Good"},
             "slime.reward": {"x": "acme_check:Good"},
             groups.HOOKS: {"silent": "acme_check"},
         },
@@ -99,7 +99,7 @@ def test_import_failures_and_kinds_are_findings_not_crashes(site):
     assert "cannot be imported: AttributeError" in found[groups.LOSSES, "gone"][0]
     assert "its own module acme_exit is missing" in found[groups.LOSSES, "exits"][0]
     assert "is a LossDriver class; slime.kl takes a KlDriver class" in found[groups.KL, "loss"][0]
-    assert '"Big" is not a name that users can type' in found[groups.REWARDS, "Big"][0]
+    assert '"big!" is not a name that users can type' in found[groups.REWARDS, "big!"][0]
     assert found["slime.reward", "x"] == ("nothing reads the group slime.reward; close match: slime.rewards",)
     assert "no function is marked" in found[groups.HOOKS, "silent"][0]
 
