@@ -138,6 +138,18 @@ class Joined:
         return sample.prompt.text + sample.raw_response
 
 
+def without_control_tokens(text: str, tokenizer: Any) -> str:
+    """The policy's text without the served model's control tokens. A response that spelled one could end its turn, and write
+    the next one itself."""
+    template = str(tokenizer.chat_template)
+    added = tokenizer.added_tokens_decoder.values()
+    control = sorted({token.content for token in added if token.special or token.content in template})
+    # Removing one may join the text around it into another one.
+    while found := next((token for token in control if token in text), None):
+        text = text.replace(found, "")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The conversation, rendered with the served model's chat template. A prompt without messages is a user message."""
@@ -146,7 +158,8 @@ class Conversation:
 
     def __call__(self, sample: Sample) -> str:
         asked = list(sample.prompt.messages or [{"role": "user", "content": sample.prompt.text}])
-        messages = [dict(m) for m in (*asked, {"role": "assistant", "content": sample.response})]
+        response = without_control_tokens(sample.response, self.tokenizer)
+        messages = [dict(m) for m in (*asked, {"role": "assistant", "content": response})]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
 
 
@@ -160,7 +173,7 @@ class Question:
     def __call__(self, sample: Sample) -> str:
         named: Mapping[str, object] = {
             "{prompt}": sample.prompt.text,
-            "{response}": sample.response,
+            "{response}": without_control_tokens(sample.response, self.tokenizer),
             "{label}": sample.prompt.label,
         }
         text = self.template
