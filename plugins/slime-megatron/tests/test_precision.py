@@ -10,7 +10,6 @@ from families import make_family
 from safetensors.torch import load_file, save_file
 
 from slime_core.errors import ConfigError
-from slime_megatron.optimizer import parts_of
 from slime_megatron.plugin import Megatron
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_training import ADAM, MASKED, SPLITS, WHOLE, Place, TrainingBatch, objective_of, opened
@@ -109,6 +108,9 @@ def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_a_moment_that_is_not_finite_is_reported(place, options):
+    # Where Megatron-core is not installed, this file is collected too.
+    from slime_megatron.optimizer import parts_of
+
     training = TrainingBatch.make()
     with opened(backend(**options), place, optimizer=ADAM) as one:
         assert one.backend.train_step(training.micros(), objective_of()).nonfinite is None
@@ -178,6 +180,7 @@ def experts_apart(monkeypatch):
 def test_experts_with_an_optimizer_of_their_own_have_the_same_loss_scale(
     place, experts_apart, monkeypatch, overflowing
 ):
+    # Where Megatron-core is not installed, this file is collected too.
     from slime_megatron.optimizer import parts_of
 
     training = TrainingBatch.make()
@@ -225,6 +228,9 @@ def test_tokens_that_are_not_trained_do_not_change_the_loss_scale(place):
 
 def test_moments_in_bfloat16(place):
     """With float32 weights, in any compute dtype; the state has half the bytes."""
+    # Where Megatron-core is not installed, this file is collected too.
+    from slime_megatron.optimizer import parts_of
+
     training = TrainingBatch.make()
     weights = {}
     for name, options in {"float32": {}, "moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}}.items():
@@ -243,6 +249,9 @@ def test_moments_in_bfloat16(place):
 def test_weights_in_bfloat16(place):
     """The optimizer has no copy of the weights, and follows the one with float32 weights, whose steps are at most the distance
     of two bfloat16 neighbours; gradients are summed in float32 as before."""
+    # Where Megatron-core is not installed, this file is collected too.
+    from slime_megatron.optimizer import parts_of
+
     training = TrainingBatch.make()
     kept = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "bf16"}
     before, after, norms = {}, {}, {}

@@ -114,7 +114,9 @@ def test_a_run_that_moves_to_another_device_has_to_set_its_dtype(project, finish
 
 
 def test_a_resumed_run_may_not_change_its_training(project, finished):
-    message = project.refused("--backend", "megatron", "--name", "tp2", "--rollout-temperature", "0.5", "--resume", "runs/tp2")
+    message = project.refused(
+        "--backend", "megatron", "--name", "tp2", "--rollout-temperature", "0.5", "--resume", "runs/tp2"
+    )
     assert "another run" in message
     assert "rollout.rollout_temperature: 1.0 -> 0.5" in message
 
