@@ -108,7 +108,6 @@ def test_a_step_that_is_not_finite_leaves_the_biases_of_routers(with_biases):
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_a_moment_that_is_not_finite_is_reported(place, options):
-    # Where Megatron-core is not installed, this file is collected too.
     from slime_megatron.optimizer import parts_of
 
     training = TrainingBatch.make()
@@ -180,7 +179,6 @@ def experts_apart(monkeypatch):
 def test_experts_with_an_optimizer_of_their_own_have_the_same_loss_scale(
     place, experts_apart, monkeypatch, overflowing
 ):
-    # Where Megatron-core is not installed, this file is collected too.
     from slime_megatron.optimizer import parts_of
 
     training = TrainingBatch.make()
@@ -228,9 +226,6 @@ def test_tokens_that_are_not_trained_do_not_change_the_loss_scale(place):
 
 def test_moments_in_bfloat16(place):
     """With float32 weights, in any compute dtype; the state has half the bytes."""
-    # Where Megatron-core is not installed, this file is collected too.
-    from slime_megatron.optimizer import parts_of
-
     training = TrainingBatch.make()
     weights = {}
     for name, options in {"float32": {}, "moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}}.items():
@@ -249,9 +244,6 @@ def test_moments_in_bfloat16(place):
 def test_weights_in_bfloat16(place):
     """The optimizer has no copy of the weights, and follows the one with float32 weights, whose steps are at most the distance
     of two bfloat16 neighbours; gradients are summed in float32 as before."""
-    # Where Megatron-core is not installed, this file is collected too.
-    from slime_megatron.optimizer import parts_of
-
     training = TrainingBatch.make()
     kept = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_params_dtype": "bf16"}
     before, after, norms = {}, {}, {}
