@@ -42,4 +42,6 @@ def reports_out_of_memory(number: int | Callable[[], int], drop: Callable[[], No
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and (isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error))
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
+    )

@@ -31,9 +31,8 @@ def schema(
 
     from slime_preflight.schema import run_schema
 
-    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward, "generate": generate}
-    named = {k: v for k, v in chosen.items() if v is not None}
-    typer.echo(json.dumps(run_schema(named, plugin or ()), indent=2))
+    chosen = named(backend=backend, engine=engine, algo=algo, reward=reward, generate=generate)
+    typer.echo(json.dumps(run_schema(chosen, plugin or ()), indent=2))
 
 
 @app.command()
@@ -49,6 +48,10 @@ def explain(
     """Explain what a key does, its type, default and owner; without a key, list all keys."""
     from slime_preflight.explain import explain_key, list_keys
 
-    chosen = {"backend": backend, "engine": engine, "algo": algo, "reward": reward, "generate": generate}
-    named = {k: v for k, v in chosen.items() if v is not None}
-    typer.echo(list_keys(named, plugin or ()) if key is None else explain_key(key, named, plugin or ()))
+    chosen = named(backend=backend, engine=engine, algo=algo, reward=reward, generate=generate)
+    typer.echo(list_keys(chosen, plugin or ()) if key is None else explain_key(key, chosen, plugin or ()))
+
+
+def named(**chosen: str | None) -> dict[str, str]:
+    """The plugins that were passed, by the key that chooses them."""
+    return {key: name for key, name in chosen.items() if name is not None}
