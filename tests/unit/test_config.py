@@ -483,6 +483,14 @@ def test_another_launcher_drops_the_options_of_the_old_one_and_keeps_the_kernels
     assert "address" not in build_manifest(run, data_fingerprint="d").config["launcher"]
 
 
+def test_an_unknown_renderer_is_named_beside_what_there_is(complaints):
+    only(
+        complaints("--renderer", "chatt"),
+        r'^data\.renderer\.name = "chatt": unknown prompt renderer; close match: chat\. Available: chat \(slime-sources',
+    )
+    only(complaints("--set", "data.renderer={name='chat', x=1}"), r"^data\.renderer\.x: unknown option")
+
+
 def test_a_run_resumes_under_another_launcher_with_resume(bound):
     here, there = (build_manifest(bound(*words), data_fingerprint="d") for words in ((), ("--launcher", "ray")))
     assert {change.kind for change in changes_since(asdict(here), there)} == {ChangeKind.LAYOUT}
