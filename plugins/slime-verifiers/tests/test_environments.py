@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from slime_agents.served.agents import AgentFailed
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, EngineError, PluginError
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.types.completion import FinishReason, SamplingParams
@@ -16,6 +15,7 @@ from slime_core.types.sample import Status
 from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 from slime_verifiers.config import VerifiersConfig, VerifiersTasksConfig
 from slime_verifiers.plugin import Verifiers, VerifiersTasks
 

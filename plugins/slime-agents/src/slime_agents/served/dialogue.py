@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import from_json
 
 from slime_agents.control_tokens import ControlTokens
-from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat
+from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
