@@ -34,6 +34,7 @@ HERMES = (
 )
 CHAT = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", ["<s>", "<e>", "<tool_call>", "</tool_call>"])
 CHAT.eos_token = "<e>"
+SPECIALS = ["<s>", "<e>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 CHAT.chat_template = HERMES
 ADD = {
     "name": "add",
@@ -185,6 +186,95 @@ def test_several_responses_at_once_and_streams():
     assert len(samples) == 4
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     assert len({request.seed for request in engine.requests}) == 4
+
+
+# Some tokenizers declare as special what is parsed.
+SPECIAL = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", SPECIALS)
+SPECIAL.add_special_tokens({"additional_special_tokens": SPECIALS})
+SPECIAL.eos_token = "<e>"
+SPECIAL.chat_template = HERMES
+
+
+def test_a_response_is_read_without_special_tokens_and_rendered_with_them():
+    read, shown = [], []
+
+    async def asks_twice(task):
+        messages = [user("hi")]
+        for text in ("on", "go", "so"):
+            async with client(task) as opened:
+                response = await opened.chat.completions.create(model="m", messages=messages, logprobs=True)
+            read.append(response.choices[0].message.content)
+            shown.append("".join(row.token for row in response.choices[0].logprobs.content))
+            messages += [response.choices[0].message.model_dump(exclude_none=True), user(text)]
+        # The agent forgets the beginning.
+        await ask(task, *messages[2:])
+        await ask(task, *messages[2:], user("on"))
+        return 1.0
+
+    replies = iter(["4<pad>2", "<s>42", "<pad>42", "x", "y"])
+    samples, engine = play(asks_twice, lambda text: next(replies), tokenizer=SPECIAL)
+    assert read == ["42"] * 3
+    assert shown == ["4<pad>2<e>", "<s>42<e>", "<pad>42<e>"]
+    between = [(0, f"\n<s>user\n{text}<e>\n<s>assistant\n") for text in ("on", "go")]
+    assert pieces(samples[0], SPECIAL) == [(1, shown[0]), between[0], (1, shown[1]), between[1], (1, shown[2])]
+    assert samples[0].response == "42\nuser\non\nassistant\n42\nuser\ngo\nassistant\n42"
+    for request in engine.requests[3:]:
+        text = SPECIAL.decode(request.token_ids)
+        assert text.startswith("<s>user\non<e>\n<s>assistant\n<s>42<e>\n<s>user\ngo<e>\n<s>assistant\n<pad>42<e>\n")
+
+
+def test_threads_with_the_same_text_are_rendered_as_each_wrote_it():
+    class Pair(Agent):
+        async def run(self, task):
+            for turn in range(2):
+                for name in ("one", "other"):
+                    task.name_thread(name)
+                    messages = [user("hi"), {"role": "assistant", "content": "42"}, user("on")][: 1 + 2 * turn]
+                    async with client(task, default_headers={"X-Session-ID": name}) as opened:
+                        await opened.chat.completions.create(model="m", messages=messages)
+            return 1.0
+
+    async def scene():
+        replies = iter(["4<pad>2", "42<pad>", "x", "y"])
+        generator = ServedAgent(Pair(), AgentConfig())
+        engine = Speaker(lambda text: next(replies), tokenizer=SPECIAL)
+        try:
+            return await generator.generate(episode_with(engine, tokenizer=SPECIAL))
+        finally:
+            await generator.close()
+
+    written = [(pieces(sample, SPECIAL)[0][1], len(pieces(sample, SPECIAL))) for sample in asyncio.run(scene())]
+    assert written == [("4<pad>2<e>", 3), ("42<pad><e>", 3)]
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, SPECIAL])
+def test_tags_are_parsed_whether_or_not_they_are_special(tokenizer):
+    read = []
+
+    async def every_way(task):
+        options = {"model": "m", "messages": [user("hi")]}
+        tools = [{"type": "function", "function": ADD}]
+        async with client(task) as opened:
+            whole = {"skip_special_tokens": False}
+            for more in ({"tools": tools}, {"tools": tools, "extra_body": whole}, {}):
+                response = await opened.chat.completions.create(**options, **more)
+                read.append(response.choices[0].message)
+            stream = await opened.chat.completions.create(**options, tools=tools, stream=True)
+            chunks = [chunk async for chunk in stream]
+            read.append(chunks[0].choices[0].delta)
+        async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
+            tools = [{"name": "add", "input_schema": ADD["parameters"]}]
+            read.append(await opened.messages.create(**options, max_tokens=300, tools=tools))
+
+    play(returning(every_way, 1.0), lambda text: f"<think>I<pad> ask.</think>{ASKS}<pad>", tokenizer=tokenizer)
+    for message in (*read[:2], read[3]):
+        assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    thought = "<think>I ask.</think>"
+    assert (read[0].content, read[3].content, read[4].content[0].text) == (thought, thought, thought)
+    assert read[1].content == "<think>I<pad> ask.</think>"
+    # Without tools nothing is parsed, and the tags of calls are special tokens as any other.
+    call = ASKS if tokenizer is CHAT else ASKS.replace("<tool_call>", "").replace("</tool_call>", "")
+    assert read[2].content == thought + call
 
 
 def test_a_limit_and_a_stop_string_of_the_agents_own():

@@ -38,6 +38,8 @@ class ChatRequest(BaseModel):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
+    skip_special_tokens: bool | None = True
+    """An extension of SGLang and vLLM."""
 
     def call(self, sampling: SamplingParams, ignored: Sequence[str]) -> Call:
         """BadCall for a parameter that would not be respected."""
@@ -53,6 +55,7 @@ class ChatRequest(BaseModel):
             tools=None if self.tool_choice == "none" else self.tools,
             max_tokens=min(limits, default=None),
             stop=tuple(stop),
+            skip_special_tokens=self.skip_special_tokens is not False,
         )
 
 

@@ -34,6 +34,8 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    """Of the text that the agent gets."""
     thread: str = ""
     """Calls of different threads never continue each other, even with the same messages."""
 
@@ -98,7 +100,7 @@ class Session:
         """Generates the response to a call. BadCall if the call is invalid, Ended if no more calls are served."""
         if self.ended.is_set():
             raise Ended("this run of the agent has ended")
-        text = self._dialogue.render(call.messages, call.tools)
+        text, place = self._dialogue.render(call.messages, call.tools, thread=call.thread)
         if self.num_calls >= self._max_calls:
             raise self._used_up()
         number = self.num_calls
@@ -116,8 +118,15 @@ class Session:
         conversation.add_response(branch, raw, completion, number=next(self._response_numbers))
         if completion.finish_reason is FinishReason.ABORT:
             raise self._aborted()
-        shown, stop_sequence = self._without_end(completion, call.stop)
-        message = self._dialogue.parse(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
+        tokens, stop_sequence = self._without_end(completion, call.stop)
+        message = self._dialogue.parse(
+            tokens,
+            place,
+            turn=number,
+            with_tools=bool(call.tools),
+            skip_special_tokens=call.skip_special_tokens,
+            stop_sequence=stop_sequence,
+        )
         finish = (
             CUT if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if message.tool_calls else "stop"
         )
@@ -200,16 +209,17 @@ class Session:
         before, text = decode(tokenizer, tokens[:-1]), decode(tokenizer, tokens)
         return any(one in text and text.rindex(one) + len(one) > len(before) for one in stop)
 
-    def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
-        """The text without the special tokens at its end, and the stop string that it ends with, or None. Control tokens that
-        the model spelled out are marked."""
+    def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[npt.NDArray[np.int32], str | None]:
+        """The tokens without the end of the turn, and the stop string that their text ends with, or None."""
         tokens = completion.token_ids.tolist()
-        special = set(self._episode.tokenizer.all_special_ids)
-        while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in special:
+        ends = set(self._episode.tokenizer.all_special_ids)
+        while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in ends:
             tokens.pop()
-        marked = self._control.decode(np.array(tokens, np.int32))
-        text = self._control.unmarked(marked)
-        return marked, next((one for one in stop if text.endswith(one)), None)
+            # What the template writes after a response may stand before the token that ended it. Other tokens are its own.
+            ends &= self._control.written_ids
+        kept = np.array(tokens, np.int32)
+        text = decode(self._episode.tokenizer, kept, skip_special_tokens=self._episode.sampling.skip_special_tokens)
+        return kept, next((one for one in stop if text.endswith(one)), None)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         return decode(self._episode.tokenizer, np.array(tokens, np.int32))
