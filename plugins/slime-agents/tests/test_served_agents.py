@@ -11,11 +11,13 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from agents_played import CHAT, HERMES, pieces, play, returning, user
 from agents_speaker import Speaker, episode_with
 
 from slime_agents.config import AgentConfig, CommandConfig
 from slime_agents.plugin import OpenaiAgent
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned, FunctionAgent
+from slime_agents.served.dialogue import written_calls
 from slime_agents.served.generator import ServedAgent
 from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
@@ -24,18 +26,7 @@ from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Status, VersionSpan
 from slime_models.new_model import character_tokenizer
 
-# In the form of the Hermes and Qwen families.
-HERMES = (
-    "{% if tools %}<s>tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<e>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<s>user\n<tool_response>\n{{ m.content }}\n</tool_response><e>\n"
-    "{% else %}<s>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}<e>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-CHAT = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", ["<s>", "<e>", "<tool_call>", "</tool_call>"])
-CHAT.eos_token = "<e>"
 SPECIALS = ["<s>", "<e>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-CHAT.chat_template = HERMES
 ADD = {
     "name": "add",
     "description": "Adds.",
@@ -48,20 +39,6 @@ class Chat(Speaker):
     tokenizer = CHAT
 
 
-def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, speaker=Speaker, **options):
-    """The samples of an agent that is an async function, and the engine that it spoke with."""
-
-    async def scene():
-        engine = speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
-        generator = ServedAgent(FunctionAgent(function), AgentConfig(**(config or {})))
-        try:
-            return await generator.generate(episode_with(engine, tokenizer=tokenizer, **options)), engine
-        finally:
-            await generator.close()
-
-    return asyncio.run(scene())
-
-
 def client(task, **options):
     return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0, **options)
 
@@ -70,16 +47,6 @@ async def ask(task, *messages, **options):
     async with client(task) as opened:
         response = await opened.chat.completions.create(model="slime", messages=list(messages), **options)
     return response.choices[0].message
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def pieces(sample, tokenizer=CHAT):
-    cuts = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
-    parts = zip(np.split(sample.loss_mask, cuts), np.split(sample.response_tokens, cuts), strict=True)
-    return [(int(mask[0]), tokenizer.decode(tokens)) for mask, tokens in parts]
 
 
 def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
@@ -108,7 +75,7 @@ def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
         (1, "It is 3.<e>"),
     ]
     assert sample.status is Status.COMPLETED
-    assert sample.counts == {"agent_answers": 2, "agent_realigned": 0}
+    assert sample.counts == {"agent_answers": 2, "agent_realigned": 0, "agent_constrained": 0}
     conversation = [
         {"role": "system", "content": "You add."}, user("6*7="), {"role": "assistant", "content": f"I ask.\n{ASKS}"},
         {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
@@ -144,14 +111,6 @@ def test_branches_share_a_rollout_and_a_reward():
     assert "two" in last.prompt.text
     rewarded, _ = play(returning(tree, 0.5), lambda text: "x")
     assert [sample.reward for sample in rewarded] == [0.5, 0.5]
-
-
-def returning(function, reward):
-    async def both(task):
-        await function(task)
-        return reward
-
-    return both
 
 
 def test_several_responses_at_once_and_streams():
@@ -275,6 +234,59 @@ def test_tags_are_parsed_whether_or_not_they_are_special(tokenizer):
     # Without tools nothing is parsed, and the tags of calls are special tokens as any other.
     call = ASKS if tokenizer is CHAT else ASKS.replace("<tool_call>", "").replace("</tool_call>", "")
     assert read[2].content == thought + call
+
+
+class Guided(Speaker):
+    guided = True
+
+
+def test_what_a_call_constrains_reaches_the_engine_and_is_counted():
+    tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "rest"}}]
+    functions = [{"type": "function", **tool["function"]} for tool in tools]
+    blocks = [{"name": "add", "input_schema": ADD["parameters"]}, {"name": "rest", "input_schema": {"type": "object"}}]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "json_schema", "name": "x", "schema": schema}
+
+    async def every_way(task):
+        messages = [user("hi")]
+        await ask(task, *messages, response_format={"type": "json_object"})
+        await ask(
+            task, *messages, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        )
+        await ask(task, *messages, tools=tools, tool_choice="required")
+        choice = {"type": "function", "function": {"name": "add"}}
+        await ask(task, *messages, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        await ask(task, *messages, tools=tools)
+        async with client(task) as opened:
+            await opened.responses.create(model="m", input="hi", text={"format": named})
+            await opened.responses.create(
+                model="m", input="hi", tools=functions, tool_choice={"type": "function", "name": "add"}
+            )
+        async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
+            for choice in ({"type": "any"}, {"type": "tool", "name": "add", "disable_parallel_tool_use": True}):
+                await opened.messages.create(
+                    model="m", max_tokens=90, messages=messages, tools=blocks, tool_choice=choice
+                )
+
+    samples, engine = play(returning(every_way, 1.0), lambda text: "x", speaker=Guided)
+    texts = [request.sampling.structural_tag for request in engine.requests]
+    assert texts.pop(4) is None
+    rules = [json.loads(text)["format"] for text in texts]
+    assert [rule.get("json_schema") for rule in rules] == [
+        {"type": "object"}, schema, None, None, schema, None, None, None,
+    ]  # fmt: skip
+    calls = [
+        ([tag["begin"].split('"')[3] for tag in rule["tags"]], rule["stop_after_first"])
+        for rule in rules
+        if "tags" in rule
+    ]
+    both = ["add", "rest"]
+    assert calls == [(both, False), (["add"], True), (["add"], False), (both, False), (["add"], True)]
+    assert rules[2]["tags"][0]["content"] == {"type": "json_schema", "json_schema": ADD["parameters"]}
+    # The begin and the end around the arguments are a call that is parsed.
+    tag = rules[2]["tags"][0]
+    assert written_calls(f'{tag["begin"]}{{"a": 1}}{tag["end"]}') == ['{"name": "add", "arguments": {"a": 1}}']
+    assert sum(sample.counts["agent_constrained"] for sample in samples) == 8
 
 
 def test_a_limit_and_a_stop_string_of_the_agents_own():

@@ -27,7 +27,7 @@ take time that grows with its square."""
 
 TOOL_TAGS: Final = frozenset(["<tool_call>", "</tool_call>"])
 THINK_TAGS: Final = frozenset(["<think>", "</think>"])
-"""Special tokens of some tokenizers. Agents get them nevertheless: they separate thoughts from the answer."""
+"""Special tokens of some tokenizers. Agents get them nevertheless: they separate thoughts from the rest."""
 
 
 class BadCall(Exception):
@@ -57,7 +57,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a message stands. Responses at two places may have the same content and be written with other tokens."""
+    """The place of a message. Responses at two places may have the same content and be written with other tokens."""
 
     thread: str = ""
     before: str = ""
