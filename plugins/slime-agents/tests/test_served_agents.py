@@ -587,6 +587,26 @@ def test_a_partial_rollout_is_replayed_and_continued():
         assert sum(len(c.token_ids) for c in engine.completions) == int(whole.loss_mask[length:].sum())
 
 
+def test_a_constrained_response_that_was_aborted_begins_again():
+    async def one(task):
+        await ask(task, user("hi"), response_format={"type": "json_object"})
+        return 1.0
+
+    [whole], _ = play(one, lambda text: '{"a": 1}', speaker=Guided)
+    kept = replace(
+        whole,
+        tokens=whole.tokens[: whole.prompt_length + 3],
+        loss_mask=whole.loss_mask[:3],
+        rollout_log_probs=whole.rollout_log_probs[:3],
+        spans=(VersionSpan(1, 0, 3),),
+        status=Status.ABORTED,
+    )
+    [sample], engine = play(one, lambda text: '{"a": 1}', speaker=Guided, kept=kept)
+    # An engine knows nothing of the grammar's state after three tokens.
+    assert len(engine.requests[0].token_ids) == whole.prompt_length
+    assert np.array_equal(sample.tokens, whole.tokens)
+
+
 @pytest.mark.parametrize(
     ("calls", "runs"),
     [({"stop": ["lo"]}, {}), ({}, {"stop": ("lo",)}), ({}, {"stop_token_ids": (CHAT.convert_tokens_to_ids("o"),)})],
