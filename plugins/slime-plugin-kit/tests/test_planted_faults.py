@@ -277,6 +277,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "stop_strings_end_a_response",
             "a_response_ends_where_it_should",
             "its_stream_has_every_response_once",
+            "a_structural_tag_is_respected_or_refused",
         },
         "careless_control": {
             "pause_holds_every_response",

@@ -132,6 +132,8 @@ class Running:
             "sampling_seed": request.seed & SEED_BITS,
             "n": 1,
         }
+        if sampling.structural_tag is not None:
+            params["structural_tag"] = sampling.structural_tag
         if least >= budget:
             # No token may end it early. SGLang's min_new_tokens would remove the end tokens from the distribution, and the
             # log-probs would be those of another policy.
@@ -259,7 +261,8 @@ class Running:
         """Prepares the next part. A stop string may begin in this part and end in the next, where SGLang checks only the
         new tokens: so the last tokens, as many as a stop string may have, are generated again."""
         longest = max((len(text) for text in self.request.sampling.stop), default=0)
-        keep = max(0, len(self.token_ids) - longest)
+        # SGLang begins a grammar again with every part.
+        keep = max(0, len(self.token_ids) - longest) if self.request.sampling.structural_tag is None else 0
         if self.image_tokens is not None:
             keep = min(keep, self.image_tokens.first_in(self.token_ids))
         del self.token_ids[keep:], self.log_probs[keep:]
