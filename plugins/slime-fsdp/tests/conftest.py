@@ -19,8 +19,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -74,6 +78,28 @@ def build_models():
                 num_experts=4,
                 num_experts_per_tok=2,
                 moe_intermediate_size=16,
+            )
+        ),
+        "qwen3_5_text": lambda: Qwen3_5ForCausalLM(
+            tiny(
+                Qwen3_5TextConfig,
+                num_key_value_heads=2,
+                head_dim=8,
+                full_attention_interval=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=6,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+            )
+        ),
+        "minimax_m2": lambda: MiniMaxM2ForCausalLM(
+            tiny(
+                MiniMaxM2Config,
+                num_key_value_heads=2,
+                head_dim=8,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             )
         ),
         "qwen3_next": lambda: Qwen3NextForCausalLM(

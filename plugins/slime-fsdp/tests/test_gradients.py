@@ -55,10 +55,11 @@ def test_gradients_do_not_depend_on_packing(cut, step, pack, samples):
     assert parts.sums == pytest.approx(whole.sums, rel=1e-5)
 
 
-def test_linear_attention_keeps_sequences_apart(step, pack, samples):
-    _, exact = step("qwen3_next", [pack([sample]) for sample in samples])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_linear_attention_keeps_sequences_apart(family, step, pack, samples):
+    _, exact = step(family, [pack([sample]) for sample in samples])
     assert all(gradient.norm() > 1e-5 for name, gradient in exact.items() if "linear_attn" in name)
-    _, found = step("qwen3_next", [pack(samples[::-1])], {"gradient_checkpointing": True})
+    _, found = step(family, [pack(samples[::-1])], {"gradient_checkpointing": True})
     assert_same(found, exact)
 
 

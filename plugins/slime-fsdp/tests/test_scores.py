@@ -1,11 +1,16 @@
 """Log-probs and entropies against transformers' own padded forward in float64."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama", "mistral", "qwen3_moe", "qwen3_next", "qwen3_5_text", "minimax_m2"]
+)
 def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, samples, oracle):
     backend = start(folders(family))
     (scores,) = backend.forward_only([pack(samples)], entropy=True)
@@ -16,6 +21,19 @@ def test_scores_equal_a_padded_float64_forward(family, folders, start, pack, sam
     np.testing.assert_allclose(scores.log_probs, torch.cat(log_probs).numpy(), rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(scores.entropy, torch.cat(entropies).numpy(), rtol=2e-5, atol=2e-5)
     assert np.ptp(scores.log_probs) > 0.5
+
+
+def test_a_released_config_sets_how_many_features_are_rotated(folders, start, pack, samples, oracle, tmp_path):
+    """transformers 5.12 does not read this key."""
+    folder = shutil.copytree(folders("minimax_m2"), tmp_path / "released")
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    assert raw["rope_parameters"].pop("partial_rotary_factor") == 0.5
+    file.write_text(json.dumps(raw | {"rotary_dim": 4}))
+    (scores,) = start(folder).forward_only([pack(samples)])
+    with torch.no_grad():
+        log_probs, _ = oracle("minimax_m2")(samples)
+    np.testing.assert_allclose(scores.log_probs, torch.cat(log_probs).numpy(), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ def test_problems():
     assert "qwen3" in problem
     (problem,) = Fsdp.problems(FsdpConfig(), 1, QWEN | {"layer_types": ["linear_attention", "full_attention"]})
     assert "linear_attention" in problem
+    whole = {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"]}, "vision_config": {}}
+    (problem,) = Fsdp.problems(FsdpConfig(), 1, whole)
+    assert "linear_attention" in problem
     # The released config has no kinds of layers.
     linear = {"model_type": "qwen3_next", "full_attention_interval": 4}
     assert Fsdp.problems(FsdpConfig(), 1, linear) == []

@@ -24,7 +24,7 @@ def trained(folders, start, pack, samples, sequence_policy):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe", "qwen3_5_text", "minimax_m2"])
 def test_export_and_save_hf_are_what_transformers_loads(
     family, trained, folders, weights_of, pack, samples, start, tmp_path
 ):

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -71,6 +73,16 @@ def qwen3_moe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3_moe")
     config = small(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minimax_m2(tmp_path_factory):
+    torch.manual_seed(14)
+    folder = tmp_path_factory.mktemp("minimax_m2")
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = small(MiniMaxM2Config, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rotary)
+    MiniMaxM2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

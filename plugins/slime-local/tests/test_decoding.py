@@ -1,6 +1,8 @@
 """Tokens and log-probs against transformers alone."""
 
 import asyncio
+import json
+import shutil
 
 import local_oracle as oracle
 import numpy as np
@@ -44,6 +46,21 @@ async def test_log_probs_equal_a_plain_forward(family, temperature, engines, req
         np.testing.assert_allclose(response.log_probs, expected, atol=1e-5, rtol=0)
         assert response.log_probs.dtype == np.float32
     assert len({tuple(response.token_ids) for response in out}) > 5
+
+
+async def test_a_released_config_sets_how_many_features_are_rotated(engines, minimax_m2, tmp_path):
+    """transformers 5.12 does not read this key of MiniMax-M2's."""
+    folder = shutil.copytree(minimax_m2, tmp_path / "released")
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    assert raw["rope_parameters"].pop("partial_rotary_factor") == 0.5
+    file.write_text(json.dumps(raw | {"rotary_dim": 4}))
+    engine = await engines(folder)
+    model, prompts = oracle.plain_model(minimax_m2), oracle.prompts(4, seed=3)
+    out = await engine.generate([oracle.request(i, p, seed=i) for i, p in enumerate(prompts)])
+    for prompt, response in zip(prompts, out, strict=True):
+        expected = oracle.log_probs(model, prompt, response.token_ids)
+        np.testing.assert_allclose(response.log_probs, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("linear", ["torch", "onednn"])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+
+from slime_plugin_kit.tiny_training import TrainingBatch
 
 VOCABULARY: Final = 25
 """Odd: two ranks share it with a row of padding."""
@@ -48,6 +54,32 @@ LATENT: Final = {
 }
 # Fewer keys than most sequences have; enough heads to make ties of zero scores rare.
 INDEXER: Final = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 8}
+LINEAR: Final = {
+    # Of a sequence's first tokens some outputs are close to zero, and rounding grows in the norm that divides by them.
+    "rms_norm_eps": 1e-2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+EXPERTS_OF_QWEN35: Final = {
+    "num_key_value_heads": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+TOWER: Final = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": COMMON["hidden_size"],
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+WITH_TOWER: Final = ("qwen3_5", "qwen3_5_moe")
+STACKED: Final = ("qwen3.5-moe",)
 FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "llama3": (
         "llama",
@@ -107,10 +139,21 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 24,
             "norm_topk_prob": True,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 6,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
+            **LINEAR,
+        },
+    ),
+    # A decoder alone, and, as released, with a vision tower.
+    "qwen3.5": ("qwen3_5", {"head_dim": 16, **LINEAR, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("qwen3_5_moe", {"head_dim": 16, **LINEAR, **EXPERTS_OF_QWEN35}),
+    "qwen3.5-moe-text": ("qwen3_5_moe_text", {"head_dim": 16, **LINEAR, **EXPERTS_OF_QWEN35}),
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
     "glm-4": ("glm4", {"head_dim": 16, "attention_bias": True}),
@@ -162,24 +205,56 @@ FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-def make_family(folder: Path, name: str, *, seed: int = 11) -> Path:
-    """Weights far from zero, so that a wrong norm, gate or position shows."""
+def make_family(folder: Path, name: str, *, seed: int = 11, stacked: bool = True) -> Path:
+    """Weights far from zero, so that a wrong norm, gate or position shows. `stacked`: experts are in the released form."""
     model_type, sizes = FAMILIES[name]
-    config = AutoConfig.for_model(model_type, **{**COMMON, **sizes})
+    fields = {**COMMON, **sizes}
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if model_type in WITH_TOWER:
+        tied = fields.pop("tie_word_embeddings")
+        config = AutoConfig.for_model(model_type, text_config=fields, vision_config=TOWER, tie_word_embeddings=tied)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    else:
+        config = AutoConfig.for_model(model_type, **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for key, tensor in model.state_dict().items():
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=generator)
-                tensor.copy_(noise * 0.2 if tensor.ndim > 1 else tensor + 0.1 * noise)
+                # The keys of delta nets are divided by their length: rounding grows where it is close to zero.
+                width = 1.0 if "conv1d" in key else 0.2
+                tensor.copy_(noise * width if tensor.ndim > 1 else tensor + 0.1 * noise)
     model.save_pretrained(folder)
+    if stacked and name in STACKED:
+        stack_experts(folder / "model.safetensors")
     return folder
 
 
+def stack_experts(file: Path) -> None:
+    """Joins the experts of each layer of the decoder to two tensors, as in released folders."""
+    weights = load_file(file)
+    layers: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name in list(weights):
+        if found := re.match(r"(model\..*\.experts)\.(\d+)\.(\w+)\.weight$", name):
+            layers.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = weights.pop(name)
+    for layer, experts in layers.items():
+        of = [experts[number] for number in range(len(experts))]
+        weights[f"{layer}.gate_up_proj"] = torch.stack([torch.cat([one["gate_proj"], one["up_proj"]]) for one in of])
+        weights[f"{layer}.down_proj"] = torch.stack([one["down_proj"] for one in of])
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def load_family(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    loader = AutoModelForImageTextToText if kind in WITH_TOWER else AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     return model.eval()
+
+
+def gradients_of(training: TrainingBatch, model: Any, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Gradients by transformers, of the tensors of a folder that has these names."""
+    found = training.gradients_by_transformers(model)
+    given = {name: gradient for name, gradient in found.items() if gradient is not None}
+    both = {**given, **revert_weight_conversion(model, given)}
+    return {name: both[name] for name in names if name in both}

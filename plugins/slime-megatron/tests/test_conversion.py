@@ -19,7 +19,9 @@ from slime_models.convert import convert
 
 pytestmark = pytest.mark.megatron
 
-FAMILY, EXPERTS, LINEAR = "qwen3", "qwen3-moe", "qwen3-next"
+FAMILY, EXPERTS, LINEAR = "qwen3", "qwen3-moe", "qwen3.5-moe"
+
+TOWER = "model.visual."
 
 
 class HereExecutor(Executor):
@@ -148,6 +150,16 @@ def test_there_and_back(family, tmp_path):
     assert_equal(tmp_path / "back", folder)
 
 
+def test_a_vision_tower_comes_from_the_folder(layouts, tmp_path):
+    _, _, sources = layouts
+    folder, torch_dist = sources[LINEAR]
+    with pytest.raises(ModelError, match=r"the decoder alone of a model with a vision tower.*--hf-checkpoint"):
+        run("hf", torch_dist, tmp_path / "back")
+    run("hf", torch_dist, tmp_path / "back", hf_checkpoint=str(folder))
+    assert any(name.startswith(TOWER) for name in weights_of(folder))
+    assert_equal(tmp_path / "back", folder)
+
+
 LAYOUTS = {
     "tp2-sp": (FAMILY, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (FAMILY, {"pipeline_model_parallel_size": 2}),
@@ -184,14 +196,16 @@ def test_every_layout_loads_it_and_saves_it_unchanged(layouts, layout, tmp_path)
     model, _ = sources[LAYOUTS[layout][0] if layout in LAYOUTS else FAMILY]
     (first, *_) = ranks.ranks(layout)
     expected = weights_of(model)
-    assert all(torch.equal(first["before"][name], tensor) for name, tensor in expected.items())
+    towers = {name: tensor for name, tensor in expected.items() if name.startswith(TOWER)}
+    assert bool(towers) == (layout == "linear, tp2-sp")
+    assert all(torch.equal(first["before"][name], expected[name]) for name in expected.keys() - towers.keys())
     with pytest.raises(ModelError, match="--hf-checkpoint"):
         run("hf", kept / layout, tmp_path / "back")
     run("hf", kept / layout, tmp_path / "back", hf_checkpoint=str(model))
     got = weights_of(tmp_path / "back")
     assert got.keys() == expected.keys()
     # One step of descent was made before it was saved.
-    assert all(torch.equal(got[name], tensor) for name, tensor in first["after"].items())
+    assert all(torch.equal(got[name], tensor) for name, tensor in (first["after"] | towers).items())
 
 
 @pytest.mark.parametrize(

@@ -171,3 +171,17 @@ def test_heads_of_linear_attention():
     (problem,) = shape_problems(ParallelDims(tp=2, cp=4, sequence_parallel=True, etp=2), 8, linear)
     assert "tensor_model_parallel_size x context_parallel_size = 8: ranks share the model's 4 key heads" in problem
     assert "the nearest that do: 4" in problem
+
+
+@pytest.mark.megatron
+def test_the_decoder_of_a_model_with_a_vision_tower():
+    text = {**MODEL, "linear_num_key_heads": 4, "mtp_num_hidden_layers": 1}
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"num_heads": 5}}
+    assert Megatron.problems(Megatron.Config(expert_model_parallel_size=2, mtp_num_layers=1), 2, whole) == []
+    config = Megatron.Config(expert_model_parallel_size=4, mtp_num_layers=2)
+    predictions, experts = Megatron.problems(config, 4, whole)
+    assert (
+        "has 1 layers of multi-token prediction (mtp_num_hidden_layers in its config.json). Set 1 or less"
+        in predictions
+    )
+    assert "expert_model_parallel_size = 4: does not divide the model's 6 experts" in experts

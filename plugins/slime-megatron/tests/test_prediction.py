@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from families import COMMON, FAMILIES
+from families import COMMON, FAMILIES, STACKED, stack_experts
 from safetensors.torch import load_file, save_file
 from test_layouts import CP2, EP2, PP2, SP2, VPP2, assert_close, gradients
 from test_routing_replay import as_in_folders
@@ -25,6 +25,7 @@ FACTOR = 0.7
 LAYERS = COMMON["num_hidden_layers"]
 EXTRA = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 
+LINEAR = ("qwen3-next", "qwen3.5-moe")
 
 MIMO = dict(
     zip(
@@ -42,9 +43,9 @@ QWEN_NEXT = dict(
 
 def config_of(family, count):
     """transformers' config of all layers, with the prediction layers behind the others."""
-    model_type, sizes = FAMILIES[{"mimo": "qwen2.5"}.get(family, family)]
+    model_type, sizes = FAMILIES[{"mimo": "qwen2.5", "qwen3.5-moe": "qwen3.5-moe-text"}.get(family, family)]
     fields = {**COMMON, **sizes, "num_hidden_layers": LAYERS + count}
-    if family == "qwen3-next":
+    if family in LINEAR:
         fields["layer_types"] = ["linear_attention"] * (LAYERS - 1) + ["full_attention"] * (1 + count)
     if "mlp_layer_types" in sizes:
         fields["mlp_layer_types"] = [*sizes["mlp_layer_types"], *["sparse"] * count]
@@ -74,6 +75,8 @@ def make_folder(folder, family, count):
     save_file(weights, exact / "model.safetensors", metadata={"format": "pt"})
     released = {name: tensor.contiguous() for name, tensor in map(as_released(family), weights.items())}
     save_file(released, folder / "model.safetensors", metadata={"format": "pt"})
+    if family in STACKED:
+        stack_experts(folder / "model.safetensors")
     raw = json.loads((exact / "config.json").read_text())
     raw |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": count}
     for kinds in ("layer_types", "mlp_layer_types"):
@@ -83,6 +86,9 @@ def make_folder(folder, family, count):
         raw |= {"model_type": "mimo", "attention_bias": True}
     if family == "qwen3-next":
         del raw["num_nextn_predict_layers"]
+    if family == "qwen3.5-moe":
+        raw["mtp_num_hidden_layers"] = raw.pop("num_nextn_predict_layers")
+        raw = {"model_type": "qwen3_5_moe", "text_config": raw, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
@@ -94,13 +100,13 @@ def as_released(family):
         name, tensor = item
         found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
         if found is None or int(found[1]) < LAYERS:
-            return name, tensor
+            return re.sub(r"^model\.", "model.language_model." if family == "qwen3.5-moe" else "model.", name), tensor
         number, rest = int(found[1]) - LAYERS, found[2]
         if family == "mimo":
             if rest == "eh_proj.weight":
                 tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
             return f"model.mtp_layers.{number}.{MIMO.get(rest, rest)}", tensor
-        if family == "qwen3-next":
+        if family in LINEAR:
             return (f"mtp.{QWEN_NEXT[rest]}" if rest in EXTRA else f"mtp.layers.{number}.{rest}"), tensor
         return name, tensor
 
@@ -124,8 +130,8 @@ class Exact:
 
     def __init__(self, folder, family, count):
         folder, config = folder / "exact", config_of(family, count)
-        # Qwen3-Next's norms scale by one more than their weight.
-        self.scale_of = (lambda weight: 1 + weight) if family == "qwen3-next" else (lambda weight: weight)
+        # These families' norms scale by one more than their weight.
+        self.scale_of = (lambda weight: 1 + weight) if family in LINEAR else (lambda weight: weight)
         config._attn_implementation, config._experts_implementation = "eager", "eager"
         weights = load_file(folder / "model.safetensors")
         self.extra = {name: t.double() for name, t in weights.items() if name.endswith(EXTRA)}
@@ -222,6 +228,7 @@ def after_step(folder, count, *, split=WHOLE, factor=FACTOR, **options):
         ("deepseek-v3.2", 1),
         ("mimo", 2),
         ("qwen3-next", 1),
+        ("qwen3.5-moe", 1),
     ],
 )
 def test_they_learn_by_the_formula_and_nothing_else_changes(folder_of, family, count):

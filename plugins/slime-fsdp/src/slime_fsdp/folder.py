@@ -27,7 +27,7 @@ from slime_core.data.model_folder import check_weights
 from slime_core.errors import ModelError
 from slime_fsdp.attention import PACKED
 from slime_fsdp.supported_models import WITH_IMAGES, WITH_LINEAR_ATTENTION, layer_problems
-from slime_training.model_config import config_file_of
+from slime_training.model_config import config_file_of, with_rotated_share
 from slime_training.value_head import start_value_head
 from slime_training.weight_files import dtypes_in
 
@@ -152,6 +152,7 @@ def open_folder(path: Path, *, head: str = "lm", trust_remote_code: bool = False
     try:
         raw = json.loads(config_file.read_text())
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        with_rotated_share(config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{config_file}: cannot be read: {error}") from error
     if head == "value" and config.model_type in WITH_IMAGES:

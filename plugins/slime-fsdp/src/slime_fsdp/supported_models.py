@@ -20,7 +20,7 @@ UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 WITH_IMAGES: Final = frozenset({"qwen3_vl"})
 """Model types whose images the packed forward supports."""
 PACKED_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
-WITH_LINEAR_ATTENTION: Final = frozenset({"qwen3_next"})
+WITH_LINEAR_ATTENTION: Final = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types whose linear attention keeps packed sequences separate."""
 
 
@@ -44,7 +44,8 @@ def model_problems(model_config: Mapping[str, Any]) -> list[str]:
     for name, harmless in UNSUPPORTED.items():
         if (value := model_config.get(name)) not in harmless:
             problems.append(f"{name} = {value} in the model's config.json: backend fsdp does not compute it.")
-    return problems + layer_problems(model_type, model_config.get("layer_types"))
+    kinds = model_config.get("text_config", model_config).get("layer_types")
+    return problems + layer_problems(model_type, kinds)
 
 
 def layer_problems(model_type: str, kinds: Iterable[str] | None) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from slime_core.contracts.setup import EngineSetup
@@ -25,6 +25,7 @@ from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
+from slime_training.model_config import with_rotated_share
 from slime_training.onednn import onednn_available, use_onednn
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -100,8 +101,12 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         # Patches attend by whole images, in transformers' own way.
         attention = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     try:
+        found = AutoConfig.from_pretrained(
+            setup.model_path, trust_remote_code=setup.trust_remote_code, local_files_only=True
+        )
         network = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_pretrained(
             setup.model_path,
+            config=with_rotated_share(found),
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=setup.trust_remote_code,

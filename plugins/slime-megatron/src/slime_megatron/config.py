@@ -17,6 +17,8 @@ from slime_megatron.stages import Stages
 from slime_megatron.unsupported_options import REFUSED, option_problems
 
 StoredDtype = Literal["fp32", "bf16"]
+PREDICTION_COUNTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of config.json for the number of layers of multi-token prediction."""
 HOW_TO_INSTALL: Final = 'Megatron-core is not installed here: pip install "slime-megatron[core]".'
 
 
@@ -150,11 +152,12 @@ def layout_of(config: MegatronOptions, rank: int, world_size: int) -> Layout:
 
 def problems_of(config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:
     """`model_config`: content of the trained model's config.json."""
+    text = model_config.get("text_config", model_config)
     problems = own_option_problems(config)
     if config.mtp_num_layers:
-        problems += prediction_problems(config, model_config)
-    problems += option_problems(given_options(config), experts_of(model_config))
-    return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
+        problems += prediction_problems(config, text)
+    problems += option_problems(given_options(config), experts_of(text))
+    return problems + family_problems(model_config) + shape_problems(config.shape, world_size, text)
 
 
 def own_option_problems(config: MegatronOptions) -> list[str]:
@@ -185,11 +188,12 @@ def own_option_problems(config: MegatronOptions) -> list[str]:
 
 
 def prediction_problems(config: MegatronOptions, model_config: Mapping[str, Any]) -> list[str]:
-    there = model_config.get("num_nextn_predict_layers")
     # Qwen3-Next has such a layer, but its config.json has no count: in a folder without one, the missing tensors are reported.
-    if there is None or config.mtp_num_layers <= there:
+    key = next((key for key in PREDICTION_COUNTS if model_config.get(key) is not None), None)
+    if key is None or config.mtp_num_layers <= model_config[key]:
         return []
+    there = model_config[key]
     return [
         f"backend.mtp_num_layers = {config.mtp_num_layers}: the model has {there} layers of multi-token prediction "
-        "(num_nextn_predict_layers in its config.json). " + (f"Set {there} or less." if there else "Leave it out.")
+        f"({key} in its config.json). " + (f"Set {there} or less." if there else "Leave it out.")
     ]

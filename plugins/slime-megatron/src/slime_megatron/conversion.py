@@ -7,6 +7,7 @@ layout, so converting between layouts is loading.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from abc import abstractmethod
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from slime_core.contracts.converter import Checksums, Converter, Shard
 from slime_core.errors import CheckpointError, ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
+from slime_megatron.bridges.weight import Stacks
 from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
 from slime_megatron.config import MegatronConfig
 from slime_megatron.cpu import use_cpu
@@ -54,6 +56,8 @@ from slime_training.weight_files import checksum_of, copy_small_files, file_of, 
 
 OUTER: Final = "outer"
 """The piece with embedding, last norm and head."""
+TOWERS: Final = "towers"
+"""The piece with the tensors of other models than the decoder, which are copied from the Hugging Face folder."""
 HF: Final = "hf"
 """Folder in a torch_dist checkpoint that slime wrote: config and tokenizer, no weights."""
 WEIGHTS: Final = "model.safetensors"
@@ -266,7 +270,7 @@ class ToTorchDist(MegatronConverter):
         tensors = {}
         for name in model.names(piece):
             weight = bridge.weight(name)
-            whole = weight.join(model.folder.read(weight.names))
+            whole = weight.join(model.folder.read(weight.names, weight.slot))
             tensors[name] = whole.to(model.dtype_of(name))
         dist_checkpointing.save(
             model.sharded(tensors) | model.objects(piece),
@@ -349,18 +353,34 @@ class FromTorchDist(MegatronConverter):
 
     def pieces(self, source: Path) -> Sequence[Shard]:
         state = self.state(source)
+        folder = self.folder(source)
+        if self._given is None and "text_config" in folder.raw:
+            raise ModelError(
+                f"{source}: it has the decoder alone of a model with a vision tower. Pass --hf-checkpoint FOLDER for the "
+                "Hugging Face folder that has the tower."
+            )
         manifest = source / MANIFEST
         vocab_size = json.loads(manifest.read_text())["shapes"]["vocab_size"] if manifest.is_file() else None
         self.model(source).check(state, vocab_size)
-        return self.pieces_of(source, sum(file.stat().st_size for file in state.glob("*.distcp")))
+        pieces = self.pieces_of(source, sum(file.stat().st_size for file in state.glob("*.distcp")))
+        towers = sum(math.prod(folder.shapes[name]) * folder.dtypes[name].itemsize for name in self.of_towers(source))
+        return [*pieces, *([Shard(name=TOWERS, num_bytes=towers)] if towers else [])]
+
+    def of_towers(self, source: Path) -> list[str]:
+        folder = self.folder(source)
+        return sorted(name for name in folder.files if name.startswith(folder.bridge.towers))
 
     def write(self, source: Path, piece: Shard, folder: Path) -> Checksums:
         model = self.model(source)
         made: dict[str, Tensor] = {}
-        for name, whole in model.read(self.state(source), piece).items():
-            weight = model.folder.bridge.weight(name)
-            made |= dict(zip(weight.names, (part.contiguous() for part in weight.part(whole)), strict=True))
-        made = {name: tensor.clone() for name, tensor in made.items()}
+        stacks = Stacks()
+        if piece.name == TOWERS:
+            names = self.of_towers(source)
+            made = dict(zip(names, model.folder.read(names), strict=True))
+        else:
+            for name, whole in model.read(self.state(source), piece).items():
+                made |= stacks.add(model.folder.bridge.weight(name), whole)
+        made = {name: tensor.contiguous().clone() for name, tensor in made.items()}
         save_file(made, folder / WEIGHTS, metadata={"format": "pt"})
         return {name: checksum_of(tensor) for name, tensor in made.items()}
 
@@ -371,7 +391,9 @@ class FromTorchDist(MegatronConverter):
     def read_back(self, source: Path, piece: Shard, target: Path) -> Checksums:
         model = self.model(source)
         files = file_of(target)
-        names = [hf for name in model.names(piece) for hf in model.folder.bridge.weight(name).names]
+        names = {hf for name in model.names(piece) for hf in model.folder.bridge.weight(name).names}
+        if piece.name == TOWERS:
+            names.update(self.of_towers(source))
         found = {}
         for name in names:
             with safe_open(files[name], framework="pt") as opened:

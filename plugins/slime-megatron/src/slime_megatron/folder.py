@@ -19,8 +19,9 @@ from slime_core.data.model_folder import check_weights, shapes_in
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import Bridge
 from slime_megatron.bridges.family import BRIDGES, Family, family_problems
+from slime_megatron.bridges.weight import Slot
 from slime_training.listed_names import listed
-from slime_training.model_config import config_file_of
+from slime_training.model_config import config_file_of, with_rotated_share
 from slime_training.weight_files import dtypes_in, file_of
 
 
@@ -47,16 +48,19 @@ class ModelFolder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most weights, from config.json; float32 if it has none."""
-        given = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        text = self.raw.get("text_config", {})
+        given = next((of[key] for of in (self.raw, text) for key in ("dtype", "torch_dtype") if of.get(key)), "float32")
         found = getattr(torch, str(given).removeprefix("torch."), None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
-    def read(self, names: Sequence[str]) -> list[Tensor]:
+    def read(self, names: Sequence[str], slot: Slot | None = None) -> list[Tensor]:
+        """`slot`: only this part of each tensor is read."""
         tensors = []
         for name in names:
             try:
                 with safe_open(self.files[name], framework="pt") as opened:
-                    tensors.append(opened.get_tensor(name))
+                    whole = opened.get_tensor(name) if slot is None else opened.get_slice(name)[slot.index]
+                    tensors.append(whole)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{self.files[name]}: {name} cannot be read: {error}") from error
         return tensors
@@ -99,6 +103,9 @@ def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = 
             config = AutoConfig.for_model(kind.config_type, **fields)
         else:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        text = with_rotated_share(config.get_text_config())
+        # That of a whole model is its own, whatever the config of its decoder has.
+        text.tie_word_embeddings = config.tie_word_embeddings
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
     if raw.get("quantization_config"):
@@ -107,7 +114,7 @@ def open_folder(path: Path, *, trust_remote_code: bool = False, weights: bool = 
         if not any(path.glob("*.safetensors")):
             raise ModelError(f"{path}: it has no weights (*.safetensors).")
         check_weights(path)
-    return ModelFolder(path=path, bridge=kind(config=config), raw=raw)
+    return ModelFolder(path=path, bridge=kind(config=text, tensors=frozenset(file_of(path))), raw=raw)
 
 
 def bridge_of(model_type: str) -> type[Bridge]:

@@ -10,6 +10,10 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -60,6 +64,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
     scale = weight.to(wide.dtype)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * (1.0 + scale if around_one else scale)).to(x.dtype)
+
+
+class JointNorm(RmsNorm):
+    """Norm of queries or keys over all heads of a token, also those of other tensor-parallel ranks (MiniMax-M2). Every rank has
+    the whole weight. Megatron sums its gradient over the ranks, as of every module of this name in an attention."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+        """`hidden_size`: features of a head."""
+        super().__init__(config, heads * hidden_size, eps)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 1, H, D), the heads of this rank. If there are fewer heads than ranks, several ranks have the same one."""
+        ranks, rank = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        )
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        # Each rank's heads depend on the sum of all ranks, so its gradient is a sum over them too.
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * torch.rsqrt(total / (ranks * x.shape[-2] * x.shape[-1]) + self.eps)
+        first = rank * self.heads // ranks
+        weight = self.weight.view(self.heads, -1)[first : first + x.shape[-2]]
+        return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -115,6 +144,7 @@ class PackedLayers(LocalSpecProvider):
     def __init__(self, architecture: Architecture) -> None:
         self.sandwich_norms = architecture.sandwich_norms
         self.interleaved_indexer = architecture.interleaved_indexer
+        self.joint_qk_norm = architecture.joint_qk_norm
 
     def row_parallel_linear(self) -> type:
         return NormedRowParallelLinear if self.sandwich_norms else RowParallelLinear
@@ -197,10 +227,14 @@ def attention_spec(config: TransformerConfig, provider: PackedLayers, chooser: i
             linear_qkv=columns,
             core_attention=PackedAttention,
             linear_proj=rows,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=joint_norm(config.num_attention_heads) if provider.joint_qk_norm else qk_norm,
+            k_layernorm=joint_norm(config.num_query_groups) if provider.joint_qk_norm else qk_norm,
         )
     return ModuleSpec(module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def joint_norm(heads: int) -> ModuleSpec:
+    return ModuleSpec(module=JointNorm, params={"heads": heads})
 
 
 def layer_spec(

@@ -204,7 +204,7 @@ def check_copy(name: str, ours: Architecture, theirs: Architecture) -> None:
     same = {key: value for key, value in ours.options.items() if not callable(value)}
     other = {key: value for key, value in theirs.options.items() if not callable(value)}
     different = sorted(key for key in same.keys() | other.keys() if same.get(key) != other.get(key))
-    beside = ("vocab_size", "tied", "mla", "sandwich_norms", "choosers", "interleaved_indexer")
+    beside = ("vocab_size", "tied", "mla", "sandwich_norms", "joint_qk_norm", "choosers", "interleaved_indexer")
     different += [field for field in beside if getattr(ours, field) != getattr(theirs, field)]
     if ours.rotary.factor != theirs.rotary.factor or not torch.equal(ours.rotary.inv_freq, theirs.rotary.inv_freq):
         different.append("rope_parameters")

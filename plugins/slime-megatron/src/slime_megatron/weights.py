@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from slime_megatron.bridges.bridge import LAYER, PREDICTION, Bridge
+from slime_megatron.bridges.weight import Stacks, Weight
 from slime_megatron.experts import STACKED, expert_name
 from slime_megatron.folder import ModelFolder
 from slime_training.joint_gather import gather_jointly
@@ -29,6 +30,7 @@ from slime_training.saved_model import write_model
 from slime_training.weight_files import copy_generation_and_code
 
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+LANGUAGE_MODEL: Final = re.compile(r"For(CausalLM|ConditionalGeneration)$")
 JOINT_BYTES: Final = 512 * 2**20
 """Highest number of bytes of whole tensors that one collective gathers; a single tensor may exceed it."""
 
@@ -131,12 +133,12 @@ class WeightTable:
         tensor = self._tensors[whole].detach()
         return tensor if number is None else tensor[number]
 
-    def shapes_in_folder(self) -> dict[str, tuple[int, ...]]:
+    def shapes_in(self, folder: ModelFolder) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors of the whole model, by their names in the folder."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             for number in self._experts(entry):
-                found |= self._weight(entry, number).shapes(self._whole_shape(entry))
+                found |= weight_of(folder.bridge, entry, number).shapes(self._whole_shape(entry))
         return found
 
     def _whole_shape(self, entry: Entry) -> list[int]:
@@ -159,10 +161,6 @@ class WeightTable:
         per_rank = self._experts_per_rank[LOCAL_EXPERT.sub("", entry.name)]
         return [entry.expert + rank * per_rank for rank in range(parallel_state.get_expert_model_parallel_world_size())]
 
-    def _weight(self, entry: Entry, expert: int | None) -> Any:
-        name = entry.name if expert is None else LOCAL_EXPERT.sub(f".local_experts.{expert}.", entry.name)
-        return self._bridge.weight(name)
-
     def _tp(self, entry: Entry) -> dist.ProcessGroup:
         if entry.expert is not None:
             return parallel_state.get_expert_tensor_parallel_group()
@@ -170,9 +168,9 @@ class WeightTable:
 
     @torch.no_grad()
     def load(self, folder: ModelFolder, *, fresh: Sequence[str] = ()) -> None:
-        """Every rank reads its own part. `fresh`: names that may be missing in the folder."""
+        """Every rank reads its own part, under the names of this folder. `fresh`: names that may be missing in it."""
         requested = {
-            name: shape for name, shape in self.shapes_in_folder().items() if name not in fresh or name in folder.files
+            name: shape for name, shape in self.shapes_in(folder).items() if name not in fresh or name in folder.files
         }
         # A value head replaces the language model's.
         folder.check(requested, unused=("lm_head.weight",) if fresh else ())
@@ -182,10 +180,10 @@ class WeightTable:
             number = self._experts(entry)[
                 parallel_state.get_expert_model_parallel_rank() if entry.expert is not None else 0
             ]
-            weight = self._weight(entry, number)
+            weight = weight_of(folder.bridge, entry, number)
             if any(name not in folder.files for name in weight.names):
                 continue
-            whole = self._padded(entry, weight.join(folder.read(weight.names)))
+            whole = self._padded(entry, weight.join(folder.read(weight.names, weight.slot)))
             if entry.dim is not None:
                 group = self._tp(entry)
                 whole = weight.shard(whole, entry.dim, group.size())[group.rank()]
@@ -206,7 +204,8 @@ class WeightTable:
         """Yields a layer at a time, under the folder's names; None on ranks that do not `keep` it but take part in gathering.
         `dtype` None: unchanged."""
         for _, of_layer in groupby(self.entries, key=lambda entry: order_of(entry)[:2]):
-            found = [piece for entries in self._batches(of_layer) for piece in self._pieces(entries, dtype, keep=keep)]
+            stacks = Stacks() if keep else None
+            found = [piece for entries in self._batches(of_layer) for piece in self._pieces(entries, dtype, stacks)]
             # Experts by their numbers, in every layout.
             layer = {name: part for _, parts in sorted(found, key=lambda item: item[0]) for name, part in parts.items()}
             yield layer if keep else None
@@ -215,19 +214,21 @@ class WeightTable:
     def as_gathered(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of `export` on all ranks, one after the other: it holds no more than one collective has gathered,
         while a layer may have 20 GB of experts. The order depends on the layout."""
+        stacks = Stacks()
         for entries in self._batches(self.entries):
-            for _, parts in self._pieces(entries, dtype, keep=True):
+            for _, parts in self._pieces(entries, dtype, stacks):
                 yield from parts.items()
 
     def _pieces(
-        self, entries: Sequence[Entry], dtype: torch.dtype | None, *, keep: bool
+        self, entries: Sequence[Entry], dtype: torch.dtype | None, stacks: Stacks | None
     ) -> Iterator[tuple[tuple[str, int], dict[str, Tensor]]]:
-        """Yields tensors under the folder's names, each with its place in a layer; empty if they are not kept."""
+        """Yields tensors under the folder's names, each with its place in a layer. `stacks`: keeps the parts of those that are
+        not complete; None: nothing is yielded."""
         for (entry, number), whole in self._wholes(entries, dtype).items():
-            if keep:
-                weight = self._weight(entry, number)
-                parts = weight.part(whole[: self._vocab_size] if self._is_vocabulary(entry) else whole)
-                yield (LOCAL_EXPERT.sub(".", entry.name), number or 0), dict(zip(weight.names, parts, strict=True))
+            if stacks is not None:
+                mine = whole[: self._vocab_size] if self._is_vocabulary(entry) else whole
+                found = stacks.add(weight_of(self._bridge, entry, number), mine)
+                yield (LOCAL_EXPERT.sub(".", entry.name), number or 0), found
 
     def _batches(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         """Groups of entries that are gathered together: of a layer with many experts, only some."""
@@ -265,7 +266,7 @@ class WeightTable:
             cut = [key for key in found if key[0].dim is not None and (key[0].expert is not None) == experts]
             for key, shards in zip(cut, all_parts([found[key] for key in cut], group), strict=True):
                 assert key[0].dim is not None
-                found[key] = self._weight(*key).unshard(shards, key[0].dim)
+                found[key] = weight_of(self._bridge, *key).unshard(shards, key[0].dim)
         return found if self._pp.size() == 1 else self._over_stages(found, entries, dtypes)
 
     def _over_stages(
@@ -293,6 +294,11 @@ class WeightTable:
     @property
     def _device(self) -> torch.device:
         return next(iter(self._tensors.values())).device
+
+
+def weight_of(bridge: Bridge, entry: Entry, expert: int | None) -> Weight:
+    name = entry.name if expert is None else LOCAL_EXPERT.sub(f".local_experts.{expert}.", entry.name)
+    return bridge.weight(name)
 
 
 def all_parts(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
@@ -324,7 +330,7 @@ def write_folder(table: WeightTable, source: ModelFolder, target: Path, *, head:
         copy_generation_and_code(source.path, target)
         raw = dict(source.raw)
         if head == "value":
-            named = [name.replace("ForCausalLM", "ForTokenClassification") for name in raw.get("architectures") or ()]
+            named = [LANGUAGE_MODEL.sub("ForTokenClassification", name) for name in raw.get("architectures") or ()]
             raw |= {"architectures": named, "num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         (target / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
@@ -338,5 +344,6 @@ def saved_weights(table: WeightTable, source: ModelFolder, head: str) -> Iterato
         known.add(name)
         yield name, tensor.to(source.dtypes.get(name, source.dtype))
     for name in sorted(source.files.keys() - known):
-        if head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name):
+        kept = head == "lm" and not re.search(r"^lm_head\.|inv_freq$", name)
+        if kept or name.startswith(source.bridge.towers):
             yield name, source.read([name])[0]

@@ -47,6 +47,8 @@ class Architecture:
     mla: bool = False
     sandwich_norms: bool = False
     """A norm also follows attention and MLP, before the residual is added."""
+    joint_qk_norm: bool = False
+    """Queries are normed over all heads together, and so are keys; not each head."""
     choosers: tuple[int, ...] = ()
     """For each layer, the number (from 1) of the one that chooses its keys; empty: attention is dense."""
     interleaved_indexer: bool = False
@@ -61,9 +63,18 @@ class Bridge(ABC):
     """model_type of the config class in transformers; None: the folder's own."""
 
     config: PreTrainedConfig
+    """Of the language model."""
+    tensors: frozenset[str] = frozenset()
+    """Names of the folder's tensors; empty: the folder has no weights."""
     ignored: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Regular expressions: names of a folder's tensors that are not loaded. `{layers_behind}` is replaced by the numbers of the
     layers of multi-token prediction."""
+    towers: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the tensors of a folder's other models, which text does not reach. They are saved unchanged."""
+    predictions_key: ClassVar[str] = "num_nextn_predict_layers"
+    """Key of config.json for the number of layers of multi-token prediction."""
+    expert_prefix: ClassVar[str] = "mlp.experts."
+    """Prefix of the numbers of experts, in a layer of the folder."""
 
     most_predictions: ClassVar[int] = sys.maxsize
     """Most layers of multi-token prediction whose tensors a folder of this family can name."""
@@ -74,11 +85,11 @@ class Bridge(ABC):
     def architecture(self) -> Architecture: ...
 
     def layer_weights(self) -> Mapping[str, Weight]:
-        """Keys: names in a layer of Megatron. Names in the folder follow `model.layers.N.`."""
+        """Keys: names in a layer of Megatron. Names in the folder follow `prefix` and `layers.N.`."""
         return {**self.norms(), **self.attention(), **self.dense_mlp("mlp")}
 
     def expert_weights(self) -> Mapping[str, Weight]:
-        """Keys: names in an expert. Names in the folder follow `model.layers.N.mlp.experts.E.`."""
+        """Keys: names in an expert. Names in the folder follow those of its layer, `expert_prefix` and its number."""
         return {
             "linear_fc1.weight": GateUp(names=("gate_proj.weight", "up_proj.weight")),
             "linear_fc2.weight": Plain(names=("down_proj.weight",)),
@@ -91,13 +102,18 @@ class Bridge(ABC):
 
     def prediction_prefixes(self, number: int) -> tuple[str, str]:
         """Prefixes in the folder of the names of such a layer (counted from 0) and of its decoder layer."""
-        prefix = f"model.layers.{self.config.num_hidden_layers + number}."
+        prefix = f"{self.prefix}layers.{self.config.num_hidden_layers + number}."
         return prefix, prefix
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the decoder's names in the folder."""
+        return "model."
 
     def outer_weights(self) -> Mapping[str, Weight]:
         return {
-            "embedding.word_embeddings.weight": Plain(names=("model.embed_tokens.weight",)),
-            "decoder.final_layernorm.weight": Plain(names=("model.norm.weight",)),
+            "embedding.word_embeddings.weight": Plain(names=(f"{self.prefix}embed_tokens.weight",)),
+            "decoder.final_layernorm.weight": Plain(names=(f"{self.prefix}norm.weight",)),
             "output_layer.weight": Plain(names=("lm_head.weight",)),
             "value_head.weight": Plain(names=("score.weight",)),
             "value_head.bias": Plain(names=("score.bias",)),
@@ -150,19 +166,25 @@ class Bridge(ABC):
             if short.startswith(OF_PREDICTION):
                 prefix, weights, short = of_layer, self.layer_weights(), short.removeprefix(OF_PREDICTION)
         elif found := LAYER.match(name):
-            prefix, weights, short = f"model.layers.{found[1]}.", self.layer_weights(), found[2]
+            prefix, weights, short = f"{self.prefix}layers.{found[1]}.", self.layer_weights(), found[2]
         if expert := EXPERT.match(short):
-            prefix, weights, short = f"{prefix}mlp.experts.{expert[1]}.", self.expert_weights(), expert[2]
+            prefix, weights, short = f"{prefix}{self.expert_prefix}", self.experts_at(prefix, int(expert[1])), expert[2]
         if short not in weights:
             raise ModelError(f"{type(self).__name__}: Megatron has a weight {name} that this bridge has no names for.")
         weight = weights[short]
         return placed(weight, prefix)
 
+    def experts_at(self, layer: str, number: int) -> Mapping[str, Weight]:
+        """Keys: names in an expert. Names in the folder follow `expert_prefix`. `layer`: the prefix of its layer."""
+        return {name: placed(weight, f"{number}.") for name, weight in self.expert_weights().items()}
+
     def ignores(self, name: str) -> bool:
         """Whether a folder may have this tensor although it is not loaded."""
         last = self.config.num_hidden_layers
-        behind = range(last, last + max(1, getattr(self.config, "num_nextn_predict_layers", None) or 0))
+        behind = range(last, last + max(1, getattr(self.config, self.predictions_key, None) or 0))
         layers = f"(?:{'|'.join(map(str, behind))})"
+        if name.startswith(self.towers):
+            return True
         patterns = [pattern.replace("{layers_behind}", layers) for pattern in self.ignored]
         if self.config.tie_word_embeddings:
             patterns.append(r"^lm_head\.weight$")
@@ -189,7 +211,8 @@ class Bridge(ABC):
         return {
             "num_layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
-            "ffn_hidden_size": config.intermediate_size,
+            # A config without it is of a model whose layers all have experts.
+            "ffn_hidden_size": getattr(config, "intermediate_size", None) or config.moe_intermediate_size,
             "num_attention_heads": config.num_attention_heads,
             "num_query_groups": config.num_key_value_heads,
             "kv_channels": self.head_dim,
@@ -246,13 +269,15 @@ class Moe:
 
     config: PreTrainedConfig
     first_dense: int = 0
+    width: int | None = None
+    """Features of an expert; None: the config's moe_intermediate_size."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def all_options(self, num_experts: int) -> dict[str, Any]:
         layers = self.config.num_hidden_layers
         return {
             "num_moe_experts": num_experts,
-            "moe_ffn_hidden_size": self.config.moe_intermediate_size,
+            "moe_ffn_hidden_size": self.width or self.config.moe_intermediate_size,
             "moe_router_topk": self.config.num_experts_per_tok,
             "moe_layer_freq": [int(layer >= self.first_dense) for layer in range(layers)],
             "moe_router_load_balancing_type": "none",

@@ -1,10 +1,10 @@
-"""Mixtures of experts with grouped-query attention: Qwen3-MoE, GLM-4.5."""
+"""Mixtures of experts with grouped-query attention: Qwen3-MoE, GLM-4.5, MiniMax-M2."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from slime_core.errors import ModelError
 from slime_megatron.bridges.bridge import (
@@ -15,7 +15,7 @@ from slime_megatron.bridges.bridge import (
     sigmoid_moe_weights,
     sigmoid_routing,
 )
-from slime_megatron.bridges.weight import Plain, Weight
+from slime_megatron.bridges.weight import GateUp, Plain, Weight
 
 
 def softmax_experts(config: Any, family: str) -> Moe:
@@ -66,3 +66,50 @@ class Glm4Moe(Bridge):
 
     def prediction_weights(self) -> Mapping[str, Weight]:
         return deepseek_prediction_weights()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxM2(Bridge):
+    """MiniMax-M2, M2.1, M2.5: queries and keys are normed over all heads; routing is DeepSeek-V3's without groups."""
+
+    ignored = (*Bridge.ignored, r"^model\.layers\.{layers_behind}\.")
+    predictions_key = "num_mtp_modules"
+    expert_prefix = "block_sparse_moe.experts."
+    computed: ClassVar[Mapping[str, Any]] = {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+    }
+    """Values of keys that transformers' config does not have: it computes these."""
+
+    def architecture(self) -> Architecture:
+        config = self.config
+        given = {key: getattr(config, key, None) for key in self.computed}
+        wrong = [f"{key} = {value}" for key, value in given.items() if value not in (None, self.computed[key])]
+        if set(getattr(config, "attn_type_list", None) or [1]) != {1}:
+            wrong.append(f"attn_type_list = {config.attn_type_list}")
+        if wrong:
+            raise ModelError(f"{', '.join(wrong)} in the model's config.json: not computed for minimax_m2.")
+        moe = Moe(
+            config=config,
+            width=config.intermediate_size,
+            options={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        )
+        options = {**self.common_options(), "qk_layernorm": True, **moe.all_options(config.num_local_experts)}
+        return self.common_architecture(options, joint_qk_norm=True)
+
+    def layer_weights(self) -> Mapping[str, Weight]:
+        return {
+            **self.norms(),
+            **self.attention(),
+            "mlp.router.weight": Plain(names=("block_sparse_moe.gate.weight",)),
+            "mlp.router.expert_bias": Plain(names=("block_sparse_moe.e_score_correction_bias",)),
+        }
+
+    def expert_weights(self) -> Mapping[str, Weight]:
+        return {
+            "linear_fc1.weight": GateUp(names=("w1.weight", "w3.weight")),
+            "linear_fc2.weight": Plain(names=("w2.weight",)),
+        }

@@ -80,6 +80,36 @@ class Qwen3Next(Family):
         return Qwen3Next
 
 
+class Qwen35(Family):
+    """Qwen3.5, dense."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.linear import Qwen35
+
+        return Qwen35
+
+
+class Qwen35Moe(Family):
+    """Qwen3.5, mixture of experts."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.linear import Qwen35Moe
+
+        return Qwen35Moe
+
+
+class MiniMaxM2(Family):
+    """MiniMax-M2, M2.1, M2.5."""
+
+    @classmethod
+    def load(cls) -> type[Bridge]:
+        from slime_megatron.bridges.experts import MiniMaxM2
+
+        return MiniMaxM2
+
+
 class Glm4Moe(Family):
     """GLM-4.5, 4.6, 4.7."""
 

@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One of the tensors that a tensor of the folder stacks along its first axis."""
+
+    index: int
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weight(ABC):
     names: tuple[str, ...]
     """Names in the folder."""
+    slot: Slot | None = None
+    """Where this weight is in the folder's tensors; None: it is all of them."""
 
     @abstractmethod
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Joins the folder's tensors, in the order of `names`, to the whole tensor."""
+        """Joins the folder's tensors (this weight's slot of them), in the order of `names`, to the whole tensor."""
 
     @abstractmethod
     def part(self, whole: Tensor) -> list[Tensor]:
@@ -29,7 +39,8 @@ class Weight(ABC):
     def shapes(self, whole: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Shapes of the folder's tensors, by their names. `whole`: the whole tensor's."""
         parts = self.part(torch.empty(tuple(whole), device="meta"))
-        return {name: tuple(part.shape) for name, part in zip(self.names, parts, strict=True)}
+        stacked = () if self.slot is None else (self.slot.count,)
+        return {name: (*stacked, *part.shape) for name, part in zip(self.names, parts, strict=True)}
 
     def shard(self, whole: Tensor, dim: int, count: int) -> list[Tensor]:
         """The part of each of `count` tensor-parallel ranks."""
@@ -37,6 +48,27 @@ class Weight(ABC):
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(list(shards), dim)
+
+
+class Stacks:
+    """Joins the slots of the folder's tensors, which may come in any order."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, dict[int, Tensor]] = {}
+
+    def add(self, weight: Weight, whole: Tensor) -> dict[str, Tensor]:
+        """Returns the folder's tensors that are complete with this whole tensor, by their names."""
+        parts = dict(zip(weight.names, weight.part(whole), strict=True))
+        if weight.slot is None:
+            return parts
+        found = {}
+        for name, part in parts.items():
+            slots = self._slots.setdefault(name, {})
+            slots[weight.slot.index] = part
+            if len(slots) == weight.slot.count:
+                found[name] = torch.stack([slots[index] for index in range(weight.slot.count)])
+                del self._slots[name]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
