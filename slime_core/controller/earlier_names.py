@@ -56,7 +56,11 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={("data", "max_unknown_share"): 0.0},
+    added={
+        ("data", "max_unknown_share"): 0.0,
+        ("train", "rank_call_timeout"): 14_400.0,
+        ("router", "middleware_timeout"): 600.0,
+    },
     added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
