@@ -1,5 +1,5 @@
 """Calls that never end: of a trainer rank in this process, and of a middleware. Each run ends in bounded time and names it.
-tests/integration/test_machine_faults.py stops a rank of its own process."""
+tests/integration/test_ray_launcher.py stops a rank with a process of its own."""
 
 from __future__ import annotations
 
