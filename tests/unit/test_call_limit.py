@@ -106,7 +106,7 @@ def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
 
 
 class Rank:
-    """Its calls take as many seconds as they are told; calls of one rank come after each other."""
+    """Its calls take the seconds in their first argument."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

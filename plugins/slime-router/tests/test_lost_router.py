@@ -54,7 +54,7 @@ async def test_a_router_that_is_killed_fails_its_requests_at_once_and_the_engine
         for one in asked:
             with pytest.raises(aiohttp.ClientConnectionError):
                 one.result()
-        # Else it would generate for nobody.
+        # Else the engine would generate a response without a reader.
         await until(lambda: len(engine.gone) == 2)
         with pytest.raises(aiohttp.ClientConnectorError):
             await ask(session, "c")
@@ -66,7 +66,7 @@ async def test_a_router_that_is_killed_fails_its_requests_at_once_and_the_engine
         assert await ask(again, "a") == (200, [1, 2, 9])
 
 
-async def test_a_router_that_is_stopped_answers_when_it_continues(engine, tmp_path):
+async def test_a_router_that_is_stopped_responds_when_it_continues(engine, tmp_path):
     engine.hold.clear()
     async with started(tmp_path, engine) as (process, session):
         before = ask(session, "before")
