@@ -96,6 +96,10 @@ class NonfiniteWeights(TrainingError):
     """After an optimizer step, a weight or the optimizer's state is not finite: the weights that the trainers have are lost."""
 
 
+class RankTimeout(TrainingError):
+    """A trainer rank has not ended a call in time. What it holds cannot be saved, and its thread may never end."""
+
+
 class CheckpointError(SlimeError):
     """A checkpoint is missing, cut short, or belongs to another run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from slime_core import __version__
 from slime_core.atomic_io.lasting_stream import lasting_output
 from slime_core.cli import plugins
 from slime_core.cli.commands import TAKES_ANY_WORDS, CommandGroup
-from slime_core.errors import Interrupted, SlimeError
+from slime_core.errors import Interrupted, RankTimeout, SlimeError
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -79,8 +80,12 @@ def main() -> None:
         try:
             app()
         except SlimeError as error:
-            if debug:
+            if debug and not isinstance(error, RankTimeout):
                 raise
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr)
+            if isinstance(error, RankTimeout):
+                # At its end Python would wait for the thread that hangs.
+                sys.stderr.flush()
+                os._exit(error.exit_code)
             sys.exit(error.exit_code)

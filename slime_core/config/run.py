@@ -178,6 +178,9 @@ class RouterConfig(Table):
 
     middlewares: tuple[PluginTable, ...] = ()
     """Router middlewares, outermost first."""
+    middleware_timeout: float = Field(600.0, gt=0)
+    """Seconds in which a middleware may pass on none of the requests that it has and return none, while no engine has one
+    either. Then they fail, and are sent again (max_retries)."""
 
 
 class CheckpointConfig(Table):

@@ -76,6 +76,9 @@ class TrainConfig(OptimizerKeys):
     includes use_routing_replay."""
     max_skipped_steps: int = Field(3, ge=0)
     """Non-finite optimizer steps in a row that are skipped; one more and the run fails."""
+    rank_call_timeout: float = Field(14_400.0, gt=0)
+    """Seconds that a call to a trainer's ranks may take, such as all optimizer steps of a batch with their compilation, before
+    they count as hung and the run ends."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """A sample whose log-probs or values are not finite: the run stops with its name, or the sample is left out of the
     batch (counted: rollout/nonfinite_samples)."""

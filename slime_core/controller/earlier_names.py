@@ -58,7 +58,12 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={("data", "max_unknown_share"): 0.0, ("data", "renderer"): "chat"},
+    added={
+        ("data", "max_unknown_share"): 0.0,
+        ("data", "renderer"): "chat",
+        ("train", "rank_call_timeout"): 14_400.0,
+        ("router", "middleware_timeout"): 600.0,
+    },
     added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
         ("data", "renderer"): {"chat": "slime.renderers:slime-sources/chat"},

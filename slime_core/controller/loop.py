@@ -23,7 +23,6 @@ from slime_core.data.buffer import BufferSnapshot
 from slime_core.errors import (
     EngineError,
     Interrupted,
-    NonfiniteWeights,
     PluginError,
     RolloutError,
     RolloutsExhausted,
@@ -269,9 +268,7 @@ async def run_loop(session: Session) -> None:
         if isinstance(error, EngineError) and session.client is not None:
             # Pending requests must fail now, so that the engines that are left can be offloaded for the checkpoint.
             session.client.fail(error)
-        await saving.save_unsaved(ahead)
-        if isinstance(error, NonfiniteWeights):
-            raise NonfiniteWeights(f"{error} {saving.way_back()}") from None
+        await saving.save_unsaved(ahead, after=error)
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))

@@ -12,6 +12,7 @@ from slime_core.contracts.hookspecs import CheckpointSaved
 from slime_core.controller.checkpoint import PendingCheckpoint, RunState, discard_on_error
 from slime_core.controller.session import Session
 from slime_core.data.table import read_groups, write_groups
+from slime_core.errors import NonfiniteWeights, RankTimeout
 from slime_core.registry.boundary import held
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.train_group import TrainGroup
@@ -92,10 +93,13 @@ class CheckpointSaver:
             await asyncio.gather(self._beside, return_exceptions=True)
             self._beside = None
 
-    async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]]) -> None:
+    async def save_unsaved(self, ahead: Sequence[Sequence[SampleGroup]], *, after: Exception) -> None:
         """Writes a complete checkpoint if anything was trained since the last one and no optimizer step is under way. It also
-        replaces one that was being written and failed; that error is raised only if nothing can be written."""
+        replaces one that was being written and failed; that error is raised only if nothing can be written. Where `after`,
+        which ended the run, means that the trainers' state is lost, it is raised with what to type."""
         session = self._session
+        if isinstance(after, RankTimeout):
+            raise RankTimeout(f"{after} {self._way_back('start the same command again')}") from None
         with held() as failed:
             await self.completed()
         unsaved = session.state.rollout_id > session.saved_rollout_id
@@ -106,14 +110,18 @@ class CheckpointSaver:
                 ahead, broken="the run was ended from outside, or by an error, at an instant that nothing records"
             )
             await self.completed()
+        if isinstance(after, NonfiniteWeights):
+            steps = session.store.steps()
+            older = f", and --ckpt-step {steps[-2]} for an older one" if len(steps) > 1 else ""
+            way_back = self._way_back(f"pass --resume {session.folder.path} with it{older}")
+            raise NonfiniteWeights(f"{after} {way_back}") from None
 
-    def way_back(self) -> str:
-        """What to type where the trainers' state is lost."""
+    def _way_back(self, resume: str) -> str:
+        """What to type where the trainers' state is lost. `resume`: if there is a checkpoint."""
         run, steps = self._session.folder.path, self._session.store.steps()
         if not steps:
             return "There is no checkpoint yet: start over with --fresh."
-        older = f", and --ckpt-step {steps[-2]} for an older one" if len(steps) > 1 else ""
-        return f"To continue from the last checkpoint, {run}/checkpoints/step_{steps[-1]}, pass --resume {run} with it{older}."
+        return f"To continue from the last checkpoint, {run}/checkpoints/step_{steps[-1]}, {resume}."
 
     async def _complete_beside(
         self, state: RunState, unfinished: PendingCheckpoint, began: float, blocked_s: float

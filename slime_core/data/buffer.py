@@ -113,10 +113,17 @@ class DataBuffer:
         return {**own, **{f"rollout/buffer/num_{kind}": waiting[kind] for kind in kinds}}
 
     def save(self, folder: Path) -> None:
-        """Writes the waiting items and the source's position into `folder`. Raises StorageError if that fails."""
+        """Writes the waiting items and the source's position into `folder`. Raises StorageError if that fails, and PluginError
+        if the source has no position."""
+        try:
+            position = check_state(self.source)
+        except PluginError as error:
+            raise PluginError(
+                f"{error} Without the position no checkpoint can be written; those that are there stay."
+            ) from error
         state = {
             "version": STATE_VERSION,
-            "source": self.source.state(),
+            "source": position,
             "items": [
                 {"kind": item.kind, "added_step": item.added_step, "start_rollout_id": item.start_rollout_id}
                 for item in self._items
@@ -149,13 +156,15 @@ class DataBuffer:
         self.restore(BufferSnapshot(items, state["source"]))
 
 
-def check_state(source: DataSource) -> None:
-    """PluginError if the source's position cannot be saved."""
+def check_state(source: DataSource) -> Mapping[str, Any]:
+    """The source's state. PluginError if it cannot be saved."""
     with foreign(source, "state"):
+        state = source.state()
         try:
-            json_text(source.state(), f"{name_of(source)}, state: the value")
+            json_text(state, f"{name_of(source)}, state: the value")
         except DataError as error:
             raise PluginError(str(error)) from error
+    return state
 
 
 def take_prompts(source: DataSource, num_prompts: int) -> list[Prompt]:

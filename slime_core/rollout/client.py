@@ -10,6 +10,7 @@ and weight updates skip it. The watcher puts another engine in its place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ from typing import Any, Final, TypeAlias
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, RolloutError
-from slime_core.registry.boundary import Held, foreign, held, require
+from slime_core.registry.boundary import Held, foreign, held, name_of, require
+from slime_core.registry.call_limit import CallLimit
 from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
@@ -44,6 +46,7 @@ class EngineClient:
         middlewares: Sequence[RouterMiddleware] = (),
         max_losses: int = 3,
         call_limit_s: float = 600.0,
+        middleware_limit_s: float = 600.0,
     ) -> None:
         """For watched engines: `max_losses` is how often a request may be lost with its engine before it fails, and
         `call_limit_s` the time limit of a call of `call_all`, after which an engine counts as hung."""
@@ -76,7 +79,7 @@ class EngineClient:
         self._streams: set[asyncio.Task[None]] = set()
         self._entrance: Next = self._submit
         for middleware in reversed(middlewares):
-            self._entrance = around(middleware, self._entrance)
+            self._entrance = around(middleware, self._entrance, middleware_limit(middleware, middleware_limit_s))
 
     @property
     def num_engines(self) -> int:
@@ -387,12 +390,28 @@ def wakes_whole(tags: Sequence[MemoryTag] | None = None) -> bool:
     return tags is None or MemoryTag.KV_CACHE in tags
 
 
-def around(middleware: RouterMiddleware, call_next: Next) -> Next:
+def around(middleware: RouterMiddleware, call_next: Next, limit: CallLimit | None = None) -> Next:
+    async def passed_on(request: GenerateRequest) -> Completion:
+        with contextlib.nullcontext() if limit is None else limit.passed_on():
+            return await call_next(request)
+
     async def call(request: GenerateRequest) -> Completion:
         where = f"request {request.request_id}"
-        with foreign(middleware, where, error=RolloutError):
-            completion = await middleware(request, call_next)
-            require(isinstance(completion, Completion), middleware, where, completion, "a Completion")
+        async with contextlib.nullcontext() if limit is None else limit.call(where):
+            with foreign(middleware, where, error=RolloutError):
+                completion = await middleware(request, passed_on)
+                require(isinstance(completion, Completion), middleware, where, completion, "a Completion")
         return completion
 
     return call
+
+
+def middleware_limit(middleware: RouterMiddleware, seconds: float) -> CallLimit:
+    def error(calls: Sequence[str]) -> RolloutError:
+        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+        return RolloutError(
+            f"{name_of(middleware)}, {calls[0]}{more}: it has neither passed on nor returned any for {seconds:g} s "
+            "(--middleware-timeout)."
+        )
+
+    return CallLimit(seconds, error)

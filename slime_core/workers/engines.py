@@ -80,6 +80,7 @@ def client_of(
         middlewares=list(middlewares.values()),
         max_losses=rollout.max_retries,
         call_limit_s=rollout.engine_call_timeout,
+        middleware_limit_s=run.config.router.middleware_timeout,
     )
 
 

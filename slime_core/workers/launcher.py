@@ -50,4 +50,4 @@ class Launcher(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Ends all workers; safe to call twice."""
+        """Ends all workers, also those whose call has not ended; safe to call twice."""

@@ -16,6 +16,8 @@ from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
 
 STOP_S: Final = 45.0
 """Seconds that a lost engine gets to end its processes."""
+RANK_STOP_S: Final = 10.0
+"""Seconds that a rank gets to end its call and itself."""
 
 
 class LocalRank:
@@ -89,10 +91,20 @@ class LocalLauncher(Launcher):
         threads, self._threads = self._threads, []
         # All of them, also if stopping one fails: engines first, each in the order of its start.
         async with contextlib.AsyncExitStack() as stack:
-            for thread in threads:
-                stack.callback(thread.shutdown, wait=True)
-            for rank in reversed(ranks):
-                stack.push_async_callback(rank.call, "close")
+            for rank, thread in zip(reversed(ranks), reversed(threads), strict=True):
+                stack.push_async_callback(end_rank, rank, thread)
             for engine in reversed(engines):
                 if engine is not None:
                     stack.push_async_callback(engine.call, "stop")
+
+
+async def end_rank(rank: LocalRank, thread: ThreadPoolExecutor) -> None:
+    """A thread cannot be ended: one that hangs is left behind."""
+    try:
+        async with asyncio.timeout(RANK_STOP_S) as limit:
+            await rank.call("close")
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)

@@ -14,6 +14,7 @@ from slime_core.config.roles import BoundRole
 from slime_core.contracts.backend import Layout
 from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher
+from slime_core.workers.limited_rank import limited
 from slime_core.workers.role_specs import RoleSpecs
 from slime_core.workers.train_group import TrainerLimits, TrainGroup
 
@@ -33,6 +34,7 @@ async def start_roles(
         handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
         for role in sharing:
             ranks = list(itertools.islice(handles, role.num_ranks))
+            ranks = limited(ranks, role.name, run.config.train.rank_call_timeout)
             layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
             trainers = TrainGroup(
                 launcher,

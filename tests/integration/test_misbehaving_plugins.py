@@ -3,6 +3,7 @@ before is saved. tests/unit/test_boundary.py has the other kinds."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,9 +57,11 @@ class Source(DataSource):
             self.renderer.render({"prompt": "1+1=", "label": "2"}, group_index=n, origin=f"row {n}")
             for n in range(first, self.next)
         ]
-        return rows if first == 0 else [rows[0], None]
+        return [rows[0], None] if first and BROKEN == "source" else rows
 
     def state(self):
+        if BROKEN == "state" and self.next > 2:
+            raise OSError("the catalogue does not respond")
         return {"next": self.next}
 
     def restore(self, state):
@@ -90,14 +93,19 @@ CASES = {
 }
 
 
+def without_file(tiny: TinyRun) -> None:
+    """The run file for a source that reads none."""
+    text = (tiny / "run.toml").read_text()
+    (tiny / "run.toml").write_text(text.replace('prompt_data = "train.jsonl"\n', ""))
+
+
 @pytest.mark.parametrize("broken", CASES)
 def test_a_plugin_that_misbehaves_is_named_and_what_was_trained_is_saved(tiny: TinyRun, broken: str) -> None:
     words, code, expected = CASES[broken]
     (tiny / "bad.py").write_text(PLUGINS)
     (tiny / "broken").write_text(broken)
     if broken == "source":
-        text = (tiny / "run.toml").read_text()
-        (tiny / "run.toml").write_text(text.replace('prompt_data = "train.jsonl"\n', ""))
+        without_file(tiny)
     ended = tiny.run("--plugin", "bad.py", "--num-rollout", "2", "--save-interval", "none", *words)
     assert expected.replace("{folder}", str(tiny.folder)) in ended.error
     assert ended.code == code
@@ -106,3 +114,26 @@ def test_a_plugin_that_misbehaves_is_named_and_what_was_trained_is_saved(tiny: T
         # Reported during the step, which ends after as many failed groups as it requires.
         assert "a response failed: SystemExit: 3 (bad.py:" in ended.out
         assert "a response failed, 10 times by now" in ended.out
+
+
+def test_a_source_without_a_position_ends_the_run_and_the_last_checkpoint_stays(tiny: TinyRun) -> None:
+    (tiny / "bad.py").write_text(PLUGINS)
+    (tiny / "broken").write_text("state")
+    without_file(tiny)
+    words = ("--plugin", "bad.py", "--source", "bad", "--num-rollout", "3")
+    ended = tiny.run(*words)
+    assert ended.code == 2
+    named = (
+        r'data source "bad\.py/bad", state: raised OSError: the catalogue does not respond \(bad\.py:\d+ in state\)\. '
+    )
+    assert re.fullmatch(
+        named + "Without the position no checkpoint can be written; those that are there stay.\n", ended.error
+    )
+    # Two steps are trained, and the second cannot be saved.
+    assert tiny.steps() == [0, 1]
+    assert tiny.checkpoints() == ["step_1"]
+    assert [path.name for path in (tiny.runs / "tiny/checkpoints").iterdir()] == ["step_1"]
+    (tiny / "broken").write_text("")
+    ended = tiny.run(*words)
+    assert (ended.code, ended.err) == (0, "")
+    assert tiny.steps() == [0, 1, 2]

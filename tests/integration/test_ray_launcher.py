@@ -25,13 +25,14 @@ from slime_core.config.part import PluginSpec
 from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_core.contracts.setup import EngineSetup, TrainerSetup
-from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, TrainingError
+from slime_core.errors import CheckpointError, ConfigError, EngineError, PluginError, RankTimeout, TrainingError
 from slime_core.registry import Registry
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.engine_worker import EngineWorkerSpec
+from slime_core.workers.limited_rank import limited
 from slime_core.workers.objective import ObjectiveSpec
 from slime_core.workers.train_worker import TrainWorkerSpec
 from slime_plugin_kit.fast_clock import run_fast
@@ -676,6 +677,22 @@ async def test_an_engine_over_two_machines_starts_and_ends_as_one(workers, tmp_p
     await gone([first["pid"], beside["pid"]])
     await successor.call("health")
     assert {machine["pid"] for machine in reports()}.isdisjoint({first["pid"], beside["pid"]})
+
+
+async def test_a_rank_that_hangs_is_an_error_in_time_and_has_ended_after_the_stop(workers, tmp_path):
+    """On a cluster that continues: no one else ends what is stopped, and it would keep its memory."""
+    launcher = RayLauncher(RayConfig(), LauncherSetup(), grace_s=0.5)
+    (rank,) = await launcher.start_trainers(train_specs(tmp_path, meet=False, world_size=1))
+    await rank.call("setup")
+    await rank.call("save", tmp_path)
+    pid = json.loads((tmp_path / "0.json").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    (one,) = limited([rank], "actor", 1.0)
+    with pytest.raises(RankTimeout, match=r"^trainer actor, rank 0 in save \(of 1\): not ended within 1 s\."):
+        await one.call("save", tmp_path)
+    await launcher.stop()
+    assert not is_alive(pid)
+    assert ray.is_initialized()
 
 
 async def test_a_death_fails_all_ranks_at_once_and_stop_does_not_wait(workers, tmp_path):

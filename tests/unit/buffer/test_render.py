@@ -229,7 +229,12 @@ def test_a_tokenizer_of_bytes_expresses_every_text():
         ("{{ messages[9].content.x }}", "list object has no element 9"),
         ("{{ {}['a']['b'] }}", "'dict object' has no attribute 'a'"),
         ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
-        ("{{ 'a' * 10**18 }}", "MemoryError"),
+        ("{{ 'a' * 10**18 }}", "its products make more than 1,000,000 characters or items"),
+        ("{% set x = 10**9 %}{{ x * 'abc' }}", "its products make more than 1,000,000 characters or items"),
+        ("{{ ([0] * 999) * 10**9 }}", "its products make more than 1,000,000 characters or items"),
+        ("{% for i in range(9999) %}{% set x = 'a' * 9999 %}{% endfor %}", "its products make more than 1,000,000"),
+        ("{{ 10 ** (10 ** 10) }}", "its products make an integer of more than 4,096 bits"),
+        ("{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}", "4,096 bits"),
         ("{{ 'x'.index('y') }}", "ValueError: substring not found"),
         ("{% for i in range(10**12) %}1{% endfor %}", "its loops over range\\(\\) count more than 100,000 numbers"),
         ("{% for i in range(10**99) %}1{% endfor %}", "OverflowError"),
@@ -248,6 +253,24 @@ def test_a_template_may_count(tokenizer):
     template = "{% for i in range(2, 5) %}{{ i }}{% endfor %}{% for i in range(messages | length) %}m{% endfor %}"
     counting = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
     assert render(PromptRenderer(counting, apply_chat_template=True), input="1").text == "234m"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ '=' * 3 ~ 2 * 3 * 4 ~ 2 ** 3 ** 2 ~ 7 / 2 * 4 ~ -2 ** 2 }}", "===246414.04"),
+        ("{{ messages | length * 'ab' }}{{ ' x**y * z ' }} a * b\n{# 2 * 2 #}{% raw %}{{ 3 * 3 }}{% endraw %}\n\n", None),
+        ("{%- macro f(a, b) -%} {{ a * b }} {%- endmacro %}\n{{ f( *[2, 'x']) }}\n {%- if 1 %}a{% endif %}", None),
+        ("{% macro f(a, b) %}{{ a * b }}{% endmacro %}{{ f('y', **{'b': 2}) }}", "yy"),
+        ("{{ dict(a=3, **{'b': 4}) }}{{ (1, 2) * 2 }}{{ [0] * -1 }}{{ 0.5 * 4 }}{{ true * 'z' }}\r\nend", None),
+    ],
+)  # fmt: skip
+def test_a_template_may_multiply(tokenizer, template, text):
+    """What transformers makes of the template as it is."""
+    multiplying = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+    expected = multiplying.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False)
+    assert expected == (text or expected)
+    assert render(PromptRenderer(multiplying, apply_chat_template=True), input="1").text == expected
 
 
 class Marks(MediaRenderer):

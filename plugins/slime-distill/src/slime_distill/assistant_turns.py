@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from slime_core.errors import DataError
 from slime_core.types.prompt import Message
 from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat, shown, variables
+from slime_sources.rendering.counted_product import with_counted_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ class AssistantTurns:
             if messages[number].get(UNTRAINED_KEY, 1) and (not self._last_turn_only or position == len(spoken) - 1)
         ]
         try:
-            template = self._tokenizer.get_chat_template(tools=tools)
+            template = with_counted_products(self._tokenizer.get_chat_template(tools=tools))
             if GENERATION_BLOCK.search(template):
                 return self._marked(template, messages, tools, len(spoken), selected, origin)
             return self._by_beginnings(messages, tools, [spoken[position] for position in selected], origin)

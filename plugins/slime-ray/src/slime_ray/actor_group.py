@@ -163,6 +163,9 @@ class ActorGroup:
                 for member in self._members:
                     self._roster.members.pop(member.actor_id, None)
         results = await asyncio.gather(*shutdowns, return_exceptions=True)
+        # Ray asks a process to kill itself; one that hangs does not.
+        hanging = [member for member, call in zip(self._members, shutdowns, strict=False) if call.cancelled()]
+        await together([member.require_end(None) for member in hanging])
         for result in results:
             if isinstance(result, Exception) and not failed_before:
                 raise result

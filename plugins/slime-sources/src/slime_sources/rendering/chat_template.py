@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError, TemplateRuntimeError
 
+from slime_sources.rendering.counted_product import PRODUCT, CountedProduct, with_counted_products
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -49,17 +51,23 @@ def render_chat(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of the messages. Raises one of TEMPLATE_ERRORS if the template fails."""
-    given = variables(str(tokenizer.chat_template), template_kwargs or {})
+    template = with_counted_products(tokenizer.get_chat_template(tools=tools))
     return str(
         tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **given
+            messages,
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables(template, template_kwargs or {}),
         )
     )
 
 
 def variables(template: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of one rendering: those given, and a `range` with a limit."""
-    return {**given, "range": CountedRange()} if "range" in template else dict(given)
+    """Variables of one rendering: those given, and a `range` and products with a limit."""
+    own = {"range": CountedRange, PRODUCT: CountedProduct}
+    return {**given, **{name: counted() for name, counted in own.items() if name in template}}
 
 
 def shown(error: Exception) -> str:
