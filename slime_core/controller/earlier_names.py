@@ -56,7 +56,11 @@ RENAMES: Final = Renames(
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={("data", "max_unknown_share"): 0.0},
+    added={
+        ("data", "max_unknown_share"): 0.0,
+        ("train", "lr_warmup_fraction"): None,
+        ("roles", "critic", "lr_warmup_fraction"): None,
+    },
     added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
