@@ -61,7 +61,11 @@ RENAMES: Final = Renames(
         ("train", "lr_warmup_fraction"): None,
         ("roles", "critic", "lr_warmup_fraction"): None,
     },
-    added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
+    added_beside={
+        ("generate", "ignored_parameters"): ("fork_threshold", []),
+        ("engine", "prefill_options"): ("prefill_servers", {}),
+        ("engine", "decode_options"): ("prefill_servers", {}),
+    },
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,

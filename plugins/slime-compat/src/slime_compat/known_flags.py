@@ -173,9 +173,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     "ckpt-step": Missing(
         "it is a flag of the command", "pass it to slime run: slime run run.toml --ckpt-step N", trains=False
     ),
-    "sglang-config": Missing(
-        "engine groups are tables of the run file", "see engines.* and engine.servers", trains=False
-    ),
     "sglang-router-ip": Missing(
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
