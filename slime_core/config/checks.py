@@ -91,10 +91,7 @@ def run_length(run: BoundRun) -> Iterable[str]:
 def warmup(run: BoundRun) -> Iterable[str]:
     for where, table in (("train", run.config.train), ("roles.critic", run.config.roles.critic)):
         if table.lr_warmup_iters and table.lr_warmup_fraction is not None:
-            yield (
-                f"{where}: lr_warmup_iters = {table.lr_warmup_iters} and lr_warmup_fraction = {table.lr_warmup_fraction} are "
-                "both the length of the warm-up. Leave one of them out."
-            )
+            yield f"{where}: lr_warmup_iters and lr_warmup_fraction are both the length of the warm-up. Leave one out."
 
 
 def asynchrony(run: BoundRun) -> Iterable[str]:

@@ -221,11 +221,9 @@ def test_a_roles_own_warm_up_replaces_the_other_form_of_it():
 
 
 def test_a_warm_up_has_one_length(ppo):
-    with pytest.raises(
-        ConfigError, match=r"train: lr_warmup_iters = 3 and lr_warmup_fraction = 0\.1 are both.*Leave one"
-    ):
+    with pytest.raises(ConfigError, match=r"train: lr_warmup_iters and lr_warmup_fraction are both.*Leave one"):
         ppo("--lr-warmup-iters", "3", "--lr-warmup-fraction", "0.1")
-    with pytest.raises(ConfigError, match=r"roles\.critic: lr_warmup_iters = 3"):
+    with pytest.raises(ConfigError, match=r"roles\.critic: lr_warmup_iters and"):
         ppo("--critic-lr-warmup-iters", "3", "--critic-lr-warmup-fraction", "0.1")
     ppo("--lr-warmup-iters", "3", "--critic-lr-warmup-fraction", "0.1")
 
