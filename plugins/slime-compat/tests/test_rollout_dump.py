@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_used_is_named(collect, tmp_path):
         collect([], content=[ROW])
     with pytest.raises(DataError, match=r"2 groups, and rollout.rollout_batch_size is 1. Pass --rollout-batch-size 2"):
         collect([ROW, {**ROW, "group_index": 1}])
-    with pytest.raises(DataError, match="do not stand side by side"):
+    with pytest.raises(DataError, match="are not side by side"):
         collect([ROW, {**ROW, "group_index": 1}, ROW], batch=3)
     (tmp_path / "8.pt").write_bytes(b"PK\x03\x04 cut short")
     config = CompatDump.Config(path=str(tmp_path / "{rollout_id}.pt"))

@@ -42,7 +42,7 @@ class CompatGeneratorConfig(AskingFunctionConfig):
 
 class CompatDumpConfig(DriverConfig):
     path: RunPath
-    """Path of each step's dump, with {rollout_id} where its number stands, as of --save-debug-rollout-data."""
+    """Path of each step's dump, with {rollout_id} in place of its number, as of --save-debug-rollout-data."""
     subsample: float | None = Field(None, gt=0, le=1)
     """Share of the samples to use, half of them from the beginning and half from the end of a dump; unset: all."""
     missing_log_probs: Literal["error", "zero"] = "error"
@@ -55,9 +55,9 @@ class CompatDumpConfig(DriverConfig):
         try:
             paths = {str(path).format(rollout_id=step) for step in (0, 1)}
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(f"only {{rollout_id}} may stand in braces: {error!r}") from error
+            raise ValueError(f"only {{rollout_id}} may be in braces: {error!r}") from error
         if len(paths) == 1:
-            raise ValueError("it has no {rollout_id} where the number of a step stands, such as dump/{rollout_id}.pt")
+            raise ValueError("it has no {rollout_id} in place of the number of a step, such as dump/{rollout_id}.pt")
         return path
 
     def path_of(self, step: int) -> str:

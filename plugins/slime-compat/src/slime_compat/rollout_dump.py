@@ -81,7 +81,7 @@ def groups_of(
         groups.append(SampleGroup(prompt=together[0].prompt, samples=together))
     indices = [group.group_index for group in groups]
     if len(set(indices)) < len(indices):
-        raise DataError(f"{path}: samples of one group_index do not stand side by side.")
+        raise DataError(f"{path}: samples of one group_index are not side by side.")
     return groups
 
 

@@ -145,10 +145,10 @@ def differences(there: Mapping[str, tuple[int, ...]], parts: Mapping[str, Sharde
 
 def fits(size: tuple[int, ...], part: ShardedTensor) -> bool:
     """Whether a tensor of `size` fits `part`. Vocabularies are padded to a number of rows that the ranks can divide."""
-    requested = tuple(part.global_shape)
+    shape = tuple(part.global_shape)
     if part.allow_shape_mismatch:
-        return size[1:] == requested[1:] and size[0] >= requested[0]
-    return size == requested
+        return size[1:] == shape[1:] and size[0] >= shape[0]
+    return size == shape
 
 
 def load_model(chunks: Sequence[Any], state: Path) -> None:
@@ -156,16 +156,16 @@ def load_model(chunks: Sequence[Any], state: Path) -> None:
     CheckpointError if they are not this model's."""
     there = shapes_in(read_metadata(state))
     metadata = None if stacks(there) else {"non_homogeneous_layers": True}
-    wanted: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
         whole = chunk.sharded_state_dict(metadata=metadata)
-        wanted[str(number)], _ = extract_matching_values(
+        requested[str(number)], _ = extract_matching_values(
             whole, lambda part: isinstance(part, ShardedTensor | ShardedTensorFactory)
         )
-    renamed(wanted, there)
-    if problems := list(differences(there, parts_of_tensors(wanted))):
+    renamed(requested, there)
+    if problems := list(differences(there, parts_of_tensors(requested))):
         raise CheckpointError(f"{state}: it is not of the trained model: {'; '.join(problems)}.")
-    loaded = dist_checkpointing.load(wanted, str(state), common_strategy=NoCommon())
+    loaded = dist_checkpointing.load(requested, str(state), common_strategy=NoCommon())
     for number, chunk in enumerate(chunks):
         # Extra states of Megatron's modules are left out: they are empty, or of FP8.
         chunk.load_state_dict(loaded[str(number)], strict=False)
