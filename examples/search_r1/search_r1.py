@@ -37,8 +37,8 @@ MARKS: Final = (
 )
 NUM_WORKED: Final = 20_000
 GUESSES: Final = 0.75
-"""Share of worked examples that guess. High enough that the warm start's best answer is a guess, however its weights come out on
-another processor."""
+"""Share of worked examples that guess. High enough that the warm start's best answer is a guess, however its weights come out
+on another processor."""
 SUMMARY_CHARS: Final = 6
 """About as many as run.toml allows (max_information_tokens)."""
 

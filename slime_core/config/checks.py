@@ -18,6 +18,7 @@ def cross_checks(run: BoundRun) -> list[str]:
     checks: tuple[Callable[[BoundRun], Iterable[str]], ...] = (
         batch_arithmetic,
         run_length,
+        warmup,
         asynchrony,
         true_on_policy,
         group_baseline,
@@ -85,6 +86,12 @@ def run_length(run: BoundRun) -> Iterable[str]:
     train = run.config.train
     if (train.num_rollout is None) == (train.num_epoch is None):
         yield "train: give num_rollout (rollout steps) or num_epoch (passes over the data), exactly one of them."
+
+
+def warmup(run: BoundRun) -> Iterable[str]:
+    for where, table in (("train", run.config.train), ("roles.critic", run.config.roles.critic)):
+        if table.lr_warmup_iters and table.lr_warmup_fraction is not None:
+            yield f"{where}: lr_warmup_iters and lr_warmup_fraction are both the length of the warm-up. Leave one out."
 
 
 def asynchrony(run: BoundRun) -> Iterable[str]:

@@ -21,7 +21,7 @@ class ModelConfig(Table):
     hf_checkpoint: RunPath
     """Hugging Face folder: config, weights, tokenizer."""
     ref_load: RunPath | None = None
-    """Folder of the reference weights; by default hf_checkpoint."""
+    """Folder of the reference weights; by default hf_checkpoint. A backend may read checkpoints of its own format too."""
     rollout_load: RunPath | None = None
     """Folder that the policy's engines start from, by default hf_checkpoint: the same model, for example with quantized
     weights (`slime convert`). Weight updates are then quantized in the same way."""

@@ -25,6 +25,8 @@ class OptimizerOverrides(Table):
     """Shape after warm-up."""
     lr_warmup_iters: int | None = Field(None, ge=0)
     """Optimizer steps of linear warm-up, counted from the role's own first step."""
+    lr_warmup_fraction: float | None = Field(None, ge=0, lt=1)
+    """The warm-up as a share of this role's steps until min_lr."""
     lr_decay_iters: int | None = Field(None, gt=0)
     """Optimizer steps of this role until min_lr."""
     weight_decay: float | None = Field(None, ge=0)
@@ -42,7 +44,11 @@ class OptimizerOverrides(Table):
         """`train` with the settings of this table in place of its own."""
         given = {name: getattr(self, name) for name in OptimizerKeys.model_fields}
         given["optimizer"] = self.optimizer and self.optimizer.name
-        return train.model_copy(update={name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        # A role's own length of the warm-up replaces the other form of it.
+        if "lr_warmup_iters" in given or "lr_warmup_fraction" in given:
+            given = {"lr_warmup_iters": 0, "lr_warmup_fraction": None, **given}
+        return train.model_copy(update=given)
 
 
 class TrainConfig(OptimizerKeys):

@@ -203,6 +203,11 @@ class BackendDriver(Driver[TrainBackend]):
     other."""
 
     @classmethod
+    def reads_frozen(cls, folder: Path) -> bool:
+        """Whether it loads a frozen copy of the trained model from `folder`, which has another format than Hugging Face's."""
+        return False
+
+    @classmethod
     def min_world_size(cls, config: Any) -> int:
         """Smallest number of ranks that the layout of these options works with."""
         return 1

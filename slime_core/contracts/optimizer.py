@@ -27,6 +27,8 @@ class OptimizerKeys(Table):
     """Shape after warm-up."""
     lr_warmup_iters: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
+    lr_warmup_fraction: float | None = Field(None, ge=0, lt=1)
+    """The warm-up as a share of the steps until min_lr, in place of lr_warmup_iters."""
     lr_decay_iters: int | None = Field(None, gt=0)
     """Optimizer steps until min_lr; by default those of the whole run."""
     weight_decay: float = Field(0.1, ge=0)
@@ -39,6 +41,13 @@ class OptimizerKeys(Table):
     """Added to the root of the second moment."""
     clip_grad: float = Field(1.0, ge=0)
     """Global gradient norm is cut to this; 0: never."""
+
+    def warmup_and_decay(self, total_steps: int) -> tuple[float, float]:
+        """Optimizer steps until lr is reached, which need not be a whole number, and until min_lr is, in a run of
+        `total_steps`."""
+        decay = self.lr_decay_iters or total_steps
+        warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * decay
+        return warmup, decay if decay > warmup else warmup + 1
 
 
 class OptimizerConfig(OptimizerKeys):

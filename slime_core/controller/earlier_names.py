@@ -63,8 +63,14 @@ RENAMES: Final = Renames(
         ("data", "renderer"): "chat",
         ("train", "rank_call_timeout"): 14_400.0,
         ("router", "middleware_timeout"): 600.0,
+        ("train", "lr_warmup_fraction"): None,
+        ("roles", "critic", "lr_warmup_fraction"): None,
     },
-    added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
+    added_beside={
+        ("generate", "ignored_parameters"): ("fork_threshold", []),
+        ("engine", "prefill_options"): ("prefill_servers", {}),
+        ("engine", "decode_options"): ("prefill_servers", {}),
+    },
     became_plugins={
         ("data", "renderer"): {"chat": "slime.renderers:slime-sources/chat"},
         ("train", "optimizer"): OPTIMIZERS_0_1,

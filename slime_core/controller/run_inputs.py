@@ -117,9 +117,12 @@ def check_stop_tokens(run: BoundRun, vocabulary: int | None) -> None:
 
 
 def other_models(run: BoundRun) -> dict[str, Path]:
-    """Folders of models beside the trained ones that read the same tokens, by the keys that name them."""
+    """Hugging Face folders of models beside the trained ones that read the same tokens, by the keys that name them."""
     frozen_models = (
-        (name, copy) for role in run.roles for name, copy in role.frozen_models.items() if copy != role.model_path
+        (name, copy)
+        for role in run.roles
+        for name, copy in role.frozen_models.items()
+        if copy != role.model_path and not role.backend.driver.reads_frozen(copy)
     )
     folders = {FROZEN_MODEL_KEYS[name]: copy for name, copy in frozen_models}
     if run.teacher is not None:

@@ -35,7 +35,7 @@ def read_model_config(folder: Path, *, where: str = "model.hf_checkpoint") -> di
         config: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{where} = {folder}: no config.json in it; there is {there}.") from None
+        raise ModelError(f"{where} = {folder}: no config.json in it; there is {there}. See `slime convert`.") from None
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     return config

@@ -35,7 +35,11 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-compat": ("compat",),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
-    groups.COLLECTORS: {"slime-distill": ("sft",), "slime-sources": ("accepted", "pool", "replay")},
+    groups.COLLECTORS: {
+        "slime-compat": ("compat",),
+        "slime-distill": ("sft",),
+        "slime-sources": ("accepted", "pool", "replay"),
+    },
     groups.FILTERS: {
         "slime-compat": ("compat",),
         "slime-filters": (

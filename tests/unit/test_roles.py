@@ -214,6 +214,21 @@ def test_every_optimizer_key_can_be_a_roles_own():
     assert RoleConfig(weight_decay=0.0).optimizer_config(train) == train.model_copy(update={"weight_decay": 0.0})
 
 
+def test_a_roles_own_warm_up_replaces_the_other_form_of_it():
+    share, steps = OptimizerConfig(lr_warmup_fraction=0.1), OptimizerConfig(lr_warmup_iters=4)
+    assert RoleConfig(lr_warmup_iters=3).optimizer_config(share).warmup_and_decay(80) == (3, 80)
+    assert RoleConfig(lr_warmup_fraction=0.5).optimizer_config(steps).warmup_and_decay(80) == (40, 80)
+    assert RoleConfig(lr=1.0).optimizer_config(share).warmup_and_decay(80) == (8, 80)
+
+
+def test_a_warm_up_has_one_length(ppo):
+    with pytest.raises(ConfigError, match=r"train: lr_warmup_iters and lr_warmup_fraction are both.*Leave one"):
+        ppo("--lr-warmup-iters", "3", "--lr-warmup-fraction", "0.1")
+    with pytest.raises(ConfigError, match=r"roles\.critic: lr_warmup_iters and"):
+        ppo("--critic-lr-warmup-iters", "3", "--critic-lr-warmup-fraction", "0.1")
+    ppo("--lr-warmup-iters", "3", "--critic-lr-warmup-fraction", "0.1")
+
+
 def test_a_critic_may_have_an_optimizer_of_its_own(ppo, tmp_path):
     (tmp_path / "muon.py").write_text(MUON)
     words = ("--plugin", *(str(tmp_path / f"{name}.py") for name in ("fakes", "valued", "muon")))

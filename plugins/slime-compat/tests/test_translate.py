@@ -59,6 +59,10 @@ def test_defaults_that_differ_are_written_out(translate):
         ("--use-tis --tis-clip 3", "algo.corrections", [{"name": "tis", "tis_clip": 3.0, "tis_clip_low": 0.0}]),
         ("--use-opsm", "algo.corrections", [{"name": "opsm", "opsm_delta": 1e-4}]),
         ("--lr=2e-6", "train.lr", 2e-6),
+        ("--lr-warmup-fraction 0.1", "train.lr_warmup_fraction", 0.1),
+        ("--load-debug-rollout-data d/{rollout_id}.pt", "train.debug_train_only", True),
+        ("--load-debug-rollout-data d/{rollout_id}.pt --load-debug-rollout-data-subsample 0.5", "rollout.collector",
+         {"name": "compat", "path": "d/{rollout_id}.pt", "subsample": 0.5}),
         ("--rollout_temperature 0.7", "rollout.rollout_temperature", 0.7),
         ("--rollout-stop-token-ids 1 2", "rollout.rollout_stop_token_ids", [1, 2]),
         ("--partial-rollout", "rollout.max_staleness", 1000),
@@ -114,6 +118,84 @@ def test_old_functions_get_the_flags_as_args_and_their_folder(translate):
     assert "SECRET" not in str(tables)
 
 
+GLM = """
+sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2, overrides: {chunked_prefill_size: 131072}}
+      - {worker_type: decode, num_gpus: 8, num_gpus_per_engine: 2, overrides: {max_running_requests: 8}}
+"""
+SERVED = """
+sglang:
+  - name: actor
+    num_gpus_per_engine: 4
+    engine_groups:
+      - {worker_type: regular, num_gpus: 8, overrides: {mem_fraction_static: 0.7}}
+  - name: reward
+    model_path: judge
+    server_groups:
+      - {worker_type: regular, num_gpus: 2, overrides: {max_running_requests: 4}}
+  - name: ref
+    model_path: other
+    server_groups: [{worker_type: regular, num_gpus: 1}]
+"""
+
+
+def test_groups_of_servers_become_engines(translate, tmp_path):
+    (tmp_path / "glm.yaml").write_text(GLM)
+    flags = f"--rollout-num-gpus 12 --rollout-num-gpus-per-engine 1 --sglang-config {tmp_path}/glm.yaml"
+    tables, err, code = translate(flags)
+    assert (code, err) == (0, "")
+    # Two engines of one server that prefills and two that decode, on two GPUs each.
+    assert tables["engine"] == {
+        "name": "sglang",
+        "servers": 3,
+        "prefill_servers": 1,
+        "prefill_options": {"chunked_prefill_size": 131072},
+        "decode_options": {"max_running_requests": 8},
+        "router_policy": "cache_aware",
+    }
+    launcher = tables["launcher"]
+    assert (launcher["rollout_num_gpus"], launcher["rollout_num_gpus_per_engine"]) == (12, 6)
+
+    (tmp_path / "served.yaml").write_text(SERVED)
+    tables, err, _ = translate(f"--sglang-mem-fraction-static 0.9 --sglang-config {tmp_path}/served.yaml")
+    launcher = tables["launcher"]
+    assert (launcher["rollout_num_gpus"], launcher["rollout_num_gpus_per_engine"]) == (8, 4)
+    assert tables["engine"] == {"name": "sglang", "mem_fraction_static": 0.7}
+    assert tables["engines"] == {
+        "reward": {
+            "load": "judge",
+            "num_gpus": 2,
+            "num_gpus_per_engine": 1,
+            "engine": {"name": "sglang", "max_running_requests": 4},
+        }
+    }
+    assert "model ref: only engines.teacher and engines.reward are served beside the trained model" in err
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("[{worker_type: encoder, num_gpus: 1}]", "worker_type encoder: only regular, prefill, decode are started"),
+        ("[{worker_type: prefill, num_gpus: 2}]", "only one regular group, or one of prefill and one of decode"),
+        (
+            "[{worker_type: prefill, num_gpus: 2, num_gpus_per_engine: 2}, {worker_type: decode, num_gpus: 4}]",
+            "num_gpus_per_engine [1, 2]: servers of one engine have equal shares of its devices",
+        ),
+        ("[{worker_type: regular, num_gpus: 3, num_gpus_per_engine: 2}]", "num_gpus 3 is not a multiple of"),
+        ("[{worker_type: regular, gpus: 3}]", "cannot be read: .*server_groups.0.num_gpus Field required"),
+        ("5", "cannot be read"),
+    ],
+)
+def test_groups_without_a_counterpart_are_named(translate, tmp_path, groups, expected):
+    (tmp_path / "own.yaml").write_text(f"sglang:\n  - name: a\n    server_groups: {groups}\n")
+    _, err, code = translate(f"--sglang-config {tmp_path}/own.yaml")
+    assert code == 0
+    assert re.search(expected if ".*" in expected else re.escape(expected), err), err
+    assert f"--sglang-config: {tmp_path}/own.yaml: " in err
+
+
 def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
     (tmp_path / "own.yaml").write_text("max_turns: 3\nlr: 1e-5\ntools: [a, b]\nuse_kl_loss: true\n")
     flags = f"--lr 1e-6 --custom-config-path {tmp_path}/own.yaml"
@@ -151,7 +233,8 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
         ("--lr-decay-style WSD", r"--lr-decay-style: WSD: must be constant, linear or cosine"),
         (
             "--ref-load other_torch_dist",
-            r"--ref-load: other_torch_dist: no Hugging Face folder. Make one from the checkpoint with `slime convert`",
+            r"--ref-load: other_torch_dist: no Hugging Face folder. Type `slime convert other_torch_dist other_torch_dist-hf "
+            r"--to hf --hf-checkpoint base` and pass",
         ),
     ],
 )

@@ -131,6 +131,10 @@ def test_learning_rates():
         0.2,
         0.2,
     ]
+    # Megatron's: a quarter of eight steps, then of the four until min_lr; the last warm-up ends between two steps.
+    assert rates([0, 1, 2, 5, 8], lr_decay_style="linear", lr_warmup_fraction=0.25) == [0, 0.5, 1, 0.5, 0]
+    assert rates([0, 1, 4], lr_decay_style="linear", lr_decay_iters=4, lr_warmup_fraction=0.25) == [0, 1, 0]
+    assert rates([1, 2, 5], lr_decay_style="linear", lr_warmup_fraction=0.1875) == [0.666667, 0.923077, 0.461538]
 
 
 def test_the_report_has_the_learning_rate_of_its_step(folders, start, pack, samples, sequence_policy):

@@ -75,6 +75,8 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         fields = {"optimizer": LARGE_STEPS, "routing_replay": replay}
     if replay is RoutingReplay.ROLLOUT:
         training = with_expert_ids(training, *case["sizes"])
+    if "frozen" in case:
+        fields["frozen_models"] = {"reference": Path(case["frozen"])}
     with opened(Megatron.build(config), place, **fields) as one:
         layout = one.layout
         if (folder := case.get("convert")) is not None:
@@ -84,6 +86,7 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         split = (mine[:2], mine[2:], (), mine[:0]) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:], ())
         # The recorded ids are replayed in other micro-batches.
         scores = one.scores(training, split[::-1] if replay else split, entropy=True)
+        of_frozen = one.scores(training, split, weights="reference") if "frozen" in case else {}
         before = one.weights()
         reports = [
             one.backend.train_step(training.micros(split), objective_of()) for _ in range(2 if adam or replay else 1)
@@ -103,6 +106,7 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
         state = {
             "layout": {"reports": layout.reports, "dp_rank": layout.dp_rank},
             "scores": {name: torch.from_numpy(column) for name, column in scores.items()},
+            "frozen_scores": {name: torch.from_numpy(column) for name, column in of_frozen.items()},
             "sums": dict(reports[-1].sums),
             "grad_norm": reports[-1].grad_norm,
             "before": before,

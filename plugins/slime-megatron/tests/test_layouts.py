@@ -20,6 +20,7 @@ OUTER_STAGE = {**PP2, "pipeline_model_parallel_layout": "E|ttttL"}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+FULLY_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DENSE = {
     "dp2": (2, {}),
     "tp2": (2, TP2),
@@ -34,7 +35,7 @@ DENSE = {
     "tp2-sp-cp2": (4, {**SP2, **CP2}),
     "tp2-sp-pp2-outer": (4, {**SP2, **OUTER_STAGE}),
     "pp2-cp2": (4, {**PP2, **CP2}),
-    "recomputed": (1, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "recomputed": (1, FULLY_AGAIN),
     "chunked": (2, {**TP2, "log_probs_chunk_size": 7}),
 }
 EXPERTS = {
@@ -72,10 +73,22 @@ BALANCED = {
     "moe_aux_loss_coeff": 0.3,
     "moe_z_loss_coeff": 0.02,
 }
+# That of each sequence is linear: it agrees however ranks divide them.
+BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+SEQUENCES = {
+    "tp2-sp": (2, SP2),
+    "cp2-ep2": (2, {**CP2, **EP2}),
+    "dp2-pp2-ep2, recomputed": (4, {**PP2, **EP2, **FULLY_AGAIN}),
+    "tp2-sp-cp2": (4, {**SP2, **CP2}),
+}
 SHARED = {"tp2-sp": (2, SP2), "pp2": (2, PP2), "cp2": (2, CP2), "tp2-sp-cp2": (4, {**SP2, **CP2})}
-ALWAYS = {"qwen3-moe, balanced": ("qwen3-moe", BALANCED)}
+ALWAYS = {
+    "qwen3-moe, balanced": ("qwen3-moe", BALANCED),
+    "qwen3-moe, sequences balanced": ("qwen3-moe", BY_SEQUENCE),
+}
 MODELS = {
     "qwen3-moe, balanced": SHARED,
+    "qwen3-moe, sequences balanced": SEQUENCES,
     "qwen3": DENSE,
     "llama3": PLAIN,
     "qwen2.5-tied": SANDWICH,

@@ -238,7 +238,7 @@ def test_every_option_of_megatron_is_supported_or_refused():
         ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "requires Transformer Engine"),
         ({"moe_aux_loss_coeff": 0.1}, "without backend.moe_router_load_balancing_type = aux_loss"),
         ({"moe_router_load_balancing_type": "aux_loss"}, "without a backend.moe_aux_loss_coeff"),
-        ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, "Set none or aux_loss"),
+        ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, "Set none or aux_loss or seq_aux_loss"),
         ({"moe_token_dispatcher_type": "allgather"}, "Set alltoall or flex"),
         ({"decoupled_weight_decay": False, "exp_avg_sq_dtype": "bf16"}, "the step is AdamW"),
     ],

@@ -16,6 +16,7 @@ from engine_setup import setup_for
 
 from slime_core.errors import EngineError
 from slime_sglang import launching
+from slime_sglang.config import SglangOptions
 from slime_sglang.connection import new_pool
 from slime_sglang.launching import devices_of, options_for, start_server
 from slime_sglang.plugin import Sglang
@@ -55,6 +56,20 @@ def test_options_that_the_run_decides_are_refused(setup):
         *options_for(Sglang.Config(servers=2, prefill_servers=1, deterministic=True), replace(setup, num_devices=2), 0)
     }
     assert set_here - defaults - set(OWNED) == set()
+
+
+class WithOptions(SglangOptions):
+    """As with an SGLang that has this option."""
+
+    chunked_prefill_size: int | None = None
+
+
+def test_servers_that_prefill_have_options_of_their_own(setup):
+    config = WithOptions(servers=2, prefill_servers=1, prefill_options={"chunked_prefill_size": 64})
+    prefill, decode = (options_for(config, replace(setup, num_devices=2), place) for place in (0, 1))
+    assert (prefill["disaggregation_mode"], prefill["chunked_prefill_size"]) == ("prefill", 64)
+    assert decode["disaggregation_mode"] == "decode"
+    assert "chunked_prefill_size" not in decode
 
 
 def test_options(setup):

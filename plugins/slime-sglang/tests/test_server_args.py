@@ -16,7 +16,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_core.registry import Registry
 from slime_preflight.schema import run_schema
 from slime_sglang import launching
-from slime_sglang.config import SglangOptions, make_config, server_options
+from slime_sglang.config import SglangOptions, make_config, options_of_role, role_of, server_options
 from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
 from slime_sglang.plugin import Sglang
@@ -160,6 +160,14 @@ def test_a_token_file(tmp_path):
         read_token(str(tmp_path / "missing"))
 
 
+class WithOptions(SglangOptions):
+    """As with an SGLang that has these."""
+
+    chunked_prefill_size: int | None = None
+    dp_size: int | None = None
+    pp_size: int | None = None
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -171,6 +179,15 @@ def test_a_token_file(tmp_path):
         ({"router_options": {"cache_threshold": 0.5}}, "there is no router"),
         ({"prefill_servers": 1, "router_policy": "random"}, "Set engine.servers = 2 or more"),
         ({"prefill_servers": 1, "servers": 2}, "requires a router that pairs the servers"),
+        ({"decode_options": {"dp_size": 2}}, "engine.decode_options: every server prefills and decodes"),
+        (
+            {"prefill_servers": 1, "servers": 2, "router_policy": "random", "decode_options": {"dp_size": 2}},
+            "engine.decode_options.dp_size = 2: SGLang loads new weights into one replica only",
+        ),
+        (
+            {"prefill_servers": 1, "servers": 2, "router_policy": "random", "prefill_options": {"pp_size": 2}},
+            "engine.prefill_options.pp_size = 2: it must be the same for all servers of an engine. Set engine.pp_size",
+        ),
         ({"prefill_servers": 1, "servers": 2, "router_policy": "random", "pause_mode": "retract"}, "is on two servers"),
     ],
 )
@@ -179,8 +196,24 @@ def test_options_that_exclude_each_other(options, words, monkeypatch):
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
     monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
     monkeypatch.setitem(sys.modules, "mooncake", module_of("mooncake"))
-    (problem,) = Sglang.problems(SglangOptions(**options))
+    (problem,) = Sglang.problems(WithOptions(**options))
     assert words in problem
+
+
+def test_options_of_some_servers_are_checked():
+    given = WithOptions(prefill_options={"chunked_prefill_size": "64"}, decode_options={"dp_size": 1})
+    assert given.prefill_options == {"chunked_prefill_size": 64}
+    assert (role_of(given, 0), options_of_role(given, "decode")) == (None, {"dp_size": 1})
+    paired = WithOptions(prefill_servers=2, servers=3, prefill_options={"chunked_prefill_size": 64})
+    assert [role_of(paired, place) for place in range(3)] == ["prefill", "prefill", "decode"]
+    assert options_of_role(paired, "prefill") == {"chunked_prefill_size": 64}
+    for wrong, words in (
+        ({"chunked_prefil_size": 64}, r"prefill_options\n.*chunked_prefil_size: Extra inputs are not permitted"),
+        ({"chunked_prefill_size": "many"}, r"chunked_prefill_size: Input should be a valid integer"),
+        ({"servers": 2}, r"servers is an option of the whole engine: set engine\.servers"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            WithOptions(prefill_options=wrong)
 
 
 def module_of(name):

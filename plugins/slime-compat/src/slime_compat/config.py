@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
@@ -38,3 +38,27 @@ class CompatGeneratorConfig(AskingFunctionConfig):
     """How to handle trained tokens without rollout_log_probs that no engine of this episode generated at their position, such
     as text that was tokenized again. error: the sample fails, and the error names the first of them. zero: they are trained
     with log-prob 0, which is right only if nothing reads the rollout's log-probs; their metrics are wrong then."""
+
+
+class CompatDumpConfig(DriverConfig):
+    path: RunPath
+    """Path of each step's dump, with {rollout_id} in place of its number, as of --save-debug-rollout-data."""
+    subsample: float | None = Field(None, gt=0, le=1)
+    """Share of the samples to use, half of them from the beginning and half from the end of a dump; unset: all."""
+    missing_log_probs: Literal["error", "zero"] = "error"
+    """How to handle samples without rollout_log_probs. zero: they are 0, which is right only if nothing reads them; their
+    metrics are wrong then."""
+
+    @field_validator("path")
+    @classmethod
+    def check_path(cls, path: RunPath) -> RunPath:
+        try:
+            paths = {str(path).format(rollout_id=step) for step in (0, 1)}
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(f"only {{rollout_id}} may be in braces: {error!r}") from error
+        if len(paths) == 1:
+            raise ValueError("it has no {rollout_id} in place of the number of a step, such as dump/{rollout_id}.pt")
+        return path
+
+    def path_of(self, step: int) -> str:
+        return str(self.path).format(rollout_id=step)

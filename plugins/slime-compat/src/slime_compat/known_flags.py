@@ -137,7 +137,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     "opd-teacher-ckpt-step": Missing(
         "the teacher is a Hugging Face folder", "convert that step with slime convert, and pass --opd-teacher-load"
     ),
-    "load-debug-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "allgather-cp": Missing("context parallelism uses the zigzag layout", "leave it out", trains=False),
     "attn-implementation": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
     "fsdp-cpu-offload": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
@@ -156,7 +155,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     "eval-max-context-len": Missing("evaluations have the run's limit", "pass --rollout-max-context-len", trains=False),
     "megatron-config-path": Missing("each role has a table in the run file", "set roles.critic.*"),
     "start-rollout-id": Missing("a resumed run knows its step", "resume with slime run run.toml --resume FOLDER"),
-    "load-debug-rollout-data-subsample": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "load-forge-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "fetch-trajectory-retry-times": Missing("trajectories come from another service here", "see slime-buffer-service"),
     "min-batch-collection-ratio": Missing("a step always has all its groups", "see rollout.over_sampling_batch_size"),
@@ -174,9 +172,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     ),
     "ckpt-step": Missing(
         "it is a flag of the command", "pass it to slime run: slime run run.toml --ckpt-step N", trains=False
-    ),
-    "sglang-config": Missing(
-        "engine groups are tables of the run file", "see engines.* and engine.servers", trains=False
     ),
     "sglang-router-ip": Missing(
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False

@@ -41,13 +41,12 @@ def make_optimizer(
 def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) -> float:
     """The learning rate of the optimizer step after `steps_done`: linear from 0 over the warm-up (so the first one is 0), then
     constant, or linear or cosine decay to min_lr at lr_decay_iters."""
-    warmup = config.lr_warmup_iters
+    warmup, last = config.warmup_and_decay(total_steps)
     if steps_done < warmup:
         return config.lr * steps_done / warmup
     if config.lr_decay_style == "constant":
         return config.lr
-    last = config.lr_decay_iters or total_steps
-    ratio = min((steps_done - warmup) / max(last - warmup, 1), 1.0)
+    ratio = min((steps_done - warmup) / (last - warmup), 1.0)
     left = 1.0 - ratio if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * ratio))
     return config.min_lr + (config.lr - config.min_lr) * left
 

@@ -36,7 +36,9 @@ from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
 from slime_megatron.optimizer import optimizer_state, set_step
 from slime_megatron.preparation import prepare
+from slime_megatron.process import Ranks
 from slime_megatron.scaling import scale_losses
+from slime_megatron.sequence_balance import balances_sequences
 from slime_megatron.trainer import Trainer, make_trainer
 from slime_megatron.weights import write_folder
 from slime_training.context_parallel import segments_of
@@ -136,8 +138,9 @@ class MegatronBackend(TrainerBackend[Trainer]):
         works = [prepare(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
         # Losses are divided by the step's tokens, so that Megatron's auxiliary losses become means over them: the objective,
         # which already is a sum over its own denominator, is multiplied by them.
-        tokens = self._over_ranks([work.num_tokens for work in works])
+        tokens = over_ranks(trainer.ranks, [work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
+        weigh_sequences(trainer, works, tokens)
         loss_fn = self._loss_fn(objective, tokens, self._targets_ahead(works))
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
@@ -146,6 +149,8 @@ class MegatronBackend(TrainerBackend[Trainer]):
             fetch_embedding(trainer.bare)
         biases = biases_of(trainer.tensors)
         found = self._run(works, loss_fn, forward_only=False)
+        for chunk in trainer.bare:
+            chunk.sequence_balance.forget()
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
         loss, sums = reduce_metrics(found, trainer.placement.device)
@@ -173,8 +178,9 @@ class MegatronBackend(TrainerBackend[Trainer]):
     def _drop_step(self) -> None:
         """After a micro-batch that did not fit into memory. The next step zeroes the gradients."""
         trainer = self._ready
-        for chunk in trainer.chunks:
+        for chunk in trainer.bare:
             forget_counts(chunk)
+            chunk.sequence_balance.forget()
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
         if trainer.routing is not None:
@@ -200,19 +206,11 @@ class MegatronBackend(TrainerBackend[Trainer]):
 
         return loss_fn
 
-    def _over_ranks(self, counts: Sequence[Tensor]) -> float:
-        """The sum of `counts` over all micro-batches of all ranks."""
-        trainer = self._ready
-        count = torch.stack(list(counts)).sum().to(torch.float64)
-        dist.all_reduce(count)
-        # Every tensor-parallel and pipeline rank has counted the same tokens.
-        return float(count) / (trainer.ranks.shape.tp * trainer.ranks.shape.pp)
-
     def _targets_ahead(self, works: Sequence[MicroBatchInputs]) -> Tensor:
         """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
-        device = self._ready.placement.device
+        ranks, device = self._ready.ranks, self._ready.placement.device
         counts = [
-            self._over_ranks([torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
+            over_ranks(ranks, [torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
             for depth in range(len(works[0].ahead))
         ]
         return torch.tensor(counts, device=device).clamp(min=1.0)
@@ -301,6 +299,25 @@ class MegatronBackend(TrainerBackend[Trainer]):
 
     def wake_up(self, weights_only: bool = False) -> None:
         self._ready.residency.wake_up(weights_only=weights_only)
+
+
+def over_ranks(ranks: Ranks, counts: Sequence[Tensor]) -> float:
+    """The sum of `counts` over all micro-batches of all ranks."""
+    count = torch.stack(list(counts)).sum().to(torch.float64)
+    dist.all_reduce(count)
+    # Every tensor-parallel and pipeline rank has counted the same tokens.
+    return float(count) / (ranks.shape.tp * ranks.shape.pp)
+
+
+def weigh_sequences(trainer: Trainer, works: Sequence[MicroBatchInputs], tokens: float) -> None:
+    """Makes the balance loss of each sequence its share of a mean over the step's sequences. `tokens`: of the step."""
+    if not balances_sequences(trainer.config):
+        return
+    counts = [torch.tensor(work.micro.num_samples, device=work.tokens.device) for work in works]
+    # Context-parallel ranks have parts of the same sequences.
+    sequences = over_ranks(trainer.ranks, counts) / trainer.ranks.shape.cp
+    for chunk in trainer.bare:
+        chunk.sequence_balance.begin_step(tokens / max(sequences, 1.0))
 
 
 def reduce_metrics(

@@ -42,6 +42,7 @@ from slime_core.errors import CheckpointError
 from slime_megatron.frozen_models import FrozenModels
 from slime_megatron.offload import fill_offloaded, refresh_copies
 from slime_megatron.optimizer import parts_of
+from slime_megatron.torch_dist_place import STATE
 from slime_training.checkpoint_manifest import Manifest
 from slime_training.collective_errors import first_failure_alone, raise_on_all_ranks
 from slime_training.host_memory import HostCopy
@@ -50,7 +51,6 @@ from slime_training.rounded_adamw import StochasticRoundingAdamW
 from slime_training.written_files import check_sizes, sizes_of
 
 MANIFEST = "megatron.json"
-STATE = "state"
 GRAD_SCALER = "grad_scaler"
 DTYPE = "dtype"
 """Key among the shapes: the compute dtype."""

@@ -20,12 +20,11 @@ from slime_megatron.compiler import no_compiler  # isort: skip
 
 with no_compiler():
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
-        apply_factories,
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -34,7 +33,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -42,13 +40,23 @@ from slime_core.contracts.converter import Checksums, Converter, Shard
 from slime_core.errors import CheckpointError, ModelError
 from slime_megatron.bridges.bridge import LAYER, PREDICTION
 from slime_megatron.bridges.weight import Stacks
-from slime_megatron.checkpoint import MANIFEST, STATE, PlainSave
+from slime_megatron.checkpoint import MANIFEST, PlainSave
 from slime_megatron.config import MegatronConfig
 from slime_megatron.cpu import use_cpu
 from slime_megatron.folder import ModelFolder, open_folder
 from slime_megatron.layout import ParallelDims
 from slime_megatron.model import PackedGpt
 from slime_megatron.model_chunks import Placement, build_chunks, make_config
+from slime_megatron.torch_dist_folder import (
+    NoCommon,
+    differences,
+    parts_of_tensors,
+    read_metadata,
+    renamed,
+    shapes_in,
+    stacks,
+)
+from slime_megatron.torch_dist_place import METADATA, NEWEST, STATE, torch_dist_place
 from slime_megatron.transformer_engine import patch_missing_transformer_engine
 from slime_training.listed_names import listed
 from slime_training.process_group import make_single_group
@@ -63,7 +71,6 @@ HF: Final = "hf"
 WEIGHTS: Final = "model.safetensors"
 OF_A_MODEL: Final = ("decoder.", "embedding.", "output_layer.", "value_head.")
 """Prefixes of the keys of its tensors."""
-SHOWN: Final = 3
 
 
 def piece_of(name: str) -> str:
@@ -125,28 +132,18 @@ class WholeModel:
     def check(self, state: Path, vocab_size: int | None) -> None:
         """Raises CheckpointError with the differences unless the tensors of a torch_dist folder are this model's. `vocab_size`:
         of the model that was saved; None: not known."""
-        there = {
-            key: tuple(entry.size)
-            for key, entry in FileSystemReader(state).read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        there = shapes_in(read_metadata(state))
         empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name), device="meta") for name in self.shapes}
-        parts = self.sharded(empty)
-        apply_factories(parts)
-        here = {part.key: part for part in nested_values(parts)}
+        sharded = self.sharded(empty)
+        renamed(sharded, there)
+        here = parts_of_tensors(sharded)
         problems = []
         ours = self.folder.bridge.architecture().vocab_size
         if vocab_size not in (None, ours):
             problems.append(f"its vocabulary is {vocab_size} there and {ours} in that config")
-        if missing := sorted(here.keys() - there.keys()):
-            problems.append(f"{len(missing)} of the model's tensors are missing: {listed(missing)}")
+        problems += differences(there, here)
         if extra := sorted(key for key in there.keys() - here.keys() if key.startswith(OF_A_MODEL)):
             problems.append(f"the model has no place for {len(extra)} tensors: {listed(extra)}")
-        problems += [
-            f"{key} is {there[key]} there and {tuple(here[key].global_shape)} in the model"
-            for key in sorted(here.keys() & there.keys())
-            if not fits(there[key], here[key])
-        ][:SHOWN]
         if problems:
             raise CheckpointError(
                 f"{state}: it does not belong to the model of {self.folder.path}/config.json: {'; '.join(problems)}."
@@ -155,9 +152,15 @@ class WholeModel:
     def read(self, state: Path, piece: Shard) -> dict[str, Tensor]:
         """Reads a piece from a torch_dist folder."""
         empty = {name: torch.empty(self.shapes[name], dtype=self.dtype_of(name)) for name in self.names(piece)}
+        sharded = self.sharded(empty)
+        renamed(sharded, shapes_in(read_metadata(state)))
         try:
             loaded: dict[str, Any] = dist_checkpointing.load(
-                self.sharded(empty), str(state), sharded_strategy=PieceLoad(), validate_access_integrity=False
+                sharded,
+                str(state),
+                sharded_strategy=PieceLoad(),
+                common_strategy=NoCommon(),
+                validate_access_integrity=False,
             )
         except (
             CheckpointException, dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError
@@ -165,16 +168,7 @@ class WholeModel:
             raise CheckpointError(
                 f"{state}: {piece.name} of the model in {self.folder.path} is missing: {error}"
             ) from error
-        # For a training checkpoint the result also has the ranks' common state.
         return {name: loaded[name] for name in empty}
-
-
-def fits(size: tuple[int, ...], part: ShardedTensor) -> bool:
-    """Whether a tensor of `size` fits `part`. Vocabularies are padded to a number of rows that the ranks can divide."""
-    requested = tuple(part.global_shape)
-    if part.allow_shape_mismatch:
-        return size[1:] == requested[1:] and size[0] >= requested[0]
-    return size == requested
 
 
 class PieceSave(PlainSave):
@@ -283,7 +277,7 @@ class ToTorchDist(MegatronConverter):
     def finish(self, source: Path, folders: Mapping[str, Path], target: Path) -> None:
         parts = []
         for number, folder in enumerate(folders.values()):
-            found = FileSystemReader(folder).read_metadata()
+            found = read_metadata(folder)
             moved = {}
             for file in sorted({info.relative_path for info in found.storage_data.values()}):
                 moved[file] = f"__{number}_{file.rpartition('_')[2]}"
@@ -325,22 +319,21 @@ class FromTorchDist(MegatronConverter):
         self._given = hf_checkpoint
 
     def state(self, source: Path) -> Path:
-        places = (source, source / STATE)
-        found = next((place for place in places if (place / ".metadata").is_file()), None)
+        found = torch_dist_place(source)
         if found is None:
             raise CheckpointError(
-                f"{source}: no torch_dist checkpoint there, nor in its folder {STATE}/ (no .metadata)."
+                f"{source}: no torch_dist checkpoint there, nor in its folder {STATE}/ (no {METADATA}), nor a {NEWEST}."
             )
         return found
 
     def keys(self, source: Path) -> list[str]:
-        return list(FileSystemReader(self.state(source)).read_metadata().state_dict_metadata)
+        return list(read_metadata(self.state(source)).state_dict_metadata)
 
     def num_ahead(self, source: Path) -> int:
         return len({found[1] for key in self.keys(source) if (found := PREDICTION.match(key))})
 
     def stacks(self, source: Path) -> bool:
-        return not any(LAYER.match(key) for key in self.keys(source))
+        return stacks(self.keys(source))
 
     def folder(self, source: Path) -> ModelFolder:
         place = self._given or self.state(source) / HF

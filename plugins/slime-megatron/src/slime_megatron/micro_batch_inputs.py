@@ -15,6 +15,7 @@ from slime_megatron.attention import (
 )
 from slime_megatron.delta_net import DeltaPlan
 from slime_megatron.mtp import MTPInputs
+from slime_megatron.sequence_balance import Sequences
 from slime_training.head import EntropyMode
 
 
@@ -30,6 +31,8 @@ class MicroBatchInputs:
     """None: the model has no gated delta nets."""
     padding: Tensor
     """(1, N) bool: True for padding, which auxiliary losses of experts leave out."""
+    sequences: Sequences | None
+    """None: no balance loss of each sequence is computed."""
     entropy: EntropyMode = "none"
     ahead: tuple[MTPInputs, ...] = ()
     """Inputs of each layer of multi-token prediction; empty if nothing is trained."""

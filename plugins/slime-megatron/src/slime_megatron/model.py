@@ -27,6 +27,7 @@ from slime_megatron.log_probs import log_probs_of
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import EmbeddingElsewhere, MTPLayers
 from slime_megatron.rope import MLARotary, RotaryCache
+from slime_megatron.sequence_balance import SequenceBalance, Sequences
 from slime_megatron.token_permutation import order_tokens_here
 from slime_training.deterministic_gather import GatherUnique
 from slime_training.head import EntropyMode, chunk_positions
@@ -98,6 +99,7 @@ class PackedGpt(GPTModel):
             if not pre_process:
                 self.embedding_elsewhere = EmbeddingElsewhere(config, self.vocab_size, self.max_sequence_length)
         count_without_padding(self)
+        self.sequence_balance = SequenceBalance(self)
         order_tokens_here(self, config)
         self.true_vocab_size = architecture.vocab_size
         self.padding = architecture.padding
@@ -133,6 +135,7 @@ class PackedGpt(GPTModel):
     def forward(self, work: MicroBatchInputs) -> Tensor | tuple[Tensor, Tensor]:
         layout = "thd" if self.config.multi_latent_attention else "sbhd"
         rotation = RotaryCache.at(work.plan.position_ids, self.rotary)
+        self.sequence_balance.before(self.sequences(work), training=self.training)
         packed = PackedPlan(qkv_format=layout, plan=work.plan, rotation=rotation, delta=work.delta)
         output: Tensor | tuple[Tensor, Tensor] = super().forward(
             input_ids=work.tokens,
@@ -164,6 +167,12 @@ class PackedGpt(GPTModel):
             return work.padding
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         return work.padding.chunk(ranks, 1)[parallel_state.get_tensor_model_parallel_rank()]
+
+    def sequences(self, work: MicroBatchInputs) -> Sequences | None:
+        if work.sequences is None or not self.config.sequence_parallel:
+            return work.sequences
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return work.sequences.part(parallel_state.get_tensor_model_parallel_rank(), ranks)
 
     def _postprocess(
         self,

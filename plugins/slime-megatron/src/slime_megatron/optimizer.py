@@ -131,14 +131,14 @@ def optimizer_state(optimizer: MegatronOptimizer, weights: Mapping[str, Tensor])
 
 
 def make_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    warmup = config.lr_warmup_iters
+    warmup, decay = config.warmup_and_decay(total_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=warmup,
-        lr_decay_steps=max(config.lr_decay_iters or total_steps, warmup + 1),
+        lr_decay_steps=decay,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

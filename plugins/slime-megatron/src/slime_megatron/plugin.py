@@ -17,6 +17,7 @@ from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, pr
 from slime_megatron.layout import ranks_of
 from slime_megatron.native_optimizer import native_name, optimizer_problems
 from slime_megatron.stages import Stages
+from slime_megatron.torch_dist_place import torch_dist_place
 from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
@@ -75,6 +76,10 @@ class Megatron(TrainerPlanner, BackendDriver):
             if config.use_distributed_optimizer is not False:
                 savers.append({"optimizer_cpu_offload": True})
         return savers
+
+    @classmethod
+    def reads_frozen(cls, folder: Path) -> bool:
+        return torch_dist_place(folder) is not None
 
     @classmethod
     def min_world_size(cls, config: MegatronOptions) -> int:

@@ -13,6 +13,7 @@ from slime_megatron.delta_net import plan_delta
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import ahead_of
 from slime_megatron.routing import Routing
+from slime_megatron.sequence_balance import balances_sequences, sequences_of
 from slime_megatron.trainer import Trainer
 from slime_training.context_parallel import split_micro_batch
 from slime_training.head import EntropyMode
@@ -56,13 +57,18 @@ def prepare(
     is_padding = torch.zeros(held, dtype=torch.bool)
     if layout.cp_size > 1:
         is_padding = padded_positions(whole.cu_seqlens, micro.cu_seqlens, layout.cp_rank, layout.cp_size)
-    is_padding = nn.functional.pad(is_padding, (0, padding), value=True)[None]
+    is_padding = nn.functional.pad(is_padding, (0, padding), value=True)
+    sequences = None
+    if balances_sequences(trainer.config):
+        offsets = micro.cu_seqlens // layout.cp_size
+        sequences = sequences_of(offsets, micro.num_samples, is_padding).to(device)
     return MicroBatchInputs(
         micro=replace(micro, routed_experts=None).to(device),
         tokens=tokens,
         plan=plan,
         delta=delta,
-        padding=is_padding.to(device),
+        padding=is_padding[None].to(device),
+        sequences=sequences,
         entropy=entropy,
         ahead=tuple(
             ahead_of(whole, depth, layout.cp_rank, layout.cp_size, padding).to(device)

@@ -10,7 +10,6 @@ padded, under sequence parallelism), L layers with experts in a piece of the mod
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import ConfigError, ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
+from slime_megatron.forward_input import ForwardInput
 from slime_training.key_gather import ALL_GATHER
 
 
@@ -31,24 +31,14 @@ class Choices:
     """Replaces Megatron's RouterReplay, in one router."""
 
     def __init__(self) -> None:
-        self._replayed: Tensor | None = None
-        self._again: deque[Tensor] = deque()
-        self._training = False
+        self.replayed: ForwardInput[Tensor] = ForwardInput()
+        """Ids (n, K) of a forward; None: the router's own choice."""
         self.chosen: Tensor | None = None
         """(n, K) int64: ids of the last forward with the router's own scores."""
 
-    def go_by(self, ids: Tensor | None, *, training: bool) -> None:
-        """Sets the ids (n, K) of the next forward; None: the router's own choice."""
-        self._replayed, self._training = ids, training
-
     def forget(self) -> None:
-        self._replayed, self.chosen = None, None
-        self._again.clear()
-
-    @property
-    def left(self) -> int:
-        """Forwards that ran without gradient and were not recomputed."""
-        return len(self._again)
+        self.chosen = None
+        self.replayed.forget()
 
     def get_replay_topk(
         self,
@@ -59,23 +49,13 @@ class Choices:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(n, E) to (n, K) scores and ids; called by Megatron."""
-        ids = self._next()
+        ids = self.replayed.take()
         if ids is None:
             assert default_compute_topk is not None
             values, self.chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return values, self.chosen
         ids = ids.long()
         return scores.gather(1, ids), ids
-
-    def _next(self) -> Tensor | None:
-        # In training, only forwards without gradient are recomputed, with gradient, and backwards follow the order of their
-        # forwards.
-        with_gradient = torch.is_grad_enabled()
-        if with_gradient and self._again:
-            return self._again.popleft()
-        if self._replayed is not None and self._training and not with_gradient:
-            self._again.append(self._replayed)
-        return self._replayed
 
 
 class Routing:
@@ -162,7 +142,7 @@ class Routing:
         """Sets the ids (from `ids_of`) for the next forward of a piece."""
         rows = ids[chunk].to(device, non_blocking=True) if ids else None
         for number, choices in enumerate(self._choices[chunk]):
-            choices.go_by(None if rows is None else rows[:, number], training=training)
+            choices.replayed.set(None if rows is None else rows[:, number], training=training)
 
     def keep(self, chunk: int, micro: MicroBatch, cp_size: int) -> None:
         """Keeps the ids that the forward of a micro-batch has just chosen. A collective under sequence parallelism."""
@@ -180,7 +160,7 @@ class Routing:
 
     def end(self, *, all_trained: bool) -> None:
         """Ends a run through the model. `all_trained`: every layer took part in the backward."""
-        left = sum(choices.left for of_chunk in self._choices for choices in of_chunk)
+        left = sum(choices.replayed.left for of_chunk in self._choices for choices in of_chunk)
         for of_chunk in self._choices:
             for choices in of_chunk:
                 choices.forget()

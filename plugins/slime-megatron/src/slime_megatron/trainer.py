@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 # Before any import of Megatron: see compiler.py.
@@ -34,6 +35,8 @@ from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.process import Ranks, join
 from slime_megatron.routing import Routing
 from slime_megatron.scaling import finish_gradients
+from slime_megatron.torch_dist_folder import load_model
+from slime_megatron.torch_dist_place import torch_dist_place
 from slime_megatron.transformer_engine import patch_missing_transformer_engine
 from slime_megatron.unsupported_options import megatron_errors
 from slime_megatron.weights import WeightTable, local_tensors
@@ -98,7 +101,10 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     table = WeightTable(bare, folder.bridge, architecture.vocab_size)
     frozen = FrozenModels(bare, placement.device)
     for name, copy in frozen_folders.items():
-        table.load(copy)
+        if isinstance(copy, ModelFolder):
+            table.load(copy)
+        else:
+            load_model(bare, copy)
         frozen.take(name)
     if setup.head == "value" and (head := bare[-1].value_head) is not None:
         start_value_head(head.weight, head.bias, setup.seed)
@@ -129,14 +135,19 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     return trainer
 
 
-def open_frozen_folders(setup: TrainerSetup, architecture: Architecture) -> dict[str, ModelFolder]:
-    """The folder of each frozen model, by its name. Raises ModelError for a model of another architecture."""
-    folders = {}
+def open_frozen_folders(setup: TrainerSetup, architecture: Architecture) -> dict[str, ModelFolder | Path]:
+    """The folder of each frozen model, or its state in torch_dist, by its name. Raises ModelError for a model of another
+    architecture; that of a state is known when it is loaded."""
+    folders: dict[str, ModelFolder | Path] = {}
     for name, path in setup.frozen_models.items():
         if setup.head != "lm":
             raise ModelError(f'weights "{name}": a critic has no frozen copies.')
-        folders[name] = open_folder(path, trust_remote_code=setup.trust_remote_code)
-        check_copy(name, architecture, folders[name].bridge.architecture())
+        if (state := torch_dist_place(path)) is not None:
+            folders[name] = state
+            continue
+        folder = open_folder(path, trust_remote_code=setup.trust_remote_code)
+        check_copy(name, architecture, folder.bridge.architecture())
+        folders[name] = folder
     return folders
 
 

@@ -266,9 +266,9 @@ NEEDS: Final[Mapping[str, tuple[str, Any]]] = MappingProxyType(
 VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
         "moe_router_load_balancing_type": (
-            ("none", "aux_loss"),
-            "seq_aux_loss treats a packed micro-batch as one sequence, which makes it aux_loss; the running means of "
-            "global_aux_loss have no place in a model folder; sinkhorn computes another function than the engine",
+            ("none", "aux_loss", "seq_aux_loss"),
+            "global_aux_loss weights tokens by a running mean over the micro-batches before them, so gradients would depend "
+            "on their order and packing; sinkhorn computes another function than the engine",
         ),
         "moe_token_dispatcher_type": (
             ("alltoall", "flex"),

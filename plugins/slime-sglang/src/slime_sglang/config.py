@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Literal
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
@@ -26,6 +26,10 @@ class SglangOptions(DriverConfig):
     prefill_servers: int = Field(default=0, ge=0)
     """Number of servers that only prefill; the others only decode (prefill/decode disaggregation, through sglang-router). The
     KV cache is sent over `disaggregation_transfer_backend`, which must be installed."""
+    prefill_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the prefilling servers alone, by SGLang's names, such as `chunked_prefill_size = 131072`."""
+    decode_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the decoding servers alone."""
     router_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of sglang-router by the names of its RouterArgs, such as `balance_abs_threshold = 10`."""
     external_engine_addrs: tuple[str, ...] = ()
@@ -55,6 +59,18 @@ class SglangOptions(DriverConfig):
     @classmethod
     def _of_router(cls, value: dict[str, Any]) -> dict[str, Any]:
         return router_args.checked(value)
+
+    @field_validator("prefill_options", "decode_options", mode="after")
+    @classmethod
+    def _of_some_servers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if own := sorted(set(value) & SglangOptions.model_fields.keys()):
+            raise ValueError(f"{own[0]} is an option of the whole engine: set engine.{own[0]}")
+        try:
+            found = cls.model_validate(value)
+        except ValidationError as error:
+            problems = ("{}: {}".format(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors())
+            raise ValueError("; ".join(problems)) from error
+        return {name: getattr(found, name) for name in value}
 
     @model_validator(mode="after")
     def _of_pause(self) -> SglangOptions:
@@ -132,6 +148,18 @@ def no_choice(value: object, known: Choices) -> str:
 
 
 def server_options(config: Any) -> dict[str, Any]:
-    """Those of the server's options that the run file gives."""
+    """Those of the server's options that the run file gives, for all servers."""
     names = {option.name for option in options_of_server()} - set(OWNED)
     return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}
+
+
+def role_of(config: SglangOptions, place: int) -> Literal["prefill", "decode"] | None:
+    """What the server at `place`, from 0, does; None: both."""
+    if not config.prefill_servers:
+        return None
+    return "prefill" if place < config.prefill_servers else "decode"
+
+
+def options_of_role(config: SglangOptions, role: Literal["prefill", "decode"] | None) -> dict[str, Any]:
+    """Those that the run file gives for servers with this role alone."""
+    return {} if role is None else {"prefill": config.prefill_options, "decode": config.decode_options}[role]

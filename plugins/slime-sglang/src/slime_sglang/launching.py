@@ -17,7 +17,7 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
 from slime_serving.listener import is_loopback
-from slime_sglang.config import SglangOptions, server_options
+from slime_sglang.config import SglangOptions, options_of_role, role_of, server_options
 from slime_sglang.connection import Connection
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.option_checks import problem_of_devices
@@ -78,7 +78,8 @@ def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
 
 def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
     """ServerArgs, without ports and token. Raises EngineError for devices that do not divide."""
-    chosen = server_options(config)
+    role = role_of(config, place)
+    chosen = server_options(config) | options_of_role(config, role)
     on_cpu = setup.device == "cpu"
     pp_size = chosen.get("pp_size", 1)
     problem = problem_of_devices(config, setup.num_devices, setup.num_nodes, "--rollout-num-gpus-per-engine")
@@ -115,8 +116,8 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         options["enable_return_routed_experts"] = True
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
-    if config.prefill_servers:
-        options["disaggregation_mode"] = "prefill" if place < config.prefill_servers else "decode"
+    if role is not None:
+        options["disaggregation_mode"] = role
     if not (setup.model_path / "tokenizer_config.json").exists():
         options["skip_tokenizer_init"] = True
     return options | chosen

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from slime_core.contracts.setup import EngineLayout
 from slime_sglang import router_args
-from slime_sglang.config import SglangOptions, is_installed, server_options
+from slime_sglang.config import SglangOptions, is_installed, options_of_role, server_options
 
+ROLES: Final[tuple[Literal["prefill", "decode"], ...]] = ("prefill", "decode")
+SHARED: Final = frozenset({"pp_size", "quantization", "kv_cache_dtype", "page_size", "disaggregation_transfer_backend"})
+"""Options that servers of one engine share: they hold the same weights, and send each other keys and values."""
 HOW_TO_INSTALL: Final = (
     'SGLang is not installed here: `pip install "slime-sglang[server]"` on a GPU machine; on a CPU see the README of '
     "slime-sglang."
@@ -43,12 +46,35 @@ def problems_of_options(config: Any) -> list[str]:
         )
     if config.router_options and config.router_policy == "none":
         problems.append("engine.router_options: there is no router. Choose an engine.router_policy.")
-    if (config.dp_size if hasattr(config, "dp_size") else None) not in (None, 1) and not config.enable_dp_attention:
-        problems.append(
-            f"engine.dp_size = {config.dp_size}: SGLang loads new weights into one replica only. Use "
-            f"engine.servers = {config.dp_size}, or more engines."
-        )
+    problems += problems_of_replicas("engine", given)
+    for role in ROLES:
+        problems += problems_of_role(config, role, given)
     return problems
+
+
+def problems_of_replicas(where: str, options: Mapping[str, Any]) -> list[str]:
+    """`options`: of a server; `where`: the table that gives them."""
+    replicas = options.get("dp_size")
+    if replicas in (None, 1) or options.get("enable_dp_attention"):
+        return []
+    return [
+        f"{where}.dp_size = {replicas}: SGLang loads new weights into one replica only. Use engine.servers = {replicas}, or "
+        "more engines."
+    ]
+
+
+def problems_of_role(config: SglangOptions, role: Literal["prefill", "decode"], given: Mapping[str, Any]) -> list[str]:
+    """`given`: options of all servers."""
+    own, where = options_of_role(config, role), f"engine.{role}_options"
+    if not own:
+        return []
+    if not config.prefill_servers:
+        return [f"{where}: every server prefills and decodes. Set engine.prefill_servers, or leave it out."]
+    problems = [
+        f"{where}.{name} = {own[name]!r}: it must be the same for all servers of an engine. Set engine.{name}."
+        for name in sorted(own.keys() & SHARED)
+    ]
+    return problems + problems_of_replicas(where, {**given, **own} if "dp_size" in own else {})
 
 
 def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:

@@ -11,7 +11,7 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
-from slime_sglang.config import SglangOptions
+from slime_sglang.config import SglangOptions, role_of
 from slime_sglang.connection import Connection, allow_connections, new_pool
 from slime_sglang.external import connect_external
 from slime_sglang.generation import version_of
@@ -70,9 +70,8 @@ class ServerGroup:
                     self._processes.append(outcome.process)
 
     def _role_of(self, place: int, bootstrap_port: int | None) -> WorkerRole:
-        if not self._config.prefill_servers:
-            return WorkerRole()
-        return WorkerRole("prefill" if place < self._config.prefill_servers else "decode", bootstrap_port)
+        role = role_of(self._config, place)
+        return WorkerRole() if role is None else WorkerRole(role, bootstrap_port)
 
     async def start_router(self, setup: EngineSetup) -> None:
         """Starts sglang-router in front of all servers, if router_policy is set."""

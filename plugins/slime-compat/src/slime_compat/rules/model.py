@@ -51,10 +51,11 @@ def other_folder(translation: Translation, flag: str, folder: str, hf: str | Non
             )
         return True
     same = hf is not None and Path(folder).name.startswith(Path(hf).name)
+    made = f"slime convert {folder} {folder.rstrip('/')}-hf --to hf --hf-checkpoint {hf}"
     text = (
         "treated as the converted form of --hf-checkpoint, whose weights are loaded; no conversion is needed"
         if same
-        else "no Hugging Face folder. Make one from the checkpoint with `slime convert`"
+        else f"no Hugging Face folder. Type `{made}` and pass the folder that it makes"
     )
     translation.note(flag, f"{folder}: {text}", trains=not same)
     return False

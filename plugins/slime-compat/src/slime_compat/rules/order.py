@@ -8,6 +8,7 @@ from slime_compat.rules.launcher import launcher
 from slime_compat.rules.model import model
 from slime_compat.rules.rollout import data, rollout
 from slime_compat.rules.same_names import same_names
+from slime_compat.rules.server_groups import server_groups
 from slime_compat.rules.trackers import trackers
 from slime_compat.translation import Translation
 
@@ -19,6 +20,7 @@ def apply(translation: Translation) -> None:
         optimizer,
         model,
         launcher,
+        server_groups,
         data,
         trackers,
         rollout,

@@ -37,6 +37,13 @@ def rollout(translation: Translation) -> None:
         # Upstream does not limit the age of tokens.
         translation.put("rollout.partial_rollout", True)
         translation.put("rollout.max_staleness", UNBOUNDED_STALENESS)
+    dump = translation.take("load-debug-rollout-data")
+    share = translation.number("load-debug-rollout-data-subsample", float, None)
+    if dump is not None:
+        translation.put("rollout.collector", {"name": "compat", "path": dump})
+        translation.put("train.debug_train_only", True)
+        if share is not None:
+            translation.put("rollout.collector.subsample", share)
     path = translation.given.get("rollout-function-path", [""])[-1]
     if path.endswith("generate_rollout_fully_async"):
         translation.take("rollout-function-path")

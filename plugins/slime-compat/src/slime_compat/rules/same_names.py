@@ -18,7 +18,7 @@ ROUTER_TIMEOUT: Final = "sglang-router-request-timeout-secs"
 
 def same_names(translation: Translation) -> None:
     translation.tables["backend"] = {"name": translation.backend} | translation.tables.get("backend", {})
-    translation.tables["engine"] = {"name": translation.engine}
+    translation.tables["engine"] = {"name": translation.engine} | translation.tables.get("engine", {})
     flags = FlagTable.of([*kernel_flags(), *chosen_flags(translation.tables, translation.registry)])
     for name, words in translation.given.items():
         if name not in translation.done:
