@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime_compat.command import main
+from slime_compat import command
 from slime_compat.launch_line import from_script
+from slime_core.cli.main import main
 from slime_sglang.server_args import ServerOption
 
 LAUNCH = Path(__file__).parent / "launch"
@@ -19,12 +20,23 @@ LINE = (
 
 
 @pytest.fixture
-def translate(capsys):
+def slime(monkeypatch):
+    """`slime(word, ...)` runs the command."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["slime", *words])
+        main()
+
+    return run
+
+
+@pytest.fixture
+def translate(capsys, slime):
     """`translate(flags, ...)` gives the tables, what is on stderr, and the exit code."""
 
     def run(flags, *, own=(), entry="train.py", line=LINE):
         with pytest.raises(SystemExit) as ended:
-            main(["translate", *own, "--", "python3", entry, *line.split(), *flags.split()])
+            slime("compat", *own, "--", "python3", entry, *line.split(), *flags.split())
         out, err = capsys.readouterr()
         return tomllib.loads(out), err, ended.value.code
 
@@ -238,14 +250,29 @@ PYTHONPATH=/x/y python3 -u slime/train.py "${{ARGS[@]}}" 2>&1 | tee {tmp_path}/l
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["translate"], "pass either a script or a launch line after --"),
-        (["translate", "nowhere.sh"], "nowhere.sh: no such launch script"),
-        (["translate", "--", "python3", "other.py"], "starts no train.py or train_async.py: python3 other.py"),
-        (["translate", str(LAUNCH / "model.sh")], "it starts no train.py or train_async.py"),
+        (["nowhere.sh"], "nowhere.sh: no such launch script"),
+        (["upstream", "nowhere.sh"], "nowhere.sh: no such launch script"),
+        (["--", "python3", "other.py"], "python3 other.py: neither a launch script nor a line that starts train.py or"),
+        ([str(LAUNCH / "model.sh")], "it starts no train.py or train_async.py"),
     ],
 )
-def test_what_cannot_be_translated_is_reported_in_one_message(words, expected, capsys):
+def test_what_cannot_be_translated_is_reported_in_one_message(slime, words, expected, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        slime("compat", *words)
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_the_command_of_0_2_is_the_command_of_today(monkeypatch, capsys):
+    line = ["--", "python3", "train.py", *LINE.split()]
+    printed = {}
+    for name, starts, words in (
+        ("today", main, ["slime", "compat", *line]),
+        ("0.2", command.main, ["slime-compat", "translate", *line]),
+    ):
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit):
+            starts()
+        printed[name] = capsys.readouterr()
+    assert printed["today"].out == printed["0.2"].out
+    assert printed["0.2"].err == "slime-compat translate is now slime compat; the old name works until 0.4.\n"

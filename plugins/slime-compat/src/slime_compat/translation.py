@@ -13,22 +13,13 @@ from slime_compat import known_flags
 from slime_compat.flag_words import N, custom_config, flag_words, guessed, number
 from slime_compat.known_flags import Missing
 from slime_compat.launch_line import LaunchLine
+from slime_compat.notes import Note
 from slime_core.registry import Registry
 
 D = TypeVar("D")
 SECRETS: Final = frozenset({"wandb-key"})
 FUNCTION_FLAGS: Final = ("custom-rm-path", "custom-generate-function-path", "dynamic-sampling-filter-path")
 """Flags of functions that run unchanged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A note on a flag that is left out of the run file, or changed."""
-
-    flag: str
-    text: str
-    trains: bool
-    """Whether this may change the training."""
 
 
 @dataclass(slots=True)
@@ -89,7 +80,7 @@ class Translation:
         table[last] = value
 
     def note(self, flag: str, text: str, *, trains: bool = False) -> None:
-        self.notes.append(Note(flag, text, trains))
+        self.notes.append(Note(flag if " " in flag else f"--{flag}", text, trains))
 
     def missing(self, flag: str, of: Missing) -> None:
         self.note(flag, f"{of.why}; {of.what_to_do}", trains=of.trains)
