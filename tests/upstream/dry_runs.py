@@ -20,7 +20,7 @@ PLUGINS: Final = ("slime_megatron.plugin", "slime_sglang.plugin", "slime_ray.plu
 MODEL_KEYS: Final = frozenset({"hf_checkpoint", "ref_load", "rollout_load", "opd_teacher_load", "load"})
 
 
-def dry_runs(translations: Mapping[str, Translation], folder: Path) -> dict[str, str]:
+def dry_runs(translations: Mapping[str, Translation], folder: Path, checkout: Path) -> dict[str, str]:
     """Script to the reason for which its run file is rejected; empty if it is accepted."""
     # For all forks.
     for module in ("transformers", "slime_core.controller.startup", "slime_core.controller.run_inputs", *PLUGINS):
@@ -29,15 +29,15 @@ def dry_runs(translations: Mapping[str, Translation], folder: Path) -> dict[str,
     for n, (name, translation) in enumerate(translations.items()):
         own = folder / f"dry-{n}"
         own.mkdir()
-        reasons[name] = dry_run(translation.tables, own)
+        reasons[name] = dry_run(translation.tables, own, checkout)
         print(f"  {name}: {reasons[name] or 'accepted'}", flush=True)
     return reasons
 
 
-def dry_run(tables: dict[str, Any], own: Path) -> str:
+def dry_run(tables: dict[str, Any], own: Path, checkout: Path) -> str:
     """Forks: a process that imports transformers takes seconds to start."""
     try:
-        prepared = moved(tables, own)
+        prepared = moved(tables, own, checkout)
         write_stand_ins(prepared, own)
     except LookupError as error:
         return str(error)
@@ -69,13 +69,17 @@ def dry_run(tables: dict[str, Any], own: Path) -> str:
     return re.sub(r"\s*\n\s*", " | ", text[text.find("error:") :].strip())
 
 
-def moved(value: Any, own: Path) -> Any:
-    """The value with absolute paths in it moved below `own`."""
+def moved(value: Any, own: Path, checkout: Path, key: str = "") -> Any:
+    """The value with absolute paths in it moved below `own`; folders of modules are those of the checkout."""
     if isinstance(value, dict):
-        return {key: moved(inner, own) for key, inner in value.items()}
+        return {name: moved(inner, own, checkout, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [moved(inner, own) for inner in value]
-    return f"{own}{value}" if isinstance(value, str) and value.startswith("/") else value
+        return [moved(inner, own, checkout, key) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if key == "python_path":
+        return str(checkout / value.replace("/root/slime", str(checkout)))
+    return f"{own}{value}" if value.startswith("/") else value
 
 
 def write_stand_ins(tables: Mapping[str, Any], own: Path) -> None:

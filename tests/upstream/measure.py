@@ -50,7 +50,7 @@ def main() -> None:
         if typed.dry_run:
             from dry_runs import dry_runs
 
-            reasons = dry_runs(translations, folder)
+            reasons = dry_runs(translations, folder, typed.checkout.resolve())
             accepted = [name for name, reason in reasons.items() if not reason]
             print(f"{len(reasons)} dry runs: {len(accepted)} accepted, {len(reasons) - len(accepted)} rejected")
 

@@ -91,7 +91,7 @@ def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None
 
 def of_runtime_env(words: Sequence[str]) -> list[str] | None:
     """The folders of PYTHONPATH in Ray's runtime environment. None if it is no JSON object."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, has_value, value = word.partition("=")
         if name == "--runtime-env-json":
             try:
