@@ -1,4 +1,4 @@
-"""Starts run files with --dry-run, with stand-ins for what they name."""
+"""Starts run files with --dry-run, with substitutes for what they name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import stand_ins
+import substitutes
 
 from slime_compat.run_document import run_file
 from slime_compat.translation import Translation
@@ -38,18 +38,20 @@ def dry_run(tables: dict[str, Any], own: Path, checkout: Path) -> str:
     """Forks: a process that imports transformers takes seconds to start."""
     try:
         prepared = moved(tables, own, checkout)
-        write_stand_ins(prepared, own)
+        write_substitutes(prepared, own)
     except LookupError as error:
         return str(error)
     (own / "run.toml").write_text(run_file(prepared, "a launch line"))
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         child = os.fork()
         if not child:
             status = 70
             try:
                 os.chdir(own)
-                os.dup2(said.fileno(), 1)
-                os.dup2(said.fileno(), 2)
+                # Before this repository, which has a package `examples` too.
+                sys.path.insert(0, str(checkout))
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
                 sys.argv = ["slime", "run", "run.toml", "--dry-run"]
                 from slime_core.cli.main import main
 
@@ -62,8 +64,8 @@ def dry_run(tables: dict[str, Any], own: Path, checkout: Path) -> str:
                 sys.stderr.flush()
                 os._exit(status)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said.seek(0)
-        text = said.read().decode(errors="replace").replace(str(own), "")
+        output.seek(0)
+        text = output.read().decode(errors="replace").replace(str(own), "")
     if not code:
         return ""
     return re.sub(r"\s*\n\s*", " | ", text[text.find("error:") :].strip())
@@ -82,16 +84,16 @@ def moved(value: Any, own: Path, checkout: Path, key: str = "") -> Any:
     return f"{own}{value}" if value.startswith("/") else value
 
 
-def write_stand_ins(tables: Mapping[str, Any], own: Path) -> None:
+def write_substitutes(tables: Mapping[str, Any], own: Path) -> None:
     for folder in models(tables):
-        stand_ins.model_folder(own / folder)
+        substitutes.model_folder(own / folder)
     data, eval_ = tables.get("data", {}), tables.get("eval", {})
     sft = tables["algo"]["name"] == "sft"
     prompts = data.get("prompt_data", [])
     evals = eval_.get("eval_prompt_data", [])
     named = [prompts] if isinstance(prompts, str) else [*prompts]
     for path in [*named, *(evals[1::2] if isinstance(evals, list) else [])]:
-        stand_ins.data_file(own / re.sub(r"@\[.*", "", path), data, eval_, sft=sft)
+        substitutes.data_file(own / re.sub(r"@\[.*", "", path), data, eval_, sft=sft)
     for key in ("wandb_key_file",):
         if key in tables:
             (own / tables[key]).touch()

@@ -2,8 +2,8 @@
 
     python tests/upstream/measure.py CHECKOUT [--dry-run] [--only TEXT]
 
-Models are stand-ins: folders with the config.json of a public model of this name, a small tokenizer and no weights. Data files
-have one row. Paths that begin with / are moved into a folder for temporary files.
+Models are substitutes: the config.json of a public model of this name, a small tokenizer and no weights. Data files are made
+up. Paths that begin with / are moved into a folder for temporary files.
 """
 
 from __future__ import annotations

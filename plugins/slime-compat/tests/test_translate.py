@@ -166,7 +166,7 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
         ("--lr-decay-style WSD", r"--lr-decay-style: WSD: must be constant, linear or cosine"),
         ("--load other", r"--load: other: weights are loaded from base. If other has others, convert it with"),
         ("--fp8-format e4m3", r"--fp8-format: training in float8 uses layers of Transformer Engine"),
-        ("--loss-type sft_loss --loss-mask-type distill_qwen", r"--loss-mask-type: distill_qwen: the last answer is"),
+        ("--loss-type sft_loss --loss-mask-type distill_qwen", r"--loss-mask-type: distill_qwen: the last response is"),
         ("--megatron-config-path nowhere.yaml", r"--megatron-config-path: nowhere.yaml: FileNotFoundError"),
     ],
 )

@@ -82,7 +82,7 @@ def supervised(translation: Translation) -> None:
         translation.put("rollout.collector", {"name": "sft", "loss_mask_type": "last_assistant"})
         translation.note(
             "loss-mask-type",
-            f"{kind}: the last answer is trained, with its end token and after all earlier turns; upstream leaves both out",
+            f"{kind}: the last response is trained, with its end token and after all earlier turns; upstream leaves both out",
             trains=True,
         )
 

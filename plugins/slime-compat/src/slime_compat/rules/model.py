@@ -84,7 +84,7 @@ def start(translation: Translation, hf: str | None, save: str | None) -> None:
 
 
 def put_converted(translation: Translation, flag: str, folder: str) -> None:
-    """Sets the key of the same name. A folder in Megatron's format stands for that of the model of which it is made."""
+    """Sets the key of the same name. Of a folder in Megatron's format, the model of which it is made is used."""
     used = of_model(folder)
     translation.put(f"model.{flag.replace('-', '_')}", used)
     if used != folder:

@@ -1,4 +1,4 @@
-"""Stand-ins for the folders and files of a run file: config.json of a public model, a small tokenizer, rows of data."""
+"""Substitutes for the folders and files of a run file: config.json of a public model, a small tokenizer, rows of data."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ MODELS: Final[tuple[tuple[str, str], ...]] = (
     (r"mimo-7b", "mimo-7B"),
 )
 """Names of model folders to presets of slime-models, or to the model_type of transformers whose own defaults have the shape."""
-SMALLER: Final[Mapping[str, Any]] = {
-    r"0\.8b": {"num_hidden_layers": 24, "hidden_size": 1024},
-    r"9b|27b": {},
-}
 ALPHABET: Final = "0123456789+-*/= abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?\n<>|_"
 
 
@@ -59,7 +55,7 @@ def config_of(name: str) -> Mapping[str, Any]:
 
     known = next((model for pattern, model in MODELS if re.search(pattern, name)), None)
     if known is None:
-        raise LookupError(f"no stand-in for a model of the name {name}: add it to MODELS")
+        raise LookupError(f"no substitute for a model of the name {name}: add it to MODELS")
     if known.startswith(("qwen3_5", "minimax")):
         config: dict[str, Any] = AutoConfig.for_model(known).to_dict()
     else:
@@ -95,8 +91,8 @@ def data_file(path: Path, data: Mapping[str, Any], eval_: Mapping[str, Any], *, 
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    answer = [{"role": "assistant", "content": "2"}] if sft else []
-    messages = [{"role": "user", "content": "1+1="}, *answer]
+    response = [{"role": "assistant", "content": "2"}] if sft else []
+    messages = [{"role": "user", "content": "1+1="}, *response]
     row: dict[str, Any] = {}
     for table, prefix in ((data, ""), (eval_, "eval_")):
         row[table.get(f"{prefix}input_key") or "input"] = messages if data.get("apply_chat_template") or sft else "1+1="
