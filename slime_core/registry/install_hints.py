@@ -79,6 +79,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
     groups.COMMANDS: {
+        "slime-compat": ("compat", "compat.upstream"),
         "slime-models": ("convert", "models"),
         "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
         "slime-preflight": ("config", "doctor", "plan"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parents[2] / "plugins" / "slime-compat" / "tests" / "launch"
-TRANSLATE = [sys.executable, "-c", "from slime_compat.command import main; main()", "translate"]
+TRANSLATE = [sys.executable, "-c", "from slime_core.cli.main import main; main()", "compat"]
 
 
 @pytest.mark.runs

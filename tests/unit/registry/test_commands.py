@@ -118,6 +118,7 @@ def test_every_command_of_this_checkout_is_listed_with_its_line():
         "run": "Train: slime run run.toml [--flag value ...]",
         "eval": "Evaluate a model on the run file's evaluation sets.",
         "plugins": "List, check and describe plugins.",
+        "compat": "Translate a launch line of another trainer into a run file:...",
         "config": "Describe the keys of a run file.",
         "convert": "Convert a model folder: slime convert SOURCE TARGET --to NAME.",
         "doctor": "Look at Python, packages, devices, Ray, plugins, ports, files...",
