@@ -105,20 +105,14 @@ def hook(point: str, example: str, *, trains: bool = True) -> Missing:
 
 
 MISSING: Final[Mapping[str, Missing]] = {
-    "rollout-sample-hook-path": hook("a generator that wraps another one (slime.generators)", "slime new"),
-    "rollout-sample-filter-path": hook(
-        "a group filter (slime.filters); the reward, filter and generator compat know remove_sample", "slime new"
+    "rollout-data-postprocess-path": Missing(
+        "the columns of a batch are final once advantages are computed",
+        "compute them in --custom-advantage-function-path, mask samples in --rollout-sample-filter-path, or read them in an "
+        "observer, hook batch_ready (slime_core/contracts/hookspecs.py)",
     ),
-    "rollout-all-samples-process-path": hook(
-        "an observer, hook groups_finished", "slime_core/contracts/hookspecs.py", trains=False
-    ),
-    "custom-reward-post-process-path": hook("an advantage estimator or a shaper (slime.advantages)", "slime-grpo"),
-    "custom-convert-samples-to-train-data-path": hook("a generator whose samples have these columns", "slime-agents"),
-    "rollout-data-postprocess-path": hook("an advantage estimator (slime.advantages)", "slime-grpo"),
-    "custom-advantage-function-path": hook("an advantage estimator (slime.advantages)", "slime-reinforce"),
-    "custom-loss-function-path": hook("a loss (slime.losses)", "slime-grpo"),
-    "custom-pg-loss-reducer-function-path": Missing(
-        "the averaging of token losses is chosen by name", "pass --aggregation seq_mean, token_mean or constant"
+    "custom-loss-function-path": Missing(
+        "a loss gets log-probs and entropies of tokens here, not logits, and returns one number per token",
+        "write a loss (slime.losses), see slime-grpo",
     ),
     "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
@@ -184,9 +178,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     "sglang-router-port": Missing(
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
-    "eval-config": Missing(
-        "evaluation sets are tables of the run file", "write a table [eval.datasets.NAME] for each", trains=False
-    ),
     "eval-function-path": Missing(
         "each evaluation set has its own generator", "set eval.datasets.NAME.generate", trains=False
     ),
@@ -206,6 +197,7 @@ HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
         "slime.rollout.sglang_rollout.generate_rollout",
         "slime.rollout.sft_rollout.generate_rollout",
     ),
+    "start-rollout-id": ("0",),
     "eval-function-path": ("slime.rollout.sglang_rollout.generate_rollout",),
     "buffer-filter-path": ("slime.rollout.data_source.pop_first",),
     "data-source-path": (
@@ -214,11 +206,13 @@ HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 """Hook paths that name upstream's defaults, which need no translation."""
-OTHER_HOOKS: Final[Mapping[str, Missing]] = {
-    "rollout-function-path": hook("a collector (slime.collectors); most need only a generator", "slime new"),
-    "buffer-filter-path": hook("a buffer filter (slime.filters)", "slime-filters"),
-    "data-source-path": hook("a data source (slime.sources)", "slime-sources"),
-}
+HOOKS_WORDS: Final = """
+    rollout-function-path rollout-sample-hook-path rollout-sample-filter-path rollout-all-samples-process-path
+    custom-reward-post-process-path custom-convert-samples-to-train-data-path custom-advantage-function-path
+    custom-tis-function-path custom-pg-loss-reducer-function-path buffer-filter-path data-source-path
+    """
+HOOKS: Final = frozenset(HOOKS_WORDS.split())
+"""Hooks by path, beside rewards, generators and filters, that the plugins compat call."""
 
 REWARDS: Final[Mapping[str, str]] = {
     "math": "math",

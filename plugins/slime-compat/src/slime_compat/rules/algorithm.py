@@ -70,13 +70,6 @@ def corrections(translation: Translation) -> None:
     custom = translation.take("custom-tis-function-path")
     if translation.take("use-tis") and custom is None:
         found.append({"name": "tis", "tis_clip": 2.0, "tis_clip_low": 0.0} | tis)
-    if custom is not None:
-        translation.note(
-            "custom-tis-function-path",
-            f"{custom}: for truncated, clipped or masked importance weights, add the correction mis with its options to "
-            "algo.corrections; for any other, write a plugin (slime.corrections), see slime-estimators",
-            trains=True,
-        )
     delta = translation.number("opsm-delta", float, 1e-4)
     if translation.take("use-opsm"):
         found.append({"name": "opsm", "opsm_delta": delta})

@@ -31,9 +31,7 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
     if words[-1:] and words[-1] in defaults:
         return
     found, negated = flags.find(name)
-    if name in known_flags.OTHER_HOOKS:
-        translation.missing(name, known_flags.OTHER_HOOKS[name])
-    elif name in known_flags.MISSING and (found is None or found.owner == "slime"):
+    if name in known_flags.MISSING and (found is None or found.owner == "slime"):
         translation.missing(name, known_flags.MISSING[name])
     elif name.startswith(ROUTER_PREFIXES):
         of_router(translation, name, words, flags)
@@ -60,7 +58,7 @@ def one(translation: Translation, name: str, typed: str, words: list[str], flags
         known = {
             *translation.done,
             *flags.by_name,
-            *known_flags.OTHER_HOOKS,
+            *known_flags.HOOKS,
             *known_flags.MISSING,
             *known_flags.WITHOUT_EFFECT,
             *known_flags.MEGATRON,
