@@ -116,15 +116,35 @@ MISSING: Final[Mapping[str, Missing]] = {
     ),
     "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
-    "custom-model-provider-path": hook("a bridge (slime_megatron.bridges)", "slime-megatron"),
-    "custom-megatron-init-path": Missing(
-        "trainers cannot be patched at run time", "set options of the backend, or write a bridge"
+    "custom-model-provider-path": Missing(
+        "a model is built from its folder, and its weights go to engines under the folder's names",
+        "write a bridge (slime_megatron.bridges), see slime-megatron",
     ),
-    "custom-megatron-before-log-prob-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
-    "custom-megatron-before-train-step-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
-    "custom-update-weight-post-write-path": hook("a transport (slime.transports)", "slime-sglang", trains=False),
+    "custom-megatron-init-path": Missing(
+        "no function is called in trainer processes",
+        "set options of the backend; for another model write a bridge (slime_megatron.bridges)",
+    ),
+    "custom-megatron-before-log-prob-hook-path": Missing(
+        "no function is called in trainer processes",
+        "write a bridge (slime_megatron.bridges), or read the log-probs in an observer, hook batch_ready",
+    ),
+    "custom-megatron-before-train-step-hook-path": Missing(
+        "no function is called in trainer processes",
+        "choose what is trained by backend.freeze_params_name_list and only_train_params_name_list, and the optimizer by "
+        "train.optimizer (slime.optimizers)",
+    ),
+    "custom-update-weight-post-write-path": Missing(
+        "no function is called between writing weights and loading them",
+        "write a transport (slime.transports), see slime-sglang; engines that share no disk with the trainers get weights by "
+        "the transport direct or distributed",
+        trains=False,
+    ),
     "slime-router-middleware-paths": hook("a middleware (slime.middlewares)", "slime-router", trains=False),
-    "keep-old-actor": Missing("no second copy of the actor is kept", "pass --use-rollout-logprobs, or leave it out"),
+    "keep-old-actor": Missing(
+        "no copy of the weights that generated a rollout is kept",
+        "pass --use-rollout-logprobs: the engine's log-probs are "
+        "those of these weights; without it the old log-probs are of the weights before the step",
+    ),
     "ref-ckpt-step": Missing(
         "the reference model is a Hugging Face folder", "convert that step with slime convert, and pass --ref-load"
     ),
@@ -138,7 +158,9 @@ MISSING: Final[Mapping[str, Missing]] = {
     "gradient-checkpointing": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
     "recompute-loss-function": Missing("the backend decides what it recomputes", "leave it out", trains=False),
     "release-train": Missing(
-        "trainers are offloaded between steps", "pass --colocate or --offload-train", trains=False
+        "trainers keep their processes; what they hold on a GPU is offloaded to the host while engines use it",
+        "pass --colocate, or --offload-train",
+        trains=False,
     ),
     "qwen-gdn-backend": Missing("the backend has only one kernel", "leave it out", trains=False),
     "megatron-deepgemm-forward-layers": Missing("all layers compute in the same precision", "leave it out"),
@@ -179,13 +201,17 @@ MISSING: Final[Mapping[str, Missing]] = {
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
     "eval-function-path": Missing(
-        "each evaluation set has its own generator", "set eval.datasets.NAME.generate", trains=False
+        "evaluation sets have a generator and a reward each, and no function for all of them",
+        'set eval.datasets.NAME.generate and reward, with the plugin "compat" for a function of upstream',
+        trains=False,
     ),
     "rollout-data-transport": Missing("the launcher sends the batches", "leave it out", trains=False),
     "use-stateless-adam": Missing(
         "Adam always keeps its moments", "pass --optimizer sgd for an optimizer without state"
     ),
-    "reset-optimizer-states": Missing("the optimizer's state is never reset during a run", "leave it out"),
+    "reset-optimizer-states": Missing(
+        "the optimizer's state is kept over the steps of a run", "leave it out, or pass --optimizer sgd, which has none"
+    ),
     "loss-mask-type": Missing(
         "loss masks follow the chat template", "see the collector sft: --collector.loss-mask-type"
     ),
