@@ -15,7 +15,7 @@ from slime_core.types.batch import Batch, TokenColumns
 def by_sample(batch: Batch, column: npt.NDArray[Any], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """(M,) to one (R,) for each sample; copies, which a function may write to."""
     whole = torch.tensor(np.asarray(column), dtype=dtype)
-    return list(whole.split(batch.response_length.tolist()))
+    return list(torch.split(whole, batch.response_length.tolist()))
 
 
 class Columns(dict[str, Any]):
@@ -41,7 +41,7 @@ def rollout_data(batch: Batch, columns: TokenColumns, rewards: npt.NDArray[np.fl
     tokens = torch.tensor(np.asarray(batch.tokens), dtype=torch.long)
     masks = by_sample(batch, batch.mask, torch.int)
     data = {
-        "tokens": list(tokens.split(batch.total_length.tolist())),
+        "tokens": list(torch.split(tokens, batch.total_length.tolist())),
         "response_lengths": batch.response_length.tolist(),
         "total_lengths": batch.total_length.tolist(),
         "rewards": rewards.tolist(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -179,15 +180,12 @@ class CompatAdvantage(AdvantageDriver):
         """Credits 0.5, -0.5 and 0; each column of the weight, log-probs and another one, is ln 0.5."""
         half = -0.693147181
         weight = 0.5 if column is None else 0.25
+        credits = ((1.0, 2), (0.0, 1), (0.5, 3))
         samples = [
-            ExampleSample(
-                mask=[1] * length,
-                reward=reward,
-                old_log_probs=[half] * length,
-                **({} if column is None else {column: [half] * length}),
-            )
-            for reward, length in ((1.0, 2), (0.0, 1), (0.5, 3))
+            ExampleSample(mask=[1] * length, reward=reward, old_log_probs=[half] * length) for reward, length in credits
         ]
+        if column is not None:
+            samples = [replace(sample, **{column: [half] * len(sample.mask)}) for sample in samples]
         options = {"path": f"{WRITTEN}.{function}", "args": {"kl_coef": 1.0}}
         advantages = [[0.5 * weight] * 2, [-0.5 * weight], [0.0] * 3]
         return [AdvantageExample(options=options, samples=samples, advantages=advantages)]

@@ -36,7 +36,12 @@ def eval_config(translation: Translation) -> None:
     sets = table.get("datasets") if isinstance(table, dict) else None
     if isinstance(sets, dict):
         sets = [{"name": name} | (entry or {}) for name, entry in sets.items()]
-    if not isinstance(sets, list) or not sets or not all(isinstance(entry, dict) and "name" in entry for entry in sets):
+    if (
+        not isinstance(table, dict)
+        or not isinstance(sets, list)
+        or not sets
+        or not all(isinstance(entry, dict) and "name" in entry for entry in sets)
+    ):
         translation.note(FLAG, f"{path}: it has no sets with a name under eval.datasets")
         return
     if "${" in Path(path).read_text(encoding="utf-8"):

@@ -40,8 +40,9 @@ def hooks(translation: Translation) -> None:
     if chooses is not None:
         translation.put("rollout.buffer_filter", {"name": "compat_buffer", "path": chooses} | of_function)
     generator_hooks(translation, of_function)
-    collector(translation, of_function)
+    # First: rewards are normalized by the recipe's own advantage alone.
     advantage(translation, of_function)
+    collector(translation, of_function)
     corrections(translation, of_function)
 
 
