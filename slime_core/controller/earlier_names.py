@@ -57,7 +57,10 @@ RENAMES: Final = Renames(
     keys=RENAMED,
     values=VALUES,
     added={("data", "max_unknown_share"): 0.0},
-    added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
+    added_beside={
+        ("generate", "ignored_parameters"): ("fork_threshold", []),
+        ("generate", "sample_hook_paths"): ("missing_log_probs", []),
+    },
     became_plugins={
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,

@@ -241,7 +241,7 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
             "--custom-reward-post-process-path my.f --advantage-estimator reinforce_plus_plus_baseline",
             r"--custom-reward-post-process-path: reinforce_plus_plus_baseline subtracts the group's mean",
         ),
-        ("--keep-old-actor", r"--keep-old-actor: no second copy"),
+        ("--keep-old-actor", r"--keep-old-actor: no copy of the weights that generated a rollout"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
         ("--enable-mtp-trainin", r"--enable-mtp-trainin: unknown flag; close match: --enable-mtp-training"),
         (

@@ -185,7 +185,8 @@ class CompatAdvantage(AdvantageDriver):
             ExampleSample(mask=[1] * length, reward=reward, old_log_probs=[half] * length) for reward, length in credits
         ]
         if column is not None:
-            samples = [replace(sample, **{column: [half] * len(sample.mask)}) for sample in samples]
+            of_column: list[dict[str, Any]] = [{column: [half] * length} for _, length in credits]
+            samples = [replace(sample, **more) for sample, more in zip(samples, of_column, strict=True)]
         options = {"path": f"{WRITTEN}.{function}", "args": {"kl_coef": 1.0}}
         advantages = [[0.5 * weight] * 2, [-0.5 * weight], [0.0] * 3]
         return [AdvantageExample(options=options, samples=samples, advantages=advantages)]

@@ -23,8 +23,6 @@ from slime_core.errors import RolloutError
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from slime_core.contracts.generator import Episode
 
 ROUTER_HOST: Final = "slime-compat.invalid"
@@ -219,40 +217,6 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
             "engines.NAME; send requests to their address in args."
         )
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
-
-
-class GenerateState:
-    """Gives old functions the tokenizer. Each call makes a new one, which belongs to the episode or the step."""
-
-    def __init__(self, args: Any) -> None:
-        episode = current("GenerateState").episode
-        self.args = args
-        self.tokenizer: PreTrainedTokenizerBase = episode.tokenizer
-        self.processor = None
-        self.prompt_ids: list[int] = episode.prompt.token_ids.tolist()
-        self.sampling_params = sampling_params_of(episode.sampling)
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-        self.dp_rank = 0
-        self.reset()
-
-    def reset(self) -> None:
-        self.remaining_batch_size = 0
-        self.pendings: set[asyncio.Task[Any]] = set()
-        self.aborted = False
-
-    @contextmanager
-    def dp_rank_context(self) -> Iterator[int]:
-        """The run chooses the engine of a request."""
-        yield self.dp_rank
-
-    def submit_generate_tasks(self, samples: list[list[Any]]) -> None:
-        """Starts the groups; their tasks are in `pendings`."""
-        from slime_compat.rollout_call import generate_and_rm_group
-
-        for group in samples:
-            started = generate_and_rm_group(self.args, group, self.sampling_params.copy(), evaluation=False)
-            self.pendings.add(asyncio.create_task(started))
-        self.remaining_batch_size += len(samples)
 
 
 def sampling_params_of(sampling: SamplingParams) -> dict[str, Any]:

@@ -25,7 +25,8 @@ REPLACED: Final[Mapping[str, Mapping[str, str]]] = {
     "slime.utils.types": names("old_sample", "Sample") | names("modalities", "MultimodalType MultimodalTypes"),
     "slime.utils.http_utils": names("requests", "post get") | names("engine_count", "get_rollout_num_engines"),
     "slime.utils.async_utils": names("rollout_call", "run"),
-    "slime.rollout.sglang_rollout": names("requests", "GenerateState get_model_url")
+    "slime.rollout.sglang_rollout": names("requests", "get_model_url")
+    | names("generate_state", "GenerateState")
     | names("written_before", "generate _prepare_prompt_ids")
     | names("rollout_call", "generate_and_rm_group"),
     "slime.rollout.filter_hub.base_types": names(

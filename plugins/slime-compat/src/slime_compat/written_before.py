@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from slime_compat.filter_output import DynamicFilterOutput
+from slime_compat.generate_state import GenerateState
 from slime_compat.old_sample import STATUS_OF_FINISH, Sample, Status
 from slime_compat.old_source import DataSource
-from slime_compat.requests import GenerateState, post
+from slime_compat.requests import post
 from slime_core.errors import RolloutError
 
 
