@@ -50,7 +50,7 @@ REPLIES: Final = ("Let me see", "<answer> 4 </answer>", "Answer: \\boxed{4}")
 
 
 def reply_to(token_ids: list[int]) -> str:
-    """What the engine answers, a function of the tokens that it continues."""
+    """The text of a response, a function of the tokens that it continues."""
     return REPLIES[(len(token_ids) + sum(token_ids)) % len(REPLIES)]
 
 

@@ -141,7 +141,7 @@ def filtered(path: str) -> Any:
     for group in cases.REWARDS:
         output = load_function(path)(args_of(), [scored("4", "4", reward=reward) for reward in group])
         keep = bool(output.keep)
-        # Of a group that is kept anyway, the last one says nothing.
+        # The last one has no effect on a group that is kept anyway.
         found.append([keep, output.reason, output.keep_when_insufficient and not keep])
     return found
 

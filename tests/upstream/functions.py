@@ -58,7 +58,7 @@ TEMPLATE = (
 
 
 class Replies(ScriptedEngine):
-    """Answers as the router of direct.py."""
+    """Responds as the router of direct.py."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()

@@ -519,7 +519,7 @@ def source_of(folder, name="Squares", **args):
     return CompatSource.build(config)(PromptRenderer(tokenizer=tokenizer()), seed=0)
 
 
-def test_a_source_continues_where_its_files_say(data_folder):
+def test_a_source_continues_from_its_files(data_folder):
     source = source_of(data_folder)
     first = source.take(2)
     assert [(p.group_index, p.text, p.label, p.metadata) for p in first] == [
@@ -555,7 +555,7 @@ def test_a_buffer_filter_chooses_and_loses_no_prompt(data_folder):
         select("makes")
 
 
-# --- the stand-in package ---------------------------------------------------------------------------------------------
+# --- replacements of modules ------------------------------------------------------------------------------------------
 
 
 def test_a_sample_gets_the_response_of_a_model_and_of_a_tool():
