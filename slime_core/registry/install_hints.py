@@ -36,7 +36,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
     groups.COLLECTORS: {
-        "slime-compat": ("compat",),
+        "slime-compat": ("compat", "compat_dump"),
         "slime-distill": ("sft",),
         "slime-sources": ("accepted", "pool", "replay"),
     },

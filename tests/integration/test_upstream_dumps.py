@@ -48,7 +48,7 @@ def test_it_trains_as_the_run_that_was_dumped(tiny):
     collector = (
         "--debug-train-only",
         "--rollout.collector",
-        "compat",
+        "compat_dump",
         "--rollout.collector.path",
         "dumps/{rollout_id}.pt",
     )

@@ -77,7 +77,7 @@ def test_defaults_that_differ_are_written_out(translate):
         ("--lr-warmup-fraction 0.1", "train.lr_warmup_fraction", 0.1),
         ("--load-debug-rollout-data d/{rollout_id}.pt", "train.debug_train_only", True),
         ("--load-debug-rollout-data d/{rollout_id}.pt --load-debug-rollout-data-subsample 0.5", "rollout.collector",
-         {"name": "compat", "path": "d/{rollout_id}.pt", "subsample": 0.5}),
+         {"name": "compat_dump", "path": "d/{rollout_id}.pt", "subsample": 0.5}),
         ("--rollout_temperature 0.7", "rollout.rollout_temperature", 0.7),
         ("--rollout-stop-token-ids 1 2", "rollout.rollout_stop_token_ids", [1, 2]),
         ("--partial-rollout", "rollout.max_staleness", 1000),
@@ -211,6 +211,110 @@ def test_groups_without_a_counterpart_are_named(translate, tmp_path, groups, exp
     assert f"--sglang-config: {tmp_path}/own.yaml: " in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "path", "table"),
+    [
+        (
+            "--rollout-function-path my.f --rollout-sample-filter-path my.g --rollout-all-samples-process-path my.h",
+            "rollout.collector",
+            {
+                "name": "compat",
+                "rollout_function_path": "my.f",
+                "rollout_sample_filter_path": "my.g",
+                "rollout_all_samples_process_path": "my.h",
+            },
+        ),
+        (
+            "--custom-reward-post-process-path my.f",
+            "rollout.collector",
+            {"name": "compat", "reward_post_process_path": "my.f"},
+        ),
+        (
+            "--custom-convert-samples-to-train-data-path my.f",
+            "rollout.collector",
+            {"name": "compat", "convert_samples_to_train_data_path": "my.f"},
+        ),
+        (
+            "--rollout-sample-hook-path my.f my.g",
+            "generate",
+            {
+                "name": "compat",
+                "path": "slime.rollout.sglang_rollout.generate",
+                "missing_log_probs": "error",
+                "sample_hook_paths": ["my.f", "my.g"],
+            },
+        ),
+        ("--buffer-filter-path my.f", "rollout.buffer_filter", {"name": "compat_buffer", "path": "my.f"}),
+        ("--data-source-path my.F --input-key q", "data", {"source": "compat", "path": "my.F", "input_key": "q"}),
+        ("--custom-advantage-function-path my.f", "algo.advantage", {"name": "compat", "path": "my.f"}),
+        (
+            "--custom-advantage-function-path my.f --kl-coef 0.1",
+            "algo.advantage",
+            {"name": "compat_ref", "path": "my.f"},
+        ),
+        (
+            "--custom-advantage-function-path my.f --advantage-estimator ppo",
+            "algo.advantage",
+            {"name": "compat_values", "path": "my.f"},
+        ),
+    ],
+)
+def test_hooks_by_path_become_plugins_that_call_them(translate, flags, path, table):
+    tables, err, code = translate(flags, entry="/root/slime/train.py")
+    assert (code, err) == (0, "")
+    for key in path.split("."):
+        tables = tables[key]
+    assert tables.pop("python_path") == ["/root/slime"]
+    assert tables.pop("args")["hf_checkpoint"] == "base"
+    assert tables == table
+
+
+def test_given_rewards_are_not_normalized_again(translate):
+    algo = translate("--custom-reward-post-process-path my.f")[0]["algo"]
+    assert algo["disable_rewards_normalization"] is True
+    algo = translate("--custom-advantage-function-path my.f --kl-coef 0.1 --kl-loss-type k2")[0]["algo"]
+    assert (algo["kl_coef"], algo["kl_reward_type"], algo["advantage"]["args"]["kl_coef"]) == (0.1, "k2", 0.1)
+
+
+def test_functions_of_the_loss_become_corrections(translate):
+    tables, _, code = translate(
+        "--use-tis --custom-tis-function-path my.f --custom-pg-loss-reducer-function-path my.g --calculate-per-token-loss"
+    )
+    found = [{key: of[key] for key in of if key != "args"} for of in tables["algo"]["corrections"]]
+    assert code == 0
+    assert found == [
+        {"name": "compat", "path": "my.f", "python_path": ["."]},
+        {"name": "compat_reducer", "path": "my.g", "aggregation": "token_mean", "python_path": ["."]},
+    ]
+    _, err, _ = translate("--custom-tis-function-path my.f")
+    assert "--custom-tis-function-path: left out, since it has no effect without --use-tis" in err
+
+
+def test_an_eval_config_becomes_sets(translate, tmp_path):
+    (tmp_path / "eval.yaml").write_text(
+        """
+eval:
+  defaults: {max_response_len: 64, top_p: 0.7, no_stop_trim: true}
+  datasets:
+    - {name: aime, path: aime.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16, stop: END}
+    - {name: own, path: own.jsonl, custom_rm_path: my.reward, app_service: "http://there"}
+"""
+    )
+    tables, err, code = translate(f"--eval-config {tmp_path}/eval.yaml --eval-prompt-data left out.jsonl")
+    assert code == 0
+    table = tables["eval"]
+    assert "eval_prompt_data" not in table
+    assert table["defaults"] == {"max_response_len": 64, "top_p": 0.7}
+    aime = {"path": "aime.jsonl", "reward": {"name": "deepscaler"}, "n_samples_per_eval_prompt": 16, "stop": ["END"]}
+    assert table["datasets"]["aime"] == aime
+    own = table["datasets"]["own"]
+    assert (own["path"], own["reward"]["name"], own["reward"]["path"]) == ("own.jsonl", "compat", "my.reward")
+    assert "--eval-config: own: app_service = 'http://there' is left out" in err
+    (tmp_path / "eval.yaml").write_text("eval: {datasets: []}")
+    _, err, _ = translate(f"--eval-config {tmp_path}/eval.yaml")
+    assert "it has no sets with a name under eval.datasets" in err
+
+
 def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
     (tmp_path / "own.yaml").write_text("max_turns: 3\nlr: 1e-5\ntools: [a, b]\nuse_kl_loss: true\n")
     flags = f"--lr 1e-6 --custom-config-path {tmp_path}/own.yaml"
@@ -229,8 +333,12 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
             "--custom-loss-function-path my.loss",
             r"--custom-loss-function-path: .*write a loss \(slime.losses\), see slime-grpo",
         ),
-        ("--rollout-function-path my.rollout", r"--rollout-function-path: .*write a collector"),
-        ("--keep-old-actor", r"--keep-old-actor: no second copy"),
+        ("--rollout-data-postprocess-path my.f", r"--rollout-data-postprocess-path: .*observer, hook batch_ready"),
+        (
+            "--custom-reward-post-process-path my.f --advantage-estimator reinforce_plus_plus_baseline",
+            r"--custom-reward-post-process-path: reinforce_plus_plus_baseline subtracts the group's mean",
+        ),
+        ("--keep-old-actor", r"--keep-old-actor: no copy of the weights that generated a rollout"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
         ("--enable-mtp-trainin", r"--enable-mtp-trainin: unknown flag; close match: --enable-mtp-training"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
@@ -34,6 +34,9 @@ class CompatRewardConfig(AskingFunctionConfig):
 
 
 class CompatGeneratorConfig(AskingFunctionConfig):
+    sample_hook_paths: tuple[str, ...] = ()
+    """Functions (args, sample[, evaluation]) that are called with each returned sample, in order; upstream's rollout sample
+    hooks. One that returns None keeps the sample, with what it has set."""
     missing_log_probs: Literal["error", "zero"] = "error"
     """How to handle trained tokens without rollout_log_probs that no engine of this episode generated at their position, such
     as text that was tokenized again. error: the sample fails, and the error names the first of them. zero: they are trained
@@ -62,3 +65,51 @@ class CompatDumpConfig(DriverConfig):
 
     def path_of(self, step: int) -> str:
         return str(self.path).format(rollout_id=step)
+
+
+class CompatCollectorConfig(DriverConfig):
+    rollout_function_path: str | None = None
+    """Function (args, rollout_id, data_source, evaluation) that returns the groups of a step; it replaces the group filters.
+    Unset: groups are collected as without this plugin."""
+    rollout_sample_filter_path: str | None = None
+    """Function (args, groups) that sets remove_sample on samples of the accepted groups."""
+    rollout_all_samples_process_path: str | None = None
+    """Function (args, groups, data_source) of all finished groups, the rejected ones too."""
+    reward_post_process_path: str | None = None
+    """Function (args, samples) that returns the rewards as they were, and those to train on."""
+    convert_samples_to_train_data_path: str | None = None
+    """Function (args, samples) that returns a dict of columns: tokens, response_lengths, rewards, loss_masks and so on."""
+    python_path: tuple[RunPath, ...] = ()
+    """Folders in which to look for modules, after the interpreter's own path."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Attributes of the functions' argument `args`."""
+    request_timeout: float = Field(REQUEST_TIMEOUT_S, gt=0)
+    """Timeout in seconds of one request by `post` or `get` to anything but the run's engines."""
+    missing_log_probs: Literal["error", "zero"] = "error"
+    """As of the generator compat, for samples that a function makes itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompatCollectorConfig:
+        of_default = (self.rollout_sample_filter_path, self.rollout_all_samples_process_path)
+        if self.rollout_function_path is not None and any(of_default):
+            raise ValueError(
+                "rollout_function_path replaces the code that calls rollout_sample_filter_path and "
+                "rollout_all_samples_process_path: call them in the rollout function."
+            )
+        if self.convert_samples_to_train_data_path is not None and self.reward_post_process_path is not None:
+            raise ValueError(
+                "convert_samples_to_train_data_path replaces the code that calls reward_post_process_path: call it there."
+            )
+        return self
+
+
+class CompatSourceConfig(OldFunctionConfig):
+    """`path` names a class."""
+
+    input_key: str = "input"
+    """The same as data.input_key: the column of the run's rows that gets the text of a sample's prompt."""
+
+
+class CompatReducerConfig(OldFunctionConfig):
+    aggregation: Literal["seq_mean", "token_mean"] = "seq_mean"
+    """The same as algo.aggregation (token_mean where calculate_per_token_loss is set): what the function replaces."""

@@ -70,32 +70,46 @@ def hook(point: str, example: str, *, trains: bool = True) -> Missing:
 
 
 MISSING: Final[Mapping[str, Missing]] = {
-    "rollout-sample-hook-path": hook("a generator that wraps another one (slime.generators)", "slime new"),
-    "rollout-sample-filter-path": hook(
-        "a group filter (slime.filters); the reward, filter and generator compat know remove_sample", "slime new"
+    "rollout-data-postprocess-path": Missing(
+        "the columns of a batch are final once advantages are computed",
+        "compute them in --custom-advantage-function-path, mask samples in --rollout-sample-filter-path, or read them in an "
+        "observer, hook batch_ready (slime_core/contracts/hookspecs.py)",
     ),
-    "rollout-all-samples-process-path": hook(
-        "an observer, hook groups_finished", "slime_core/contracts/hookspecs.py", trains=False
-    ),
-    "custom-reward-post-process-path": hook("an advantage estimator or a shaper (slime.advantages)", "slime-grpo"),
-    "custom-convert-samples-to-train-data-path": hook("a generator whose samples have these columns", "slime-agents"),
-    "rollout-data-postprocess-path": hook("an advantage estimator (slime.advantages)", "slime-grpo"),
-    "custom-advantage-function-path": hook("an advantage estimator (slime.advantages)", "slime-reinforce"),
-    "custom-loss-function-path": hook("a loss (slime.losses)", "slime-grpo"),
-    "custom-pg-loss-reducer-function-path": Missing(
-        "the averaging of token losses is chosen by name", "pass --aggregation seq_mean, token_mean or constant"
+    "custom-loss-function-path": Missing(
+        "a loss gets log-probs and entropies of tokens here, not logits, and returns one number per token",
+        "write a loss (slime.losses), see slime-grpo",
     ),
     "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
-    "custom-model-provider-path": hook("a bridge (slime_megatron.bridges)", "slime-megatron"),
-    "custom-megatron-init-path": Missing(
-        "trainers cannot be patched at run time", "set options of the backend, or write a bridge"
+    "custom-model-provider-path": Missing(
+        "a model is built from its folder, and its weights go to engines under the folder's names",
+        "write a bridge (slime_megatron.bridges), see slime-megatron",
     ),
-    "custom-megatron-before-log-prob-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
-    "custom-megatron-before-train-step-hook-path": Missing("trainers cannot be patched at run time", "write a bridge"),
-    "custom-update-weight-post-write-path": hook("a transport (slime.transports)", "slime-sglang", trains=False),
+    "custom-megatron-init-path": Missing(
+        "no function is called in trainer processes",
+        "set options of the backend; for another model write a bridge (slime_megatron.bridges)",
+    ),
+    "custom-megatron-before-log-prob-hook-path": Missing(
+        "no function is called in trainer processes",
+        "write a bridge (slime_megatron.bridges), or read the log-probs in an observer, hook batch_ready",
+    ),
+    "custom-megatron-before-train-step-hook-path": Missing(
+        "no function is called in trainer processes",
+        "choose what is trained by backend.freeze_params_name_list and only_train_params_name_list, and the optimizer by "
+        "train.optimizer (slime.optimizers)",
+    ),
+    "custom-update-weight-post-write-path": Missing(
+        "no function is called between writing weights and loading them",
+        "write a transport (slime.transports), see slime-sglang; engines that share no disk with the trainers get weights by "
+        "the transport direct or distributed",
+        trains=False,
+    ),
     "slime-router-middleware-paths": hook("a middleware (slime.middlewares)", "slime-router", trains=False),
-    "keep-old-actor": Missing("no second copy of the actor is kept", "pass --use-rollout-logprobs, or leave it out"),
+    "keep-old-actor": Missing(
+        "no copy of the weights that generated a rollout is kept",
+        "pass --use-rollout-logprobs: the engine's log-probs are "
+        "those of these weights; without it the old log-probs are of the weights before the step",
+    ),
     "ref-ckpt-step": Missing(
         "the reference model is a Hugging Face folder", "convert that step with slime convert, and pass --ref-load"
     ),
@@ -108,7 +122,9 @@ MISSING: Final[Mapping[str, Missing]] = {
     "gradient-checkpointing": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
     "recompute-loss-function": Missing("the backend decides what it recomputes", "leave it out", trains=False),
     "release-train": Missing(
-        "trainers are offloaded between steps", "pass --colocate or --offload-train", trains=False
+        "trainers keep their processes; what they hold on a GPU is offloaded to the host while engines use it",
+        "pass --colocate, or --offload-train",
+        trains=False,
     ),
     "qwen-gdn-backend": Missing("the backend has only one kernel", "leave it out", trains=False),
     "megatron-deepgemm-forward-modules": Missing("all modules compute in the same precision", "leave it out"),
@@ -143,17 +159,18 @@ MISSING: Final[Mapping[str, Missing]] = {
     "sglang-router-port": Missing(
         "no foreign router is used", "name the servers: --rollout-external-engine-addrs", trains=False
     ),
-    "eval-config": Missing(
-        "evaluation sets are tables of the run file", "write a table [eval.datasets.NAME] for each", trains=False
-    ),
     "eval-function-path": Missing(
-        "each evaluation set has its own generator", "set eval.datasets.NAME.generate", trains=False
+        "evaluation sets have a generator and a reward each, and no function for all of them",
+        'set eval.datasets.NAME.generate and reward, with the plugin "compat" for a function of upstream',
+        trains=False,
     ),
     "rollout-data-transport": Missing("the launcher sends the batches", "leave it out", trains=False),
     "use-stateless-adam": Missing(
         "Adam always keeps its moments", "pass --optimizer sgd for an optimizer without state"
     ),
-    "reset-optimizer-states": Missing("the optimizer's state is never reset during a run", "leave it out"),
+    "reset-optimizer-states": Missing(
+        "the optimizer's state is kept over the steps of a run", "leave it out, or pass --optimizer sgd, which has none"
+    ),
     "rm-url": Missing("only the reward remote calls a URL", "pass --reward remote --reward.rm-url URL", trains=False),
 }
 
@@ -162,6 +179,7 @@ HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
         "slime.rollout.sglang_rollout.generate_rollout",
         "slime.rollout.sft_rollout.generate_rollout",
     ),
+    "start-rollout-id": ("0",),
     "eval-function-path": ("slime.rollout.sglang_rollout.generate_rollout",),
     "buffer-filter-path": ("slime.rollout.data_source.pop_first",),
     "data-source-path": (
@@ -170,11 +188,13 @@ HARMLESS_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 """Hook paths that name upstream's defaults, which need no translation."""
-OTHER_HOOKS: Final[Mapping[str, Missing]] = {
-    "rollout-function-path": hook("a collector (slime.collectors); most need only a generator", "slime new"),
-    "buffer-filter-path": hook("a buffer filter (slime.filters)", "slime-filters"),
-    "data-source-path": hook("a data source (slime.sources)", "slime-sources"),
-}
+HOOKS_WORDS: Final = """
+    rollout-function-path rollout-sample-hook-path rollout-sample-filter-path rollout-all-samples-process-path
+    custom-reward-post-process-path custom-convert-samples-to-train-data-path custom-advantage-function-path
+    custom-tis-function-path custom-pg-loss-reducer-function-path buffer-filter-path data-source-path
+    """
+HOOKS: Final = frozenset(HOOKS_WORDS.split())
+"""Hooks by path, beside rewards, generators and filters, that the plugins compat call."""
 
 REWARDS: Final[Mapping[str, str]] = {
     "math": "math",

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -16,8 +16,8 @@ from slime_core.errors import PluginError, near_matches
 OldFunction: TypeAlias = Callable[..., Any]
 
 
-def resolve(path: str, python_path: Sequence[str], *, where: str) -> OldFunction:
-    """Returns the function. PluginError names the part of the path that is missing, and what there is.
+def resolve(path: str, python_path: Sequence[str], *, where: str, is_class: bool = False) -> OldFunction:
+    """Returns the function, or the class. PluginError names the part of the path that is missing, and what there is.
 
     where: key of the run file that has the path."""
     asked = f'{where} = "{path}"'
@@ -40,9 +40,10 @@ def resolve(path: str, python_path: Sequence[str], *, where: str) -> OldFunction
             f'{asked}: module {module_path} has no "{name}"{matched(name, functions)}. '
             f"It has: {', '.join(functions) or 'no function'}.{file}"
         ) from None
-    if not callable(found) or inspect.isclass(found):
-        kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
-        raise PluginError(f"{asked}: it is {kind}. It must be a function.")
+    if not callable(found) or inspect.isclass(found) != is_class:
+        callables = "a class" if inspect.isclass(found) else "a function"
+        kind = callables if callable(found) else f"of type {type(found).__name__}"
+        raise PluginError(f"{asked}: it is {kind}. It must be a {'class' if is_class else 'function'}.")
     return found  # type: ignore[no-any-return]
 
 
@@ -99,3 +100,8 @@ def wrong_form(path: str, function: OldFunction, where: str, forms: str) -> Plug
         f'{where} = "{path}": it takes {inspect.signature(function)}, and is called as {forms}. Write a function with that '
         "signature that calls it."
     )
+
+
+async def finished(value: Awaitable[Any] | Any) -> Any:
+    """The result of a function that may be a coroutine."""
+    return await value if inspect.isawaitable(value) else value

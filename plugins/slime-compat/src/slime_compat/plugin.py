@@ -1,17 +1,43 @@
-"""Drivers of slime-compat: an old function by its dotted path, as a reward, a generator or a group filter; and old dumps."""
+"""Drivers of slime-compat: old functions by their dotted paths, at the extension points that call them; and old dumps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final
 
-from slime_compat.config import CompatDumpConfig, CompatGeneratorConfig, CompatRewardConfig, OldFunctionConfig
-from slime_core.contracts.collector import Collector, CollectorDriver
-from slime_core.contracts.example import CollectorExample, Example, RewardExample
-from slime_core.contracts.filter import FilterDriver, GroupFilter
+from slime_compat.config import (
+    CompatCollectorConfig,
+    CompatDumpConfig,
+    CompatGeneratorConfig,
+    CompatReducerConfig,
+    CompatRewardConfig,
+    CompatSourceConfig,
+    OldFunctionConfig,
+)
+from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator
+from slime_core.contracts.collector import Collector, CollectorDriver, RolloutOptions
+from slime_core.contracts.correction import CorrectionDriver, OffPolicyCorrection
+from slime_core.contracts.example import (
+    AdvantageExample,
+    CollectorExample,
+    CorrectionExample,
+    Example,
+    ExampleSample,
+    FilterExample,
+    RewardExample,
+    SourceExample,
+)
+from slime_core.contracts.filter import BufferFilter, BufferFilterDriver, FilterDriver, GroupFilter
 from slime_core.contracts.generator import Generator, GeneratorDriver
+from slime_core.contracts.needs import Need
 from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.contracts.source import SourceDriver, SourceFactory
+
+WRITTEN: Final = "slime_compat.written_before"
+"""Module of the examples' functions."""
 
 
 class CompatReward(RewardDriver):
@@ -30,7 +56,7 @@ class CompatReward(RewardDriver):
         forms: dict[str, bool] = {"reward": False, "rewards_of_group": True}
         return [
             RewardExample(
-                options={"path": f"slime_compat.written_before.{name}", "group": group},
+                options={"path": f"{WRITTEN}.{name}", "group": group},
                 prompt="2+2=",
                 label="4",
                 responses=("4", "5", ""),
@@ -53,7 +79,7 @@ class CompatGenerator(GeneratorDriver):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        return [Example(options={"path": "slime_compat.written_before.generate"})]
+        return [Example(options={"path": f"{WRITTEN}.generate"})]
 
 
 class CompatFilter(FilterDriver):
@@ -69,7 +95,166 @@ class CompatFilter(FilterDriver):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        return [Example(options={"path": "slime_compat.written_before.keep_unequal"})]
+        return [Example(options={"path": f"{WRITTEN}.keep_unequal"})]
+
+
+class CompatCollector(CollectorDriver):
+    """Functions of a whole step that were written for THUDM's slime: rollout function, sample filter, function of all samples,
+    reward post-processing, conversion to train data."""
+
+    Config = CompatCollectorConfig
+
+    @classmethod
+    def build(cls, config: CompatCollectorConfig) -> Collector[Any]:
+        from slime_compat.collector import OldCollector
+
+        return OldCollector(config)
+
+    @classmethod
+    def problems(cls, config: CompatCollectorConfig, rollout: RolloutOptions) -> list[str]:
+        if config.rollout_function_path is None or not rollout.filters:
+            return []
+        return [
+            f"rollout.filters = {[of.name for of in rollout.filters]}: a rollout function chooses its groups itself. Leave "
+            "them out, or leave rollout.collector.rollout_function_path out."
+        ]
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [
+            Example(options={"rollout_sample_filter_path": f"{WRITTEN}.remove_truncated"}),
+            Example(options={"reward_post_process_path": f"{WRITTEN}.center_rewards"}),
+        ]
+
+
+class CompatSource(SourceDriver):
+    """A data source that was written for THUDM's slime."""
+
+    Config = CompatSourceConfig
+
+    @classmethod
+    def build(cls, config: CompatSourceConfig) -> SourceFactory:
+        from slime_compat.source import OldSource
+
+        return functools.partial(OldSource, config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        path = f"{WRITTEN}.Countdown"
+        return [SourceExample(options={"path": path}, other_options={"path": path, "args": {"other": True}})]
+
+
+class CompatBufferFilter(BufferFilterDriver):
+    """A buffer filter that was written for THUDM's slime."""
+
+    Config = OldFunctionConfig
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> BufferFilter:
+        from slime_compat.buffer_filter import OldBufferFilter
+
+        return OldBufferFilter(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [FilterExample(options={"path": f"{WRITTEN}.newest_first"})]
+
+
+class CompatAdvantage(AdvantageDriver):
+    """A function of advantages that was written for THUDM's slime."""
+
+    Config = OldFunctionConfig
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS})
+    accepts_kl_penalty = True
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> AdvantageEstimator:
+        from slime_compat.advantage import OldAdvantage
+
+        return OldAdvantage(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return cls.weighted_by("weighted_advantages")
+
+    @classmethod
+    def weighted_by(cls, function: str, column: str | None = None) -> list[AdvantageExample]:
+        """Credits 0.5, -0.5 and 0; each column of the weight, log-probs and another one, is ln 0.5."""
+        half = -0.693147181
+        weight = 0.5 if column is None else 0.25
+        credits = ((1.0, 2), (0.0, 1), (0.5, 3))
+        samples = [
+            ExampleSample(mask=[1] * length, reward=reward, old_log_probs=[half] * length) for reward, length in credits
+        ]
+        if column is not None:
+            of_column: list[dict[str, Any]] = [{column: [half] * length} for _, length in credits]
+            samples = [replace(sample, **more) for sample, more in zip(samples, of_column, strict=True)]
+        options = {"path": f"{WRITTEN}.{function}", "args": {"kl_coef": 1.0}}
+        advantages = [[0.5 * weight] * 2, [-0.5 * weight], [0.0] * 3]
+        return [AdvantageExample(options=options, samples=samples, advantages=advantages)]
+
+
+class CompatRefAdvantage(CompatAdvantage):
+    """The same, for a function that reads ref_log_probs."""
+
+    needs: ClassVar[frozenset[Need]] = CompatAdvantage.needs | {Need.REF_LOGPROBS}
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return cls.weighted_by("advantages_by_reference", "ref_log_probs")
+
+
+class CompatValuesAdvantage(CompatAdvantage):
+    """The same, for a function that reads the values of a critic."""
+
+    needs: ClassVar[frozenset[Need]] = CompatAdvantage.needs | {Need.VALUES}
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return cls.weighted_by("advantages_by_value", "values")
+
+
+class CompatCorrection(CorrectionDriver):
+    """A TIS function (off-policy weights and rejections) that was written for THUDM's slime."""
+
+    Config = OldFunctionConfig
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> OffPolicyCorrection:
+        from slime_compat.correction import OldCorrection
+
+        return OldCorrection(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # Ratios e^0.5, 1, e^1.5 (truncated), and e^3 (rejected).
+        sample = ExampleSample(
+            mask=(1, 1, 1, 1), old_log_probs=(-1.0, -1.0, -1.0, -1.0), rollout_log_probs=(-1.5, -1.0, -2.5, -4.0)
+        )
+        options = {"path": f"{WRITTEN}.truncated_weights", "args": {"tis_clip": 2.0, "tis_veto": 10.0}}
+        return [CorrectionExample(options=options, samples=[sample], weights=[(1.648721271, 1.0, 2.0, 0.0)])]
+
+
+class CompatReducer(CorrectionDriver):
+    """A reducer of the policy loss that was written for THUDM's slime, as a weight of each token.
+
+    No correction of a mismatch, but what weighs the policy loss alone, as upstream."""
+
+    Config = CompatReducerConfig
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    @classmethod
+    def build(cls, config: CompatReducerConfig) -> OffPolicyCorrection:
+        from slime_compat.correction import OldReducer
+
+        return OldReducer(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # Its sum is that of token_mean, so it changes nothing.
+        samples = [ExampleSample(mask=(1, 1, 0)), ExampleSample(mask=(1,))]
+        options = {"path": f"{WRITTEN}.sum_of_tokens", "aggregation": "token_mean"}
+        return [CorrectionExample(options=options, samples=samples, weights=[(1.0, 1.0, 0.0), (1.0,)])]
 
 
 class CompatDump(CollectorDriver):

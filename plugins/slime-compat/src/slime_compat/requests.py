@@ -23,8 +23,6 @@ from slime_core.errors import RolloutError
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from slime_core.contracts.generator import Episode
 
 ROUTER_HOST: Final = "slime-compat.invalid"
@@ -211,18 +209,14 @@ async def bounded_json(client: httpx.AsyncClient, method: str, url: str, options
     return json.loads(body)
 
 
-class GenerateState:
-    """Gives old generate functions the tokenizer. Each call makes a new one, which belongs to the episode."""
-
-    def __init__(self, args: Any) -> None:
-        episode = current("GenerateState").episode
-        self.args = args
-        self.tokenizer: PreTrainedTokenizerBase = episode.tokenizer
-        self.processor = None
-        self.prompt_ids: list[int] = episode.prompt.token_ids.tolist()
-        self.sampling_params = sampling_params_of(episode.sampling)
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
-        self.aborted = False
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """The router's URL. RolloutError for another model than the policy."""
+    if getattr(args, "sglang_model_routers", None):
+        raise RolloutError(
+            f"get_model_url of {model_name}: args.sglang_model_routers has addresses of upstream. Other models are served by "
+            "engines.NAME; send requests to their address in args."
+        )
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
 
 
 def sampling_params_of(sampling: SamplingParams) -> dict[str, Any]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import weakref
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from slime_compat.config import CompatRewardConfig
 from slime_compat.old_args import OldArgs
-from slime_compat.old_function import parameters, resolve, takes, takes_keyword, wrong_form
+from slime_compat.old_function import finished, parameters, resolve, takes, takes_keyword, wrong_form
 from slime_compat.old_sample import Sample, old_sample
 from slime_compat.requests import limited
 from slime_core.contracts.reward import Reward, RewardValue
@@ -72,7 +71,3 @@ class OldReward(Reward):
         if value is None:
             raise RewardError(f"{self._path} returned None; it must return a number, or a dict of numbers.")
         return value  # type: ignore[no-any-return]
-
-
-async def finished(value: Awaitable[Any] | Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -54,7 +54,7 @@ class Translation:
 
     @property
     def reads_args(self) -> bool:
-        return any(name in self.given for name in FUNCTION_FLAGS)
+        return any(name in self.given for name in (*FUNCTION_FLAGS, *known_flags.HOOKS))
 
     def take(self, name: str) -> str | None:
         """The last value of a flag, which is then marked as done; "true" for a switch, None if the flag is not set."""

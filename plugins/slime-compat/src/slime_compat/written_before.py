@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from slime_compat.filter_output import DynamicFilterOutput
-from slime_compat.old_sample import Sample, Status
-from slime_compat.requests import GenerateState, post
+import torch
 
-STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+from slime_compat.filter_output import DynamicFilterOutput
+from slime_compat.generate_state import GenerateState
+from slime_compat.old_sample import STATUS_OF_FINISH, Sample, Status
+from slime_compat.old_source import DataSource
+from slime_compat.requests import post
+from slime_core.errors import RolloutError
 
 
 async def reward(args: Any, sample: Sample) -> float:
@@ -24,6 +32,27 @@ def keep_unequal(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     """Drops groups whose samples have equal rewards."""
     rewards = {sample.get_reward_value(args) for sample in samples}
     return DynamicFilterOutput(keep=len(rewards) > 1, reason="equal_rewards")
+
+
+def check_reward_nonzero_std(args: Any, samples: list[Sample], **options: Any) -> DynamicFilterOutput:
+    """Drops groups whose rewards have a standard deviation of at most 1e-6."""
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(rewards) > 1e-6
+    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **options: Any) -> DynamicFilterOutput:
+    """The same, but keeps a group that the batch cannot do without."""
+    output = check_reward_nonzero_std(args, samples)
+    output.keep_when_insufficient = True
+    return output
+
+
+def _prepare_prompt_ids(sample: Sample, tokenizer: Any, processor: Any) -> list[int]:
+    """Tokens to continue: those that the sample has, else the prompt's."""
+    if any(value is not None for value in (sample.multimodal_inputs or {}).values()):
+        raise RolloutError("old generate functions get no images, and sample.multimodal_inputs has some.")
+    return sample.tokens or list(tokenizer.encode(sample.prompt, add_special_tokens=False))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -52,3 +81,93 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     sample.weight_versions.append(meta["weight_version"])
     sample.status = STATUS_OF_FINISH[meta["finish_reason"]["type"]]
     return sample
+
+
+def remove_truncated(args: Any, groups: list[list[Sample]]) -> None:
+    """Leaves responses that reached the limit out of the loss."""
+    for sample in (sample for group in groups for sample in group):
+        sample.remove_sample = sample.status is Status.TRUNCATED
+
+
+def center_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Rewards minus the mean of the step; a sample without one counts as 0."""
+    raw = [float(sample.get_reward_value(args) or 0) for sample in samples]
+    mean = sum(raw) / len(raw)
+    return raw, [reward - mean for reward in raw]
+
+
+def weighted_advantages(args: Any, rollout_data: dict[str, Any], columns: Sequence[str] = ()) -> None:
+    """Rewards minus the mean of the batch (0 for a sample without one), times the probability of each token, minus the KL
+    penalty. columns: further ones, whose exponentials weigh too."""
+    rewards = rollout_data["rewards"]
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    mean = sum(scored) / max(len(scored), 1)
+    advantages = []
+    for sample, (reward, kl) in enumerate(zip(rewards, rollout_data["kl"], strict=True)):
+        weight = sum(rollout_data[name][sample] for name in ("log_probs", *columns))
+        credit = 0.0 if math.isnan(reward) else reward - mean
+        advantages.append(credit * torch.exp(weight) - args.kl_coef * kl)
+    rollout_data["advantages"] = rollout_data["returns"] = advantages
+
+
+def advantages_by_reference(args: Any, rollout_data: dict[str, Any]) -> None:
+    weighted_advantages(args, rollout_data, ["ref_log_probs"])
+
+
+def advantages_by_value(args: Any, rollout_data: dict[str, Any]) -> None:
+    weighted_advantages(args, rollout_data, ["values"])
+
+
+def truncated_weights(
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    train_log_probs: list[torch.Tensor],
+    rollout_log_probs: list[torch.Tensor],
+    loss_masks: list[torch.Tensor],
+    **options: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Truncated importance weights; tokens whose ratio is beyond `args.tis_veto` are rejected."""
+    ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    weights = ratio.clamp(0, args.tis_clip)
+    keep = torch.cat(loss_masks) * (ratio <= args.tis_veto)
+    return pg_loss * weights, list(keep.split([len(mask) for mask in loss_masks])), {"ratio": ratio}
+
+
+def sum_of_tokens(
+    total_lengths: list[int], response_lengths: list[int], loss_masks: list[torch.Tensor], per_token: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sum over all trained tokens."""
+    return lambda loss: (loss * torch.cat([torch.zeros(0), *loss_masks])).sum()
+
+
+class Countdown(DataSource):
+    """Prompts 9=, 8=, ... 0=, and again."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.drawn = 0
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        numbers = [9 - number % 10 for number in range(self.drawn, self.drawn + num_samples)]
+        self.drawn += num_samples
+        return [[Sample(prompt=f"{number}=", label=str(number), metadata={"number": number})] for number in numbers]
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        raise RuntimeError("read-only")
+
+    def save(self, rollout_id: int) -> None:
+        Path(self.args.save, f"countdown_{rollout_id}.json").write_text(json.dumps(self.drawn), encoding="utf-8")
+
+    def load(self, rollout_id: int | None = None) -> None:
+        self.drawn = json.loads(Path(self.args.load, f"countdown_{rollout_id}.json").read_text(encoding="utf-8"))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def newest_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """Takes the newest groups out of the buffer."""
+    taken = buffer[::-1][:num_samples]
+    del buffer[len(buffer) - len(taken) :]
+    return taken

@@ -32,7 +32,7 @@ class Found:
 
 class WrittenTokens:
     def __init__(self, kept: Sample | None) -> None:
-        """`kept`: the sample of a partial rollout, which earlier episodes generated."""
+        """`kept`: a sample that was generated before, such as that of a partial rollout."""
         self._kept = kept
         self._completions: list[tuple[npt.NDArray[np.int32], Completion]] = []
 
@@ -51,11 +51,11 @@ class WrittenTokens:
         spans: list[VersionSpan] = []
         experts: RoutedExperts | None = None
         kept = self._kept
-        if kept is not None and np.array_equal(tokens[: len(kept.tokens)], kept.tokens):
-            start, end = kept.prompt_length, len(kept.tokens)
-            log_probs[start:end], known[start:end] = kept.rollout_log_probs, True
+        if kept is not None and (end := common_length(tokens, kept.tokens)) > (start := kept.prompt_length):
+            # A conversion to train data may cut off the end of a response.
+            log_probs[start:end], known[start:end] = kept.rollout_log_probs[: end - start], True
             spans += shifted(kept.spans, start, end)
-            experts = kept.routed_experts
+            experts = None if kept.routed_experts is None else kept.routed_experts[: end - 1]
         for context, completion in self._completions:
             start = len(context)
             if start > len(tokens) or not np.array_equal(tokens[:start], context):

@@ -13,6 +13,8 @@ from slime_compat.translation import Translation
 from slime_core.config.train import OptimizerOverrides
 from slime_core.errors import near_matches
 
+MIS: Final = "mis.compute_mis_weights_with_cp"
+"""End of the path of upstream's example of a correction, which the correction mis computes."""
 MIS_OPTIONS: Final = (
     "use_rs",
     "tis_level",
@@ -113,15 +115,8 @@ def corrections(translation: Translation) -> None:
     custom = translation.take("custom-tis-function-path")
     if translation.take("use-tis") and custom is None:
         found.append({"name": "tis", "tis_clip": 2.0, "tis_clip_low": 0.0} | tis)
-    if custom is not None and custom.endswith("mis.compute_mis_weights_with_cp"):
+    if custom is not None and custom.endswith(MIS):
         found.append({"name": "mis"} | mis_options(translation))
-    elif custom is not None:
-        translation.note(
-            "custom-tis-function-path",
-            f"{custom}: for truncated, clipped or masked importance weights, add the correction mis with its options to "
-            "algo.corrections; for any other, write a plugin (slime.corrections), see slime-estimators",
-            trains=True,
-        )
     delta = translation.number("opsm-delta", float, 1e-4)
     if translation.take("use-opsm"):
         found.append({"name": "opsm", "opsm_delta": delta})

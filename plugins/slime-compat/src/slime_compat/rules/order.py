@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from slime_compat.rules.algorithm import algorithm, balance, optimizer
+from slime_compat.rules.eval_config import eval_config
 from slime_compat.rules.functions import functions, reward
+from slime_compat.rules.hooks import claimed, hooks
 from slime_compat.rules.launcher import launcher
 from slime_compat.rules.model import model
 from slime_compat.rules.rollout import data, rollout
@@ -26,9 +28,12 @@ def apply(translation: Translation) -> None:
         trackers,
         rollout,
         reward,
+        eval_config,
+        claimed,
         # Options belong to the plugins that the rules above have chosen.
         same_names,
         # Last: the arguments of functions are no options of these plugins.
         functions,
+        hooks,
     ):
         rule(translation)

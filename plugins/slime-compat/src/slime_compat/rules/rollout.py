@@ -44,7 +44,7 @@ def rollout(translation: Translation) -> None:
     dump = translation.take("load-debug-rollout-data")
     share = translation.number("load-debug-rollout-data-subsample", float, None)
     if dump is not None:
-        translation.put("rollout.collector", {"name": "compat", "path": dump})
+        translation.put("rollout.collector", {"name": "compat_dump", "path": dump})
         translation.put("train.debug_train_only", True)
         if share is not None:
             translation.put("rollout.collector.subsample", share)

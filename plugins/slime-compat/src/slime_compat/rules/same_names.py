@@ -30,7 +30,7 @@ def one(translation: Translation, name: str, words: list[str], flags: FlagTable)
         return
     megatron = megatron_flags.RENAMED.get(name, name)
     option = megatron.removeprefix("no-")
-    for table in (known_flags.OTHER_HOOKS, known_flags.MISSING, megatron_flags.MISSING):
+    for table in (known_flags.MISSING, megatron_flags.MISSING):
         if name in table:
             translation.missing(name, table[name])
             return
@@ -63,7 +63,7 @@ def unknown(translation: Translation, name: str, flags: FlagTable) -> None:
     known = {
         *translation.done,
         *flags.by_name,
-        *known_flags.OTHER_HOOKS,
+        *known_flags.HOOKS,
         *known_flags.MISSING,
         *known_flags.WITHOUT_EFFECT,
         *plugin_keys.KEYS,
