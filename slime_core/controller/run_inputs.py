@@ -192,6 +192,7 @@ def prompt_renderer(
         metadata_key=keys.metadata_key,
         tool_key=keys.tool_key,
         media=media,
+        media_keys=frozenset(run.config.data.multimodal_keys.values()),
         apply_chat_template=keys.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         **limits,
