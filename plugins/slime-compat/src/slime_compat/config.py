@@ -38,3 +38,19 @@ class CompatGeneratorConfig(AskingFunctionConfig):
     """How to handle trained tokens without rollout_log_probs that no engine of this episode generated at their position, such
     as text that was tokenized again. error: the sample fails, and the error names the first of them. zero: they are trained
     with log-prob 0, which is right only if nothing reads the rollout's log-probs; their metrics are wrong then."""
+
+
+class VerlRewardConfig(DriverConfig):
+    path: RunPath | None = None
+    """Python file of the function. By default verl's own functions, which it chooses by data_source; verl must be installed."""
+    function: str = Field("compute_score", min_length=1)
+    """Its name."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every call."""
+
+
+class TrlRewardConfig(DriverConfig):
+    path: str = Field(min_length=1)
+    """Dotted path of the function: package.module.function."""
+    python_path: tuple[RunPath, ...] = ()
+    """Folders in which to look for its module, after the interpreter's own path."""

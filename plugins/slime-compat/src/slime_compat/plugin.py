@@ -1,11 +1,19 @@
-"""Drivers of slime-compat: an old function by its dotted path, as a reward, a generator or a group filter."""
+"""Drivers of slime-compat: an old function by its dotted path, as a reward, a generator or a group filter; reward
+functions of verl and of TRL."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from slime_compat.config import CompatGeneratorConfig, CompatRewardConfig, OldFunctionConfig
+from slime_compat.config import (
+    CompatGeneratorConfig,
+    CompatRewardConfig,
+    OldFunctionConfig,
+    TrlRewardConfig,
+    VerlRewardConfig,
+)
 from slime_core.contracts.example import Example, RewardExample
 from slime_core.contracts.filter import FilterDriver, GroupFilter
 from slime_core.contracts.generator import Generator, GeneratorDriver
@@ -68,3 +76,57 @@ class CompatFilter(FilterDriver):
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         return [Example(options={"path": "slime_compat.written_before.keep_unequal"})]
+
+
+class VerlReward(RewardDriver):
+    """A reward function of verl: (data_source, solution_str, ground_truth, extra_info) to a number, or a dict with `score`."""
+
+    Config = VerlRewardConfig
+    reward_key: ClassVar[str | None] = "score"
+
+    @classmethod
+    def build(cls, config: VerlRewardConfig) -> Reward:
+        from slime_compat.verl.reward import VerlFunctionReward
+
+        return VerlFunctionReward(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        file = folder / "score.py"
+        file.write_text(
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None, right=1.0):\n"
+            "    return right * (solution_str == ground_truth)\n"
+        )
+        return [
+            RewardExample(
+                options={"path": str(file), "reward_kwargs": {"right": 2.0}},
+                prompt="2+2=",
+                metadata={"data_source": "sums", "reward_model": {"ground_truth": "4"}},
+                responses=("4", "5", ""),
+                rewards=(2.0, 0.0, 0.0),
+            )
+        ]
+
+
+class TrlReward(RewardDriver):
+    """A reward function of TRL: (prompts, completions, **columns) to a list of numbers."""
+
+    Config = TrlRewardConfig
+
+    @classmethod
+    def build(cls, config: TrlRewardConfig) -> Reward:
+        from slime_compat.trl.reward import TrlFunctionReward
+
+        return TrlFunctionReward(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        return [
+            RewardExample(
+                options={"path": "slime_compat.written_before.equals_answer"},
+                prompt="2+2=",
+                metadata={"answer": "4"},
+                responses=("4", "5", ""),
+                rewards=(1.0, 0.0, 0.0),
+            )
+        ]

@@ -20,6 +20,11 @@ async def rewards_of_group(args: Any, samples: list[Sample]) -> list[float]:
     return [await reward(args, sample) for sample in samples]
 
 
+def equals_answer(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """A reward function as TRL calls it: 1 for the text of the column `answer`."""
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
 def keep_unequal(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     """Drops groups whose samples have equal rewards."""
     rewards = {sample.get_reward_value(args) for sample in samples}
