@@ -83,7 +83,9 @@ def bind_invocation(words: Words) -> BoundRun:
         raise ConfigError([*problems, *error.problems, *missing_plugin(named, registry)]) from None
     if config.prepare is not None and not problems:
         prepare(config.prepare, base)
-    return bind_run(config, registry, base=base, problems=problems)
+    run = bind_run(config, registry, base=base, problems=problems)
+    warn(dict.fromkeys(notice for part in run.parts for notice in part.notices()))
+    return run
 
 
 def missing_plugin(named: Mapping[str, Any], registry: Registry) -> list[str]:

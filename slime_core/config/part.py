@@ -59,6 +59,10 @@ class BoundPlugin:
         with foreign(self.title, "build"):
             return with_name(self.driver.build(self.config), self.title)
 
+    def notices(self) -> tuple[str, ...]:
+        with foreign(self.title, "notices"):
+            return tuple(self.driver.notices(self.config))
+
     @property
     def title(self) -> str:
         """The plugin in messages: `group filter "mine.py/short"`."""

@@ -73,6 +73,11 @@ class Driver(ABC, Generic[T_co]):
         """Builds the object of the contract. config: an instance of `cls.Config`. Heavy imports happen here."""
 
     @classmethod
+    def notices(cls, config: Any) -> Sequence[str]:
+        """Sentences on options that are set and have no effect, or another name now. The command prints each once."""
+        return ()
+
+    @classmethod
     def patches(cls) -> Sequence[Patch]:
         """All patches of the plugin, for the listing."""
         return ()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from slime_compat import command
+from slime_compat import command, megatron_flags, plugin_keys
 from slime_compat.launch_line import from_script
 from slime_core.cli.main import main
-from slime_sglang.server_args import ServerOption
+from slime_core.config.chosen import Finder, algo_flags, chosen_flags
+from slime_core.registry import Registry
 
 LAUNCH = Path(__file__).parent / "launch"
 LINE = (
@@ -161,10 +164,10 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
         ("--rollout-seed 4.5", r'--rollout-seed: "4.5": must be a number'),
         ("--hidden-dropout none", r'--hidden-dropout: "none": must be a number'),
         ("--lr-decay-style WSD", r"--lr-decay-style: WSD: must be constant, linear or cosine"),
-        (
-            "--ref-load other_torch_dist",
-            r"--ref-load: other_torch_dist: no Hugging Face folder. Make one from the checkpoint with `slime convert`",
-        ),
+        ("--load other", r"--load: other: weights are loaded from base. If other has others, convert it with"),
+        ("--fp8-format e4m3", r"--fp8-format: training in float8 uses layers of Transformer Engine"),
+        ("--loss-type sft_loss --loss-mask-type distill_qwen", r"--loss-mask-type: distill_qwen: the last answer is"),
+        ("--megatron-config-path nowhere.yaml", r"--megatron-config-path: nowhere.yaml: FileNotFoundError"),
     ],
 )
 def test_left_out_flags_that_change_the_training_are_reported_with_exit_code_9(translate, flags, expected):
@@ -186,11 +189,7 @@ def test_left_out_flags_without_effect_are_reported_with_exit_code_0(translate):
 
 
 @pytest.mark.parametrize("prefix", ["--router-", "--sglang-router-"])
-@pytest.mark.parametrize("installed", [True, False])
-def test_options_of_the_router_keep_their_names(translate, monkeypatch, prefix, installed):
-    """Options of an installed router are flags; otherwise they are checked on the machine that has it."""
-    known = {name: ServerOption(name, kind, "Doc.") for name, kind in (("max_payload_size", int), ("dp_aware", bool))}
-    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known if installed else {})
+def test_options_of_the_router_keep_their_names(translate, prefix):
     tables, err, code = translate(f"--router-policy cache_aware {prefix}max-payload-size 5 {prefix}dp-aware")
     assert (err, code) == ("", 0)
     assert tables["engine"] == {
@@ -200,22 +199,176 @@ def test_options_of_the_router_keep_their_names(translate, monkeypatch, prefix, 
     }
 
 
-def test_options_of_the_router_that_are_left_out_name_the_flags_here(translate, monkeypatch):
-    known = {"max_payload_size": ServerOption("max_payload_size", int, "Doc.")}
-    monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
+def test_options_of_the_router_that_are_left_out_name_the_flags_here(translate):
     for flag in ("--router-max-payload-size", "--sglang-router-max-payload-size"):
         tables, err, code = translate(f"{flag} 5")
         assert (tables["engine"], code) == ("sglang", 0)
         assert f"{flag}: a router is started only with --router-policy" in err
         assert "pass --router-policy cache_aware and --router-max-payload-size, with --sglang-servers" in err
-    _, err, _ = translate("--router-policy random --sglang-router-max-payload-sise 5 --router-prometheus-port 1")
-    assert "has no --router-max-payload-sise that a run can set; close match: --router-max-payload-size" in err
-    assert "--router-prometheus-port: the installed sglang-router has no --router-prometheus-port that" in err
     _, err, _ = translate("--router-policy random", own=["--engine", "local"])
-    assert '--router-policy: an option of sglang-router; the engine is "local"' in err
+    assert '--router-policy: an option of SGLang; the engine is "local"' in err
     _, err, _ = translate("--prefill-num-servers 1 --sglang-router-port 3")
-    assert "pass --sglang-servers, --sglang-prefill-servers and --router-policy" in err
+    assert "--prefill-num-servers: 1: requires a --rollout-num-gpus that is a multiple of" in err
     assert "--sglang-router-port: no foreign router is used" in err
+
+
+def test_servers_that_prefill_are_servers_of_one_engine(translate):
+    flags = "--prefill-num-servers 1 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2"
+    tables, err, code = translate(flags)
+    assert (err, code) == ("", 0)
+    assert tables["engine"] == {
+        "name": "sglang",
+        "servers": 4,
+        "prefill_servers": 1,
+        "router_policy": "cache_aware",
+    }
+    assert tables["launcher"]["rollout_num_gpus_per_engine"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        ("--sglang-cuda-graph-bs 16", "engine.cuda_graph_bs", [16]),
+        ("--sglang-expert-parallel-size 8", "engine.ep_size", 8),
+        ("--sglang-enable-deterministic-inference", "engine.deterministic", True),
+        ("--moe-aux-loss-coeff 0.1", "backend", {
+            "name": "megatron", "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}),
+        ("--moe-aux-loss-coeff 0", "backend", {"name": "megatron", "moe_aux_loss_coeff": 0.0}),
+        ("--no-gradient-accumulation-fusion", "backend.gradient_accumulation_fusion", False),
+        ("--decoder-last-pipeline-num-layers 5", "backend.num_layers_in_last_pipeline_stage", 5),
+        ("--lr-warmup-fraction 0.1", "train.lr_warmup_fraction", 0.1),
+        ("--load-debug-rollout-data dumps", "rollout.load_debug_rollout_data", "dumps"),
+        ("--eval-prompt-data one.jsonl", "eval.eval_prompt_data", ["aime", "one.jsonl"]),
+        ("--disable-grpo-std-normalization", "algo.disable_grpo_std_normalization", True),
+        ("--loss-type sft_loss", "rollout.rollout_max_response_len", 8),
+        ("--opd-teacher-load large_torch_dist", "model.opd_teacher_load", "large"),
+        ("--ref-load large", "model.ref_load", "large"),
+        ("--ref-load elsewhere/base_torch_dist", "model", {"hf_checkpoint": "base"}),
+    ],
+)  # fmt: skip
+def test_flags_of_the_tables(translate, flags, path, value):
+    tables, err, code = translate(flags)
+    assert code == 0, err
+    for key in path.split("."):
+        tables = tables[key]
+    assert tables == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--moe-token-drop-policy probs", "it has no effect without --moe-expert-capacity-factor"),
+        ("--loss-mask-type qwen3_5", "it has no effect without --loss-type sft_loss"),
+        ("--gamma 0.9", "left out, since it has no effect with grpo upstream"),
+        ("--save runs/one --load old/one", "old/one: an earlier start of the run of --save"),
+    ],
+)
+def test_flags_without_an_effect_upstream_are_left_out_with_a_note(translate, flags, expected):
+    _, err, code = translate(flags)
+    assert code == 0, err
+    assert expected in err
+
+
+def test_engines_load_the_quantized_folder_of_the_model_that_is_trained(translate):
+    line = LINE.replace("--hf-checkpoint base", "--hf-checkpoint a/Qwen3-4B-FP8")
+    tables, err, code = translate("--ref-load b/Qwen3-4B_torch_dist", line=line)
+    assert code == 0
+    assert tables["model"] == {"hf_checkpoint": "b/Qwen3-4B", "rollout_load": "a/Qwen3-4B-FP8"}
+    assert "a/Qwen3-4B-FP8 is what the engines load; b/Qwen3-4B, of which b/Qwen3-4B_torch_dist is made, is what" in err
+
+
+def test_a_teacher_on_a_server_of_its_own(translate):
+    flags = (
+        "--use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://10.0.0.2:30000/generate "
+        "--custom-rm-path slime.rollout.on_policy_distillation.reward_func "
+        "--custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards"
+    )
+    tables, err, code = translate(flags, line=LINE.replace("--rm-type math", ""))
+    assert code == 0, err
+    assert (tables["algo"]["name"], tables["algo"]["opd_kl_coef"]) == ("opd", 0.5)
+    engine = {"name": "sglang", "external_engine_addrs": ["10.0.0.2:30000"]}
+    assert tables["engines"]["teacher"] == {"load": "base", "engine": engine}
+    assert "reward" not in tables
+    assert "Set engines.teacher.load to the folder of its model" in err
+
+
+def test_options_of_roles_come_from_their_file(translate, tmp_path):
+    (tmp_path / "roles.yaml").write_text(
+        "megatron:\n- {name: a, role: actor, overrides: {lr: 1e-6}}\n- {name: a, role: critic, overrides: {lr: 1.0e-5}}\n"
+    )
+    tables, err, code = translate(f"--advantage-estimator ppo --lr 1 --megatron-config-path {tmp_path}/roles.yaml")
+    assert code == 0, err
+    assert (tables["train"]["lr"], tables["roles"]["critic"]) == (1e-6, {"lr": 1e-5})
+
+
+def test_upstreams_example_of_a_correction_is_the_correction_mis(translate, tmp_path):
+    (tmp_path / "mis.yaml").write_text("use_tis: true\nuse_rs: true\ntis_mode: clip\nrs_lower_bound: null\n")
+    flags = (
+        "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp "
+        f"--custom-config-path {tmp_path}/mis.yaml"
+    )
+    tables, err, code = translate(flags)
+    assert code == 0, err
+    assert tables["algo"]["corrections"] == [{"name": "mis", "use_rs": True, "tis_mode": "clip"}]
+
+
+def test_a_generate_function_may_score_its_samples(translate):
+    line = LINE.replace("--rm-type math", "")
+    tables, err, code = translate("--custom-generate-function-path my.generate", line=line)
+    assert (err, code) == ("", 0)
+    assert tables["reward"] == {"name": "compat", "path": "slime_compat.generated_reward.reward"}
+
+
+def test_what_is_installed_has_no_influence():
+    """Translating imports no other plugin, no Megatron and no SGLang."""
+    code = (
+        "import sys\n"
+        "from slime_compat.command import translated\n"
+        "from slime_compat.launch_line import from_words\n"
+        "line = from_words(['train.py', '--hf-checkpoint', 'm', '--tensor-model-parallel-size', '2', '--gamma', '1'])\n"
+        "translated(line)\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules if name.startswith(('slime', 'megatron', 'sglang'))}))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "['slime_compat', 'slime_core']\n"
+
+
+def test_the_tables_have_the_keys_of_the_plugins():
+    """An option that a plugin renames must be renamed in the tables."""
+    registry = Registry.from_environment()
+    for flag, (_, readers) in plugin_keys.OF_ALGORITHM.items():
+        found = {
+            name
+            for name in plugin_keys.OF_ALGORITHM["eps-clip-c"][1] | {"gspo", "cispo"}
+            if flag in {known.name for known in algo_flags({"algo": name}, Finder(registry, strict=True))}
+        }
+        assert found == readers, flag
+    options = {flag.name for flag in chosen_flags({}, registry)}
+    assert {"prompt-data", "rollout-shuffle"} <= options
+    tables = {"backend": {"name": "megatron"}, "engine": {"name": "sglang"}}
+    known = {flag.path for flag in chosen_flags(tables, registry)}
+    own = {
+        "context-parallel-size",
+        "log-probs-chunk-size",
+        "mtp-loss-scaling-factor",
+        "only-train-params-name-list",
+        "sequence-parallel",
+        "virtual-pipeline-model-parallel-size",
+    }
+    assert {("backend", option.replace("-", "_")) for option in own & set(megatron_flags.OPTIONS)} <= known
+    assert {tuple(key.split(".")) for key, _ in plugin_keys.KEYS.values() if key.startswith("engine.")} <= known
+    assert len(own & set(megatron_flags.OPTIONS)) == len(own)
+
+
+def test_every_option_of_megatron_in_the_tables_is_one_of_the_installed(pytestconfig):
+    pytest.importorskip("megatron.core")
+    tables = {"backend": {"name": "megatron"}}
+    known = {
+        flag.path[1]: flag for flag in chosen_flags(tables, Registry.from_environment()) if flag.path[0] == "backend"
+    }
+    for option in megatron_flags.OPTIONS:
+        flag = known[option.replace("-", "_")]
+        assert not flag.field.exclude, option
 
 
 def test_layouts_of_megatron_are_left_out_with_another_backend(translate):
@@ -245,6 +398,32 @@ PYTHONPATH=/x/y python3 -u slime/train.py "${{ARGS[@]}}" 2>&1 | tee {tmp_path}/l
     assert script.exists()
     assert not marker.exists()
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_script_may_use_what_programs_print_that_are_not_run(tmp_path, monkeypatch):
+    """Under errexit and pipefail; files with names from mktemp are written, and read by the translation."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    script = tmp_path / "run.sh"
+    script.write_text(
+        """set -euo pipefail
+FOUND=$(pip list | grep megatron-core | head -1)
+CONFIG=$(mktemp /tmp/config_XXXX.yaml)
+cat > "$CONFIG" <<END
+lr: 1e-5
+END
+ENV=$(python3 - <<END
+print(1)
+END
+)
+ray job submit --runtime-env-json="$ENV" -- python3 train.py --custom-config-path $CONFIG
+"""
+    )
+    line = from_script(script, [])
+    flag, config = line.words
+    assert (flag, line.is_env_unread) == ("--custom-config-path", True)
+    assert config.startswith(f"{tmp_path}/slime-compat.")
+    assert Path(config).suffix == ".yaml"
+    assert Path(config).read_text() == "lr: 1e-5\n"
 
 
 @pytest.mark.parametrize(

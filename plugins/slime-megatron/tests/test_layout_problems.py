@@ -41,10 +41,6 @@ def test_every_problem_is_reported():
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        (
-            ParallelDims(sequence_parallel=True),
-            "sequence_parallel = true: requires a tensor_model_parallel_size of at least 2",
-        ),
         (ParallelDims(vpp=2), "requires a pipeline_model_parallel_size of at least 2"),
         (
             ParallelDims(tp=4, pp=2, vpp=3, sequence_parallel=True, etp=4),

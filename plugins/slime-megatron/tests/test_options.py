@@ -237,7 +237,6 @@ def test_every_option_of_megatron_is_supported_or_refused():
         ({"decoupled_min_lr": 0.1}, "does nothing without backend.decoupled_lr"),
         ({**SELECTIVE, "recompute_modules": ["layernorm"]}, "requires Transformer Engine"),
         ({"moe_aux_loss_coeff": 0.1}, "without backend.moe_router_load_balancing_type = aux_loss"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, "without a backend.moe_aux_loss_coeff"),
         ({**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}, "Set none or aux_loss"),
         ({"moe_token_dispatcher_type": "allgather"}, "Set alltoall or flex"),
         ({"decoupled_weight_decay": False, "exp_avg_sq_dtype": "bf16"}, "the step is AdamW"),
@@ -246,6 +245,40 @@ def test_every_option_of_megatron_is_supported_or_refused():
 def test_options_without_effect_are_refused(asked, expected):
     (problem,) = Megatron.problems(Megatron.Config(**asked), 2, EXPERTS)
     assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "notice"),
+    [
+        (
+            {"sequence_parallel": True},
+            "sequence_parallel",
+            "backend.sequence_parallel = true: tensor_model_parallel_size is 1, so it has no effect.",
+        ),
+        (
+            {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.0},
+            "moe_router_load_balancing_type",
+            "backend.moe_router_load_balancing_type = seq_aux_loss: moe_aux_loss_coeff is 0, so it has no effect.",
+        ),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "none"]},
+            "moe_router_load_balancing_type",
+            "backend.moe_router_load_balancing_type = ['aux_loss', 'none']: moe_aux_loss_coeff is 0, so it has no effect.",
+        ),
+    ],
+)
+def test_options_that_change_nothing_are_named_and_not_passed(asked, name, notice):
+    config = Megatron.Config(**asked)
+    assert Megatron.problems(config, 2, EXPERTS) == []
+    assert Megatron.notices(config) == [notice]
+    assert name not in megatron_options(config, options.MODEL)
+    assert not config.shape.sequence_parallel
+
+
+def test_routing_without_a_loss_is_no_option_without_effect():
+    config = Megatron.Config(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)
+    assert Megatron.notices(config) == []
+    assert Megatron.problems(config, 2, EXPERTS)
 
 
 def test_options_of_experts_require_experts():

@@ -14,7 +14,6 @@ from slime_compat.rules.order import apply
 from slime_compat.run_document import run_file
 from slime_compat.translation import Translation
 from slime_core.errors import ConfigError
-from slime_core.registry import Registry
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def translated(line: LaunchLine, *, backend: str | None = None, engine: str = "s
     """The translation of a launch line. `backend`, `engine`: in place of the line's."""
     seed = "".join(value_of(line.words, "--backend")[-1:])
     chosen = backend or "".join(value_of(line.words, "--train-backend")[-1:]) or seed or "megatron"
-    translation = Translation(line, Registry.from_environment(), chosen, engine)
+    translation = Translation(line, chosen, engine)
     translation.done |= {"train-backend", "backend"}
     apply(translation)
     return translation

@@ -1,48 +1,13 @@
-"""Upstream flags that have no key of the same name here. Names are without the leading dashes."""
+"""Flags of upstream slime's arguments.py, at 624b824, that are no keys of the same name. Names are without the leading dashes.
+
+A flag that is in no table here, in those of Megatron and SGLang or in a rule, is a key of the kernel, or unknown.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-
-SHAPE_WORDS: Final = """
-    num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels
-    swiglu untie-embeddings-and-output-weights vocab-size make-vocab-size-divisible-by rotary-base rotary-percent
-    rotary-interleaved use-rotary-position-embeddings position-embedding-type rope-type rotary-scaling-factor
-    use-rope-scaling rope-scaling-factor original-max-position-embeddings beta-fast beta-slow mscale mscale-all-dim
-    normalization norm-epsilon layernorm-epsilon disable-bias-linear add-qkv-bias qk-layernorm num-experts
-    moe-ffn-hidden-size moe-layer-freq moe-router-topk moe-router-score-function moe-router-pre-softmax
-    moe-router-enable-expert-bias moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor
-    moe-shared-expert-intermediate-size moe-shared-expert-gate multi-latent-attention q-lora-rank kv-lora-rank
-    qk-head-dim qk-pos-emb-head-dim v-head-dim no-rope-fusion apply-layernorm-1p max-position-embeddings seq-length
-    spec post-self-attn-layernorm post-mlp-layernorm use-gated-attention attention-output-gate no-masked-softmax-fusion
-    hidden-dropout attention-dropout linear-num-value-heads linear-num-key-heads linear-key-head-dim
-    linear-value-head-dim linear-conv-kernel-dim full-attention-interval mtp-num-layers model-name tokenizer-type
-    tokenizer-model
-"""
-SHAPE: Final = frozenset(SHAPE_WORDS.split())
-"""The model's shape and tokenizer, which slime reads from the model's folder."""
-
-MEGATRON_WORDS: Final = """
-    recompute-granularity recompute-method recompute-num-layers recompute-modules moe-token-dispatcher-type
-    moe-enable-deepep moe-grouped-gemm moe-permute-fusion moe-router-load-balancing-type moe-aux-loss-coeff
-    moe-z-loss-coeff moe-router-dtype moe-router-bias-update-rate moe-shared-expert-overlap optimizer-cpu-offload
-    optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer
-    num-layers-in-first-pipeline-stage num-layers-in-last-pipeline-stage overlap-grad-reduce fp8-format fp8-recipe
-    tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size virtual-pipeline-model-parallel-size
-    context-parallel-size expert-model-parallel-size expert-tensor-parallel-size use-distributed-optimizer bf16 fp16
-"""
-MEGATRON: Final = frozenset(MEGATRON_WORDS.split())
-"""Options of Megatron that keep their names in the backend megatron. They are known also where Megatron is not installed."""
-RENAMED_MEGATRON: Final = {
-    "decoder-first-pipeline-num-layers": "num-layers-in-first-pipeline-stage",
-    "decoder-last-pipeline-num-layers": "num-layers-in-last-pipeline-stage",
-}
-TRAINING_MEGATRON: Final = frozenset(
-    {"moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-bias-update-rate", "fp8-format", "fp8-recipe", "fp16"}
-)
-"""Options of Megatron that change the training, so leaving them out for another backend does too."""
 
 WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "accumulate-allreduce-grads-in-fp32": "gradients are summed in float32 here",
@@ -137,7 +102,6 @@ MISSING: Final[Mapping[str, Missing]] = {
     "opd-teacher-ckpt-step": Missing(
         "the teacher is a Hugging Face folder", "convert that step with slime convert, and pass --opd-teacher-load"
     ),
-    "load-debug-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "allgather-cp": Missing("context parallelism uses the zigzag layout", "leave it out", trains=False),
     "attn-implementation": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
     "fsdp-cpu-offload": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
@@ -147,14 +111,13 @@ MISSING: Final[Mapping[str, Missing]] = {
         "trainers are offloaded between steps", "pass --colocate or --offload-train", trains=False
     ),
     "qwen-gdn-backend": Missing("the backend has only one kernel", "leave it out", trains=False),
-    "megatron-deepgemm-forward-layers": Missing("all layers compute in the same precision", "leave it out"),
-    "megatron-deepgemm-moe-forward-layers": Missing("all layers compute in the same precision", "leave it out"),
+    "megatron-deepgemm-forward-modules": Missing("all modules compute in the same precision", "leave it out"),
+    "megatron-deepgemm-moe-forward-modules": Missing("all modules compute in the same precision", "leave it out"),
     "freeze-indexer": Missing("indexers are never trained", "leave it out", trains=False),
     "gradient-accumulation-steps": Missing(
         "it follows from the batch sizes", "pass --global-batch-size and --micro-batch-size"
     ),
     "eval-max-context-len": Missing("evaluations have the run's limit", "pass --rollout-max-context-len", trains=False),
-    "megatron-config-path": Missing("each role has a table in the run file", "set roles.critic.*"),
     "start-rollout-id": Missing("a resumed run knows its step", "resume with slime run run.toml --resume FOLDER"),
     "load-debug-rollout-data-subsample": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
     "load-forge-rollout-data": Missing("dumps have another format", "dump again with rollout.dump_rollouts"),
@@ -195,9 +158,6 @@ MISSING: Final[Mapping[str, Missing]] = {
         "Adam always keeps its moments", "pass --optimizer sgd for an optimizer without state"
     ),
     "reset-optimizer-states": Missing("the optimizer's state is never reset during a run", "leave it out"),
-    "loss-mask-type": Missing(
-        "loss masks follow the chat template", "see the collector sft: --collector.loss-mask-type"
-    ),
     "rm-url": Missing("only the reward remote calls a URL", "pass --reward remote --reward.rm-url URL", trains=False),
 }
 

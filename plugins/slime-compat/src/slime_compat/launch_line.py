@@ -41,10 +41,16 @@ CALLED: Final = """
 """
 """Shell functions with these names override programs on the PATH that a script sets."""
 
+# A recorded command prints nothing, which must not end the script. The name from mktemp is that of a new file.
 PRELUDE: Final = """\
 set -o noclobber
+trap 'set +e +o pipefail' DEBUG
 __called() { printf '%s\\0' "$#" "${PYTHONPATH-}" "$@" >> "$SLIME_COMPAT_CALLS"; [ "$1" != tee ] || cat > /dev/null; }
 command_not_found_handle() { __called "$@"; return 0; }
+mktemp() {
+    local last="${*: -1}"
+    printf '%s\\n' "${TMPDIR:-/tmp}/slime-compat.$$.$BASHPID.$RANDOM$([[ $last != *X* ]] || printf %s "${last##*X}")"
+}
 for __name in CALLED; do eval "$__name() { __called $__name \\"\\$@\\"; }"; done
 unset __name
 """
@@ -58,6 +64,8 @@ class LaunchLine:
     """Its arguments."""
     python_path: tuple[str, ...]
     """Module search path of the launched Python: the folder of train.py, then PYTHONPATH."""
+    is_env_unread: bool = False
+    """Whether Ray's runtime environment could not be read, such as when a program that is not run makes it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -75,24 +83,27 @@ def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None
     if not places:
         return None
     at = places[0]
-    folders = [str(Path(words[at]).parent), *python_path.split(":"), *of_runtime_env(words[:at])]
+    of_env = of_runtime_env(words[:at])
+    folders = [str(Path(words[at]).parent), *python_path.split(":"), *(of_env or ())]
     return LaunchLine(
         entry=words[at],
         words=tuple(words[at + 1 :]),
         python_path=tuple(dict.fromkeys(folder for folder in folders if folder)),
+        is_env_unread=of_env is None,
     )
 
 
-def of_runtime_env(words: Sequence[str]) -> list[str]:
-    """The folders of PYTHONPATH in Ray's runtime environment."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+def of_runtime_env(words: Sequence[str]) -> list[str] | None:
+    """The folders of PYTHONPATH in Ray's runtime environment. None if it is no JSON object."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, has_value, value = word.partition("=")
         if name == "--runtime-env-json":
             try:
                 env = json.loads(value if has_value else following)
-            except ValueError as error:
-                raise ConfigError(f"--runtime-env-json: not valid JSON: {error}.") from error
-            return str(env.get("env_vars", {}).get("PYTHONPATH", "")).split(":")
+            except ValueError:
+                return None
+            of_env = env.get("env_vars") if isinstance(env, dict) else None
+            return str(of_env.get("PYTHONPATH", "")).split(":") if isinstance(of_env, dict) else None
     return []
 
 

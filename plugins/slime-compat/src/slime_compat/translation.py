@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from slime_compat import known_flags
+from slime_compat import known_flags, megatron_flags
 from slime_compat.flag_words import N, custom_config, flag_words, guessed, number
 from slime_compat.known_flags import Missing
 from slime_compat.launch_line import LaunchLine
 from slime_compat.notes import Note
-from slime_core.registry import Registry
 
 D = TypeVar("D")
 SECRETS: Final = frozenset({"wandb-key"})
@@ -27,7 +26,6 @@ class Translation:
     """`tables` and `notes` are the result."""
 
     line: LaunchLine
-    registry: Registry
     backend: str
     engine: str
     tables: dict[str, Any] = field(init=False, default_factory=dict)
@@ -45,6 +43,11 @@ class Translation:
             else:
                 self.given[name] = words
         self.done.add("custom-config-path")
+        if self.line.is_env_unread and self.reads_args:
+            self.note(
+                "runtime-env-json",
+                "cannot be read; add the folders of its PYTHONPATH to python_path of the plugins compat in the run file",
+            )
         for name, words in custom_config(self.given.get("custom-config-path", [])[-1:]):
             self.of_file.add(name)
             self.given[name] = words
@@ -87,7 +90,7 @@ class Translation:
 
     def args(self) -> dict[str, Any]:
         """The flags as the `args` of old functions, without those of trainers, engines and trackers."""
-        hidden = known_flags.SHAPE | known_flags.MEGATRON | SECRETS | set(known_flags.WITHOUT_EFFECT)
+        hidden = megatron_flags.SHAPE | set(megatron_flags.OPTIONS) | SECRETS | set(known_flags.WITHOUT_EFFECT)
         given_args = {
             name: guessed(words)
             for name, words in self.given.items()

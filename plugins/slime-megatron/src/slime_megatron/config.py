@@ -12,6 +12,7 @@ from slime_core.contracts.backend import Layout
 from slime_core.contracts.driver import DriverConfig
 from slime_megatron.bridges.family import family_problems
 from slime_megatron.layout import ParallelDims, experts_of, shape_problems
+from slime_megatron.no_effect import without_effect
 from slime_megatron.options import OWNED, installed_options, megatron_folder
 from slime_megatron.stages import Stages
 from slime_megatron.unsupported_options import REFUSED, option_problems
@@ -26,7 +27,7 @@ class MegatronOptions(DriverConfig):
     tensor_model_parallel_size: int = Field(1, gt=0)
     """Ranks that share each layer's matrices."""
     sequence_parallel: bool = False
-    """Norms and residuals share their tokens over the tensor-parallel ranks too. Requires tensor parallelism."""
+    """Norms and residuals share their tokens over the tensor-parallel ranks too. No effect without tensor parallelism."""
     pipeline_model_parallel_size: int = Field(1, gt=0)
     """Stages that the layers are spread over."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, gt=1)
@@ -78,7 +79,7 @@ class MegatronOptions(DriverConfig):
             cp=self.context_parallel_size,
             ep=self.expert_model_parallel_size,
             etp=self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
-            sequence_parallel=self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
             stages=Stages(**{field.name: getattr(self, field.name, None) for field in fields(Stages)}),
         )
 
@@ -123,7 +124,9 @@ MegatronConfig: Final = make_config()
 def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
     """The options of the run file that belong to the model's, the optimizer's or the data-parallel record (`of`)."""
     names = sorted(
-        {option.name for option in installed_options() if option.of == of} - set(MegatronOptions.model_fields)
+        {option.name for option in installed_options() if option.of == of}
+        - set(MegatronOptions.model_fields)
+        - set(options_without_effect(config))
     )
     return {name: value for name in names if refusal_of(name) is None and (value := getattr(config, name)) is not None}
 
@@ -131,6 +134,11 @@ def megatron_options(config: MegatronOptions, of: str) -> dict[str, Any]:
 def given_options(config: MegatronOptions) -> dict[str, Any]:
     """All options that are set, the backend's own and Megatron's."""
     return {name: value for name in type(config).model_fields if (value := getattr(config, name)) is not None}
+
+
+def options_without_effect(config: MegatronOptions) -> dict[str, str]:
+    """Options that are set and change nothing, to the reason."""
+    return without_effect(given_options(config))
 
 
 def layout_of(config: MegatronOptions, rank: int, world_size: int) -> Layout:
@@ -153,7 +161,9 @@ def problems_of(config: MegatronOptions, world_size: int, model_config: Mapping[
     problems = own_option_problems(config)
     if config.mtp_num_layers:
         problems += prediction_problems(config, model_config)
-    problems += option_problems(given_options(config), experts_of(model_config))
+    ignored = options_without_effect(config)
+    given = {name: value for name, value in given_options(config).items() if name not in ignored}
+    problems += option_problems(given, experts_of(model_config))
     return problems + family_problems(model_config) + shape_problems(config.shape, world_size, model_config)
 
 

@@ -109,8 +109,6 @@ def expert_problems(shape: ParallelDims, model: Mapping[str, Any]) -> list[str]:
 
 
 def sequence_problems(shape: ParallelDims, model: Mapping[str, Any]) -> list[str]:
-    if shape.sequence_parallel and shape.tp == 1:
-        return ["backend.sequence_parallel = true: requires a tensor_model_parallel_size of at least 2."]
     if shape.sequence_parallel or shape.tp == 1:
         return []
     given = f"backend.tensor_model_parallel_size = {shape.tp}"

@@ -13,7 +13,7 @@ from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
 from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.setup import RoutingReplay
-from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, problems_of
+from slime_megatron.config import MegatronConfig, MegatronOptions, layout_of, options_without_effect, problems_of
 from slime_megatron.layout import ranks_of
 from slime_megatron.native_optimizer import native_name, optimizer_problems
 from slime_megatron.stages import Stages
@@ -87,6 +87,13 @@ class Megatron(TrainerPlanner, BackendDriver):
     @classmethod
     def optimizer_problems(cls, config: MegatronOptions, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
         return optimizer_problems(name, optimizer)
+
+    @classmethod
+    def notices(cls, config: MegatronOptions) -> list[str]:
+        return [
+            f"backend.{name} = {reason}, so it has no effect."
+            for name, reason in options_without_effect(config).items()
+        ]
 
     @classmethod
     def problems(cls, config: MegatronOptions, world_size: int, model_config: Mapping[str, Any]) -> list[str]:

@@ -327,11 +327,6 @@ def balance_problems(given: Mapping[str, Any]) -> list[str]:
             f"backend.moe_aux_loss_coeff = {coefficient}: does nothing without backend.moe_router_load_balancing_type = "
             "aux_loss. Set that too, or leave it out."
         ]
-    if balances and not weighs:
-        return [
-            f"backend.moe_router_load_balancing_type = {kind}: does nothing without a backend.moe_aux_loss_coeff. Set that "
-            "too, or leave it out."
-        ]
     return []
 
 

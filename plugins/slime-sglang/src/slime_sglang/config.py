@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from importlib.metadata import version
 from typing import Any, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
@@ -12,6 +14,7 @@ from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
+from slime_sglang.renamed_options import OtherName, other_names
 from slime_sglang.server_args import OWNED, ServerOption, installed_options
 
 
@@ -72,6 +75,12 @@ def options_of_server() -> tuple[ServerOption, ...]:
     return tuple(option for option in installed_options() if option.name not in SglangOptions.model_fields)
 
 
+@cache
+def names_of_other_versions() -> tuple[OtherName, ...]:
+    """Those that the installed SGLang has under another name."""
+    return tuple(other_names({option.name for option in options_of_server()} - set(OWNED)))
+
+
 def is_installed() -> bool:
     return bool(options_of_server())
 
@@ -85,6 +94,7 @@ def may_return_experts() -> bool:
 def make_config() -> type[SglangOptions]:
     """SglangOptions with the server's options beside its own. None: what SGLang does by default."""
     fields: dict[str, Any] = {}
+    types = {option.name: option.type for option in options_of_server()}
     refused: dict[str, str] = {}
     choices: dict[str, Choices] = {}
     for option in options_of_server():
@@ -115,13 +125,44 @@ def make_config() -> type[SglangOptions]:
     for name, why in refused.items():
         doc = f"Not an option of a run: {why}."
         fields[name] = (Any, Field(default=None, description=doc, exclude=True, repr=False))
+    for other in names_of_other_versions():
+        doc = f"The name of {other.current} in other versions of SGLang."
+        fields[other.name] = (
+            other.type(types[other.current]) | None,
+            Field(default=None, description=doc, exclude=True, repr=False),
+        )
     checked = sorted(set(choices) & set(fields) - set(refused))
-    validators: dict[str, Any] = {}
+    validators: dict[str, Any] = {"rename": model_validator(mode="before")(under_installed_names)}
     if refused:
         validators["refuse"] = field_validator(*sorted(refused))(refuse)
     if checked:
         validators["check"] = field_validator(*checked)(check)
     return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
+
+
+def under_installed_names(options: Any) -> Any:
+    """The options, with those of other versions also under the names of the installed one. ValueError if both are set."""
+    if not isinstance(options, dict):
+        return options
+    renamed = dict(options)
+    for other in names_of_other_versions():
+        value = options.get(other.name)
+        if value is None or (other.is_switch and not value):
+            continue
+        if renamed.get(other.current) is not None:
+            raise ValueError(f"{other.name} is called {other.current} in the installed SGLang: set only one of them")
+        renamed[other.current] = other.value(value)
+    return renamed
+
+
+def rename_notices(config: Any) -> list[str]:
+    """A sentence for each option that is set under the name of another version."""
+    return [
+        f"engine.{other.name}: SGLang {version('sglang')} calls it {other.current}, which is set to "
+        f"{json.dumps(getattr(config, other.current))}."
+        for other in names_of_other_versions()
+        if getattr(config, other.name) and getattr(config, other.current) is not None
+    ]
 
 
 def no_choice(value: object, known: Choices) -> str:

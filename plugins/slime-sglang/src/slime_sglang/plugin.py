@@ -9,7 +9,7 @@ from slime_core.contracts.driver import Patch, TableOptions
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
 from slime_sglang import router_args
-from slime_sglang.config import make_config, may_return_experts
+from slime_sglang.config import make_config, may_return_experts, rename_notices
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_training.memory_plan import EnginePlanner
@@ -50,6 +50,10 @@ class Sglang(EnginePlanner, EngineDriver):
     @classmethod
     def problems(cls, config: Any) -> list[str]:
         return problems_of_options(config)
+
+    @classmethod
+    def notices(cls, config: Any) -> list[str]:
+        return rename_notices(config)
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:

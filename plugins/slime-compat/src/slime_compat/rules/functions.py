@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_compat import known_flags
+from slime_compat import generated_reward, known_flags
 from slime_compat.translation import Translation
 
 
@@ -33,7 +33,9 @@ def reward(translation: Translation) -> None:
     if "custom-rm-path" in translation.given:
         return
     if kind is None:
-        if translation.tables["algo"]["name"] != "sft":
+        if "custom-generate-function-path" in translation.given:
+            translation.put("reward", {"name": "compat", "path": generated_reward.PATH})
+        elif translation.tables["algo"]["name"] not in ("sft", "opd"):
             translation.note(
                 "rm-type",
                 "no reward is set: pass --reward, or --reward-select-key if the data chooses the reward",

@@ -24,8 +24,25 @@ def launcher(translation: Translation) -> None:
     mode, transport = translation.take("update-weight-mode"), translation.take("update-weight-transport")
     if mode == "delta" or transport == "disk":
         translation.put("sync.transport", "delta" if mode == "delta" else "disk")
-    concurrency = translation.number("sglang-server-concurrency", int, None)
-    if concurrency is not None:
-        translation.put("rollout.concurrency", concurrency)
-    if translation.take("prefill-num-servers"):
-        translation.note("prefill-num-servers", "pass --sglang-servers, --sglang-prefill-servers and --router-policy")
+    prefill(translation)
+
+
+def prefill(translation: Translation) -> None:
+    """Upstream's engines are servers that only prefill or only decode. Here they are the servers of one engine."""
+    count = translation.number("prefill-num-servers", int, None)
+    if count is None:
+        return
+    launcher = translation.tables["launcher"]
+    devices = launcher.get("rollout_num_gpus") or translation.number("rollout-num-gpus", int, None)
+    each = translation.number("rollout-num-gpus-per-engine", int, 1)
+    if not devices or devices % each or devices // each <= count:
+        translation.note(
+            "prefill-num-servers",
+            f"{count}: requires a --rollout-num-gpus that is a multiple of --rollout-num-gpus-per-engine, for more servers",
+        )
+        return
+    translation.put("launcher.rollout_num_gpus", devices)
+    translation.put("launcher.rollout_num_gpus_per_engine", devices)
+    translation.put("engine.servers", devices // each)
+    translation.put("engine.prefill_servers", count)
+    translation.put("engine.router_policy", translation.take("router-policy") or "cache_aware")

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
 from slime_compat.translation import Translation
+
+CONVERTED: Final = re.compile(r"[_-](torch[_-]dist|mcore|megatron|dist|torch)$", re.IGNORECASE)
+"""How names of folders in Megatron's format end; what is before it is the name of the model."""
+QUANTIZED: Final = re.compile(r"[_-](fp8|int4|int8|awq|gptq|w4a16)$", re.IGNORECASE)
+"""How names of quantized models end."""
 
 
 def model(translation: Translation) -> None:
     hf = translation.take("hf-checkpoint")
-    if hf is None:
-        translation.note("hf-checkpoint", "missing. Pass the Hugging Face folder of the model to train", trains=True)
-    else:
-        translation.put("model.hf_checkpoint", hf)
     save = translation.take("save") or translation.take("output-dir")
     translation.put("name", Path(save or "translated").name)
     if save is not None and str(Path(save).parent) != ".":
         translation.put("runs_dir", str(Path(save).parent))
-    load = translation.take("load")
-    if load is not None and Path(load) != Path(save or ""):
-        other_folder(translation, "load", load, hf)
-    ref = translation.take("ref-load")
-    if ref is not None and other_folder(translation, "ref-load", ref, hf):
-        translation.put("model.ref_load", ref)
+    start(translation, hf, save)
     teacher = translation.take("opd-teacher-load")
     if teacher is not None:
-        translation.put("model.opd_teacher_load", teacher)
-        translation.note("opd-teacher-load", "make sure that it is a Hugging Face folder", trains=False)
+        put_converted(translation, "opd-teacher-load", teacher)
     if translation.take("save-hf"):
         translation.put("checkpoint.save_hf", True)
         translation.note(
@@ -38,23 +35,72 @@ def model(translation: Translation) -> None:
         translation.put("backend.mtp_num_layers", translation.number("mtp-num-layers", int, 1))
 
 
-def other_folder(translation: Translation, flag: str, folder: str, hf: str | None) -> bool:
-    """Whether `folder` is a Hugging Face folder other than that of the trained model. Adds a note if it is not used."""
-    if hf is not None and Path(folder) == Path(hf):
-        return False
-    if Path(folder, "config.json").is_file():
-        if flag == "load":
+def start(translation: Translation, hf: str | None, save: str | None) -> None:
+    """Upstream loads weights from --load, or from --ref-load if there are none; --hf-checkpoint is the engines' folder."""
+    load, ref = translation.take("load"), translation.take("ref-load")
+    if hf is None:
+        named = next((of_model(folder) for folder in (ref, load) if folder is not None), None)
+        if named is None:
+            translation.note(
+                "hf-checkpoint", "missing. Pass the Hugging Face folder of the model to train", trains=True
+            )
+            return
+        hf = named
+        translation.note("hf-checkpoint", f"missing; {hf} is used, by the name of --ref-load")
+    if load is not None and Path(load) in (Path(save or ""), Path(hf)):
+        load = None
+    elif load is not None and save is not None and Path(load).name == Path(save).name:
+        translation.note(
+            "load", f"{load}: an earlier start of the run of --save. Here the run folder is what it resumes from"
+        )
+        load = None
+    source = load or ref or hf
+    if is_quantized(hf) and not is_quantized(of_model(source)) and same_model(hf, of_model(source)):
+        trained = of_model(source)
+        translation.put("model.hf_checkpoint", trained)
+        translation.put("model.rollout_load", hf)
+        translation.note(
+            "hf-checkpoint", f"{hf} is what the engines load; {trained}, of which {source} is made, is what is trained"
+        )
+    else:
+        translation.put("model.hf_checkpoint", hf)
+        trained = hf
+    for flag, folder in (("load", load), ("ref-load", ref)):
+        if folder is None or Path(folder) in (Path(trained), Path(hf)):
+            continue
+        if same_model(trained, of_model(folder)) and CONVERTED.search(Path(folder).name):
+            translation.note(
+                flag, f"{folder}: the converted form of {trained}, whose weights are loaded; no conversion is needed"
+            )
+        elif flag == "load":
             translation.note(
                 flag,
-                f"{folder}: weights are loaded from --hf-checkpoint; pass --hf-checkpoint {folder}",
+                f"{folder}: weights are loaded from {trained}. If {folder} has others, convert it with `slime convert` and "
+                "pass --hf-checkpoint",
                 trains=True,
             )
-        return True
-    same = hf is not None and Path(folder).name.startswith(Path(hf).name)
-    text = (
-        "treated as the converted form of --hf-checkpoint, whose weights are loaded; no conversion is needed"
-        if same
-        else "no Hugging Face folder. Make one from the checkpoint with `slime convert`"
-    )
-    translation.note(flag, f"{folder}: {text}", trains=not same)
-    return False
+        else:
+            put_converted(translation, "ref-load", folder)
+
+
+def put_converted(translation: Translation, flag: str, folder: str) -> None:
+    """Sets the key of the same name. A folder in Megatron's format stands for that of the model of which it is made."""
+    used = of_model(folder)
+    translation.put(f"model.{flag.replace('-', '_')}", used)
+    if used != folder:
+        translation.note(flag, f"{folder}: a folder in Megatron's format; {used}, of which it is made, is used")
+
+
+def of_model(folder: str) -> str:
+    """The folder of the model, by the name of a folder of its converted form."""
+    return str(Path(folder).with_name(CONVERTED.sub("", Path(folder).name)))
+
+
+def is_quantized(folder: str) -> bool:
+    return QUANTIZED.search(Path(folder).name) is not None
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether the names of these folders are those of one model, quantized or not."""
+    names = {QUANTIZED.sub("", Path(folder).name).lower().replace("_", "-") for folder in (one, other)}
+    return len(names) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_compat.rules.algorithm import algorithm, optimizer
+from slime_compat.rules.algorithm import algorithm, balance, optimizer
 from slime_compat.rules.functions import functions, reward
 from slime_compat.rules.launcher import launcher
 from slime_compat.rules.model import model
@@ -17,6 +17,7 @@ def apply(translation: Translation) -> None:
     for rule in (
         algorithm,
         optimizer,
+        balance,
         model,
         launcher,
         data,

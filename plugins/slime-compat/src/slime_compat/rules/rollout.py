@@ -24,6 +24,10 @@ def data(translation: Translation) -> None:
                 translation.note(name, f"not valid JSON: {error}", trains=True)
     if translation.take("streaming-data"):
         translation.put("data.streaming", True)
+    sets = translation.given.get("eval-prompt-data")
+    if sets is not None and len(sets) == 1:
+        # Upstream names a set without a name so.
+        translation.given["eval-prompt-data"] = ["aime", *sets]
     translation.put("rollout.rollout_seed", translation.number("rollout-seed", int, 42))
 
 

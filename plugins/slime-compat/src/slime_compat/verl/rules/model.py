@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from slime_compat import known_flags
+from slime_compat import megatron_flags
 from slime_compat.peer import PeerTranslation
 from slime_compat.verl.defaults import ACTOR, MEGATRON, MODEL, ROLLOUT
 
@@ -88,7 +88,7 @@ def megatron(translation: PeerTranslation) -> None:
     translation.read |= {f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"}
     for key in [key for key in translation.given if key.startswith(TRANSFORMER)]:
         name = key.removeprefix(TRANSFORMER).replace("_", "-")
-        if name in known_flags.MEGATRON:
+        if name in megatron_flags.OPTIONS:
             value: Any = translation.value(key)
             if value is not None:
                 translation.put(f"backend.{name.replace('-', '_')}", value)
