@@ -61,7 +61,7 @@ def test_a_script_of_verl_is_trained_with_its_own_reward_function(tiny_peer) -> 
 
 @pytest.mark.runs
 def test_a_script_of_trl_is_trained_with_its_own_reward_functions(tiny_peer) -> None:
-    rows = [{"prompt": messages(a, b), "answer": str(a + b)} for a, b in SUMS]
+    rows = [{"prompt": messages(a, b), "solution": str(a + b)} for a, b in SUMS]
     (tiny_peer.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = tiny_peer("trl", "--engine", "local", "--num-processes", "1", "trl_train.py")
     metrics = tiny.folder / "out" / "sums" / "metrics.jsonl"

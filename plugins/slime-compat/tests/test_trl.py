@@ -168,7 +168,7 @@ def test_reward_functions_are_named_by_their_modules(translate, functions, paths
         (TRAINER.replace("args=config", "args=config, tools=[search]"), "GRPOTrainer(tools=...)", "[search]: left out"),
     ],
 )
-def test_what_only_running_the_script_would_tell_is_reported(translate, trainer, flag, expected):
+def test_what_is_known_only_while_the_script_runs_is_reported(translate, trainer, flag, expected):
     assert (
         expected in changes(translate(before="def own(completions, **columns):\n    return []", trainer=trainer))[flag]
     )
@@ -199,11 +199,11 @@ def rewards_of(write_module, code: str, **metadata: Any):
 
 def test_a_function_gets_the_columns_as_lists(write_module):
     code = """
-        def judge(prompts, completions, completion_ids, answer, **columns):
+        def judge(prompts, completions, completion_ids, solution, **columns):
             assert prompts == ["2+2="] * 2 and columns == {"level": [3, 3]} and len(completion_ids) == 2
-            return [1 if text == right else None for text, right in zip(completions, answer)]
+            return [1 if text == right else None for text, right in zip(completions, solution)]
     """
-    assert rewards_of(write_module, code, answer="4", level=3) == [1.0, 0.0]
+    assert rewards_of(write_module, code, solution="4", level=3) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Unused:
     """Keys of a peer that have no counterpart here."""
 
     keys: str
-    """Names, or patterns in which * stands for anything, separated by spaces."""
+    """Names, or patterns in which * matches anything, separated by spaces."""
     why: str
     trains: bool = False
     """Whether leaving them out may change the training."""

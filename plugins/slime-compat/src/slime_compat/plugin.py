@@ -123,9 +123,9 @@ class TrlReward(RewardDriver):
     def examples(cls, folder: Path) -> Sequence[Example]:
         return [
             RewardExample(
-                options={"path": "slime_compat.written_before.equals_answer"},
+                options={"path": "slime_compat.written_before.equals_solution"},
                 prompt="2+2=",
-                metadata={"answer": "4"},
+                metadata={"solution": "4"},
                 responses=("4", "5", ""),
                 rewards=(1.0, 0.0, 0.0),
             )

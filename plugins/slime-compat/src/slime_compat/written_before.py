@@ -20,9 +20,9 @@ async def rewards_of_group(args: Any, samples: list[Sample]) -> list[float]:
     return [await reward(args, sample) for sample in samples]
 
 
-def equals_answer(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """A reward function as TRL calls it: 1 for the text of the column `answer`."""
-    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+def equals_solution(prompts: list[str], completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+    """A reward function as TRL calls it: 1 for the text of the column `solution`."""
+    return [float(completion == text) for completion, text in zip(completions, solution, strict=True)]
 
 
 def keep_unequal(args: Any, samples: list[Sample]) -> DynamicFilterOutput:

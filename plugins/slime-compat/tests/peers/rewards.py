@@ -1,9 +1,9 @@
 """Reward functions of TRL, for prompts that are messages."""
 
 
-def right(prompts, completions, answer, **columns):
+def right(prompts, completions, solution, **columns):
     assert prompts[0][0]["role"] == "user"
-    return [float(completion[0]["content"].startswith(a)) for completion, a in zip(completions, answer, strict=True)]
+    return [float(completion[0]["content"].startswith(a)) for completion, a in zip(completions, solution, strict=True)]
 
 
 def short(completions, **columns):

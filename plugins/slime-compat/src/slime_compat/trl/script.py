@@ -32,7 +32,7 @@ class NoLiteral(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A keyword whose value only running the script would tell."""
+    """A keyword whose value is known only while the script runs."""
 
     keyword: str
     line: int
@@ -70,7 +70,7 @@ class TrlScript:
             raise NoLiteral(ast.unparse(value)) from None
 
     def expression(self, value: ast.expr) -> ast.expr:
-        """What a name stands for, if it is assigned once; else the expression itself."""
+        """The value of a name, if it is assigned once; else the expression itself."""
         while isinstance(value, ast.Name) and value.id in self.names:
             value = self.names[value.id]
         return value

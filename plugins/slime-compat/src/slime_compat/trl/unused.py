@@ -41,7 +41,7 @@ UNUSED: Final[Sequence[Unused]] = (
     ),
     Unused(
         keys="model_init_kwargs disable_dropout",
-        why="the model is loaded as its folder says, and always without dropout",
+        why="the model is loaded as it is in its folder, and always without dropout",
     ),
     Unused(
         keys="generation_kwargs",

@@ -117,8 +117,8 @@ def correction(translation: TrlTranslation) -> None:
         translation.value("vllm_importance_sampling_clip_max"),
     )
     least = translation.value("vllm_importance_sampling_clip_min")
-    wanted = translation.switch("vllm_importance_sampling_correction")
-    if not (wanted and translation.switch("use_vllm")):
+    applied = translation.switch("vllm_importance_sampling_correction")
+    if not (applied and translation.switch("use_vllm")):
         return
     if mode not in IMPORTANCE or most is None:
         translation.note(

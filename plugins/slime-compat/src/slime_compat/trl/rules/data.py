@@ -1,4 +1,4 @@
-"""Rules for `model` and `data`: what GRPOTrainer gets, as far as the script tells without running."""
+"""Rules for `model` and `data`: what GRPOTrainer gets, as far as it is in the script."""
 
 from __future__ import annotations
 
