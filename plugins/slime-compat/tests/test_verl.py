@@ -211,7 +211,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info, sca
     values = rewards_of(tmp_path, code, reward_kwargs={"scale": 2})
     assert values == [{"score": 2.0, "long": 1.0}, {"score": 0.0, "long": 1.0}]
     plain = "def other(solution_str, **row):\n    return solution_str == row['ground_truth']\n"
-    assert rewards_of(tmp_path, plain, function="other") == [1.0, 0.0]
+    assert rewards_of(tmp_path, plain, function="other") == [{"score": 1.0}, {"score": 0.0}]
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_function_that_is_missing_is_named(tmp_path, code, expected):
     assert expected in str(raised.value)
 
 
-def test_without_a_path_verl_must_be_installed():
+def test_for_its_own_functions_verl_must_be_installed():
     with pytest.raises(
         PluginError, match=r"verl.utils.reward_score cannot be imported: .* Install verl, set reward.path"
     ):
-        VerlReward.build(VerlRewardConfig())
+        VerlReward.build(VerlRewardConfig(path="verl"))
     with pytest.raises(PluginError, match=r'reward.path = "nowhere.py": no such Python file'):
         VerlReward.build(VerlRewardConfig(path="nowhere.py"))
 

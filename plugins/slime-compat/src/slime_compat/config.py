@@ -41,8 +41,8 @@ class CompatGeneratorConfig(AskingFunctionConfig):
 
 
 class VerlRewardConfig(DriverConfig):
-    path: RunPath | None = None
-    """Python file of the function. By default verl's own functions, which it chooses by data_source; verl must be installed."""
+    path: RunPath
+    """Python file of the function; `verl`: verl's own functions, which it chooses by data_source, if verl is installed."""
     function: str = Field("compute_score", min_length=1)
     """Its name."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)

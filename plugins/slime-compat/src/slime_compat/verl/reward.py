@@ -19,6 +19,8 @@ from slime_core.errors import PluginError, RewardError
 from slime_core.types.sample import SampleGroup
 
 OWN_FUNCTIONS: Final = "verl.utils.reward_score"
+OWN: Final = "verl"
+"""The path of verl's own functions."""
 SCORE: Final = "score"
 
 
@@ -28,7 +30,7 @@ class VerlFunctionReward(Reward):
     def __init__(self, config: VerlRewardConfig) -> None:
         """PluginError if there is no such function."""
         self._kwargs = config.reward_kwargs
-        if config.path is None:
+        if Path(config.path).name == OWN:
             self._function = own_function()
         else:
             self._function = function_in(Path(config.path), config.function, where="reward")
@@ -74,4 +76,4 @@ def number_of(value: Any) -> RewardValue:
         return {str(key): float(number) for key, number in value.items() if isinstance(number, Real)}
     if not isinstance(value, Real):
         raise RewardError(f"the reward function returned {value!r}; it must return a number, or a dict.")
-    return float(value)
+    return {SCORE: float(value)}

@@ -29,7 +29,7 @@ def reward(translation: PeerTranslation) -> None:
         table: dict[str, Any] = {"name": "verl", "path": str(path), "function": name}
         translation.put("reward", table | ({"reward_kwargs": kwargs} if kwargs else {}))
     else:
-        translation.put("reward.name", "verl")
+        translation.put("reward", {"name": "verl", "path": "verl"})
         translation.note(
             "custom_reward_function.path",
             "not set: verl's own functions score by data_source, so verl must be installed where the run's rewards are; or "
