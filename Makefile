@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo record test suites test-bits test-examples test-faults test-megatron test-sglang test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo record test suites test-bits test-examples seeds test-faults test-megatron test-sglang test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -63,7 +63,10 @@ suites: .venv/.test
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/integration plugins/slime-verifiers/tests -m "examples or runs"
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/seeds tests/integration plugins/slime-verifiers/tests -m "examples or runs"
+
+seeds: .venv/.test  ## Launch scripts with the flags of upstream's commands, translated and run in small; by hand.
+	$(BIN)/python tests/seeds/run.py $(FLAGS)
 
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
 	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP tests/integration/test_resume.py tests/integration -m faults

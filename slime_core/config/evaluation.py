@@ -47,7 +47,7 @@ class EvalDefaults(Table):
     tool_key: str | None = None
     """Column of the tools."""
     metadata_key: str | None = None
-    """Column of the metadata."""
+    """Column of the metadata; `*`: all columns but those of the prompt and of media."""
     apply_chat_template: bool | None = None
     """Render prompts through the tokenizer's template."""
     pass_threshold: float | None = None

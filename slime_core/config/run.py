@@ -42,7 +42,7 @@ class DataConfig(Table, extra="allow"):
     label_key: str | None = None
     """Column of the label that rewards compare with."""
     metadata_key: str = "metadata"
-    """Column of the metadata (an object)."""
+    """Column of the metadata (an object); `*`: all columns but those of the prompt and of media."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
     renderer: PluginTable = PluginTable(name="chat")

@@ -24,6 +24,8 @@ class RenderSettings:
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
+    media_keys: frozenset[str] = frozenset()
+    """Columns of images and videos."""
     apply_chat_template: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_prompt_len: int | None = None

@@ -197,6 +197,7 @@ def prompt_renderer(
         label_key=keys.label_key,
         metadata_key=keys.metadata_key,
         tool_key=keys.tool_key,
+        media_keys=frozenset(run.config.data.multimodal_keys.values()),
         apply_chat_template=keys.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         **limits,

@@ -37,6 +37,12 @@ def test_a_string_is_the_prompt_when_the_template_is_off(tokenizer):
     assert (prompt.label, prompt.messages, prompt.tools, prompt.metadata) == (None, None, None, {})
 
 
+def test_all_columns_can_be_the_metadata(tokenizer):
+    renderer = PromptRenderer(tokenizer, metadata_key="*", media_keys=frozenset({"images"}))
+    prompt = render(renderer, input="1+1", source="gsm8k", truth={"value": 2}, images=[b"..."], metadata={"a": 1})
+    assert prompt.metadata == {"source": "gsm8k", "truth": {"value": 2}, "metadata": {"a": 1}}
+
+
 def test_a_string_is_one_user_message_when_it_is_on(tokenizer):
     prompt = render(PromptRenderer(tokenizer, apply_chat_template=True), input="1+1")
     assert prompt.text == "<user>1+1<assistant>"

@@ -113,3 +113,19 @@ class CompatSourceConfig(OldFunctionConfig):
 class CompatReducerConfig(OldFunctionConfig):
     aggregation: Literal["seq_mean", "token_mean"] = "seq_mean"
     """The same as algo.aggregation (token_mean where calculate_per_token_loss is set): what the function replaces."""
+
+
+class VerlRewardConfig(DriverConfig):
+    path: RunPath
+    """Python file of the function; `verl`: verl's own functions, which it chooses by data_source, if verl is installed."""
+    function: str = Field("compute_score", min_length=1)
+    """Its name."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every call."""
+
+
+class TrlRewardConfig(DriverConfig):
+    path: str = Field(min_length=1)
+    """Dotted path of the function: package.module.function."""
+    python_path: tuple[RunPath, ...] = ()
+    """Folders in which to look for its module, after the interpreter's own path."""

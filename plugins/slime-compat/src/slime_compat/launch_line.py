@@ -11,10 +11,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from slime_core.errors import ConfigError
 
@@ -37,7 +37,7 @@ READING_TOO: Final = ("sed", "seq", "sort", "tail", "tr", "uname", "wc")
 CALLED: Final = """
     apptainer bash chmod conda cp curl docker git hf huggingface-cli kill killall ln mkdir mpirun mv nohup nvidia-smi
     pip pip3 pkill python python3 ray rm rmdir rocm-smi rsync sbatch scp sh singularity sleep srun ssh sudo tee timeout
-    torchrun uv wandb wget
+    torchrun ulimit uv wandb wget
 """
 """Shell functions with these names override programs on the PATH that a script sets."""
 
@@ -72,6 +72,10 @@ class LaunchLine:
         return self.entry.endswith("train_async.py")
 
 
+Reader: TypeAlias = "Callable[[Sequence[str], str], LaunchLine | None]"
+"""Finds the launch line of one trainer in the words of a command and its PYTHONPATH."""
+
+
 def from_words(words: Sequence[str], python_path: str = "") -> LaunchLine | None:
     """The launch line in these words, behind any wrappers (`ray job submit ... -- python3`). None if they start another
     program."""
@@ -103,14 +107,23 @@ def of_runtime_env(words: Sequence[str]) -> list[str] | None:
     return []
 
 
-def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
-    """The launch line that a script runs. ConfigError if it cannot be read, or does not start exactly one training."""
+def from_script(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    reader: Reader = from_words,
+    started: str = " or ".join(ENTRIES),
+    example: str = "python3 train.py ...",
+) -> LaunchLine:
+    """The launch line that a script runs. ConfigError if it cannot be read, or does not start exactly one training.
+
+    started: what `reader` looks for, and `example`: how its launch line begins, for messages."""
     if not script.is_file():
         raise ConfigError(f"{script}: no such launch script.")
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError(
-            f"{script}: bash is required to expand it. Pass the launch line after -- instead: -- python3 train.py ..."
+            f"{script}: bash is required to expand it. Pass the launch line after -- instead: -- {example}"
         )
     with tempfile.TemporaryDirectory() as made:
         calls, prelude, programs = Path(made, "calls"), Path(made, "prelude"), Path(made, "bin")
@@ -134,7 +147,7 @@ def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{script}: bash did not finish within {TIMEOUT_S:g} s.") from None
-        lines = [line for line in (from_words(*call) for call in recorded(calls)) if line is not None]
+        lines = [line for line in (reader(*call) for call in recorded(calls)) if line is not None]
     distinct = list(dict.fromkeys(lines))
     if len(distinct) == 1:
         return distinct[0]
@@ -144,7 +157,7 @@ def from_script(script: Path, arguments: Sequence[str]) -> LaunchLine:
         )
     last = "\n".join(ended.stderr.strip().splitlines()[-3:])
     ending = f" bash ended with exit code {ended.returncode}: {last}" if ended.returncode else ""
-    raise ConfigError(f"{script}: it starts no {' or '.join(ENTRIES)}.{ending}")
+    raise ConfigError(f"{script}: it starts no {started}.{ending}")
 
 
 def recorded(calls: Path) -> Iterator[tuple[list[str], str]]:

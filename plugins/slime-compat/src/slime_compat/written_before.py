@@ -28,6 +28,11 @@ async def rewards_of_group(args: Any, samples: list[Sample]) -> list[float]:
     return [await reward(args, sample) for sample in samples]
 
 
+def equals_solution(prompts: list[str], completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+    """A reward function as TRL calls it: 1 for the text of the column `solution`."""
+    return [float(completion == text) for completion, text in zip(completions, solution, strict=True)]
+
+
 def keep_unequal(args: Any, samples: list[Sample]) -> DynamicFilterOutput:
     """Drops groups whose samples have equal rewards."""
     rewards = {sample.get_reward_value(args) for sample in samples}

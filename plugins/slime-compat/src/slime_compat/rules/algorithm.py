@@ -75,6 +75,8 @@ def algorithm(translation: Translation) -> None:
 def supervised(translation: Translation) -> None:
     """Fine-tuning on conversations. Upstream cuts none of them, and reads no flags of a policy's loss."""
     translation.put("algo.name", "sft")
+    # Upstream renders conversations with or without its flag for it.
+    translation.put("data.apply_chat_template", True)
     for name in ("calculate-per-token-loss", "disable-compute-advantages-and-returns", "rm-type", *OF_POLICY_LOSS):
         translation.take(name)
     if "rollout-max-response-len" not in translation.given:

@@ -34,6 +34,8 @@ LEAST_HEAD: Final = 50_000
 """A text is tokenized up to this many characters, and as many per token that a prompt may have, before the rest is: a row of
 hundreds of megabytes would take minutes."""
 MOST_NOTED: Final = 1000
+WHOLE_ROW: Final = "*"
+"""The metadata key of all columns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,8 @@ class PromptRenderer(Renderer):
     metadata_key: str = "metadata"
     tool_key: str = "tools"
     media: MediaRenderer | None = None
+    media_keys: frozenset[str] = frozenset()
+    """Columns of media, which are no metadata."""
     apply_chat_template: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_len: int | None = None
@@ -175,6 +179,8 @@ class PromptRenderer(Renderer):
         return row[key]
 
     def _optional_object(self, row: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+        if self.metadata_key == WHOLE_ROW:
+            return {key: value for key, value in row.items() if key != self.input_key and key not in self.media_keys}
         metadata = row.get(self.metadata_key)
         if metadata is None:
             return {}

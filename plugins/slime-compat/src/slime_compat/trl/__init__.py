@@ -1,0 +1,1 @@
+"""Training scripts of TRL to run files."""

@@ -1,0 +1,1 @@
+"""Configurations of verl to run files."""

@@ -1,0 +1,1 @@
+MODEL_ARGS=(--swiglu --num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 128)
