@@ -15,13 +15,13 @@ from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
+from slime_serving.in_flight import RequestsInFlight
 from slime_sglang.config import SglangOptions
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import HeldWeights
-from slime_sglang.in_flight import RequestsInFlight
 from slime_sglang.option_checks import problem_of_experts
-from slime_sglang.request_check import RequestCheck
+from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 from slime_sglang.server_group import ServerGroup
@@ -77,13 +77,15 @@ class SglangEngine(RolloutEngine):
         """Reads the features of the servers; builds the objects that serve requests and load weights."""
         self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._weights = HeldWeights(self._fleet, self._config, setup, self._features)
+        exact = self._config.pause_mode == "abort"
         self._requests = RequestsInFlight(
             self._fleet,
-            self._config,
+            SglangRequests.of(setup, self._features, experts=experts),
             setup,
-            check=RequestCheck.of(setup, self._features, returns_experts=experts is not None),
-            experts=experts,
-            version=lambda: weights.given,
+            # In the other modes weights change while requests run.
+            expected_version=lambda: weights.given if exact else None,
+            request_timeout_s=self._config.request_timeout,
+            control_timeout_s=self._config.control_timeout,
         )
 
     def _fail(self, failure: EngineError) -> None:

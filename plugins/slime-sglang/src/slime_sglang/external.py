@@ -9,10 +9,10 @@ import aiohttp
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 
 
-def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[Connection]:
+def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.ClientSession) -> list[SglangConnection]:
     """Connections to the servers of this engine, in order. Raises EngineError if there are too few."""
     first = setup.place * config.servers
     addresses = config.external_engine_addrs[first : first + config.servers]
@@ -24,7 +24,7 @@ def connect_external(config: SglangOptions, setup: EngineSetup, pool: aiohttp.Cl
         )
     token = None if config.external_engine_token_file is None else read_token(config.external_engine_token_file)
     return [
-        Connection(pool, address if "://" in address else f"http://{address}", token, f"engine {setup.index}")
+        SglangConnection(pool, address if "://" in address else f"http://{address}", token, f"engine {setup.index}")
         for address in (address.rstrip("/") for address in addresses)
     ]
 

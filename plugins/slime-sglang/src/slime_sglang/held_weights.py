@@ -9,7 +9,7 @@ from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
 from slime_sglang.buckets import CheckedBuckets, payload, update_body
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 from slime_sglang.features import Features
 from slime_sglang.server.checksum import ACTION
 from slime_sglang.server_group import ServerGroup
@@ -49,7 +49,7 @@ class HeldWeights:
         if bucket.last:
             await self.complete(bucket.version)
 
-    async def _send(self, server: Connection, bucket: Bucket) -> None:
+    async def _send(self, server: SglangConnection, bucket: Bucket) -> None:
         with payload(bucket, shared=self._shared) as text:
             body = update_body(
                 [text] * self._features.tp_size,

@@ -17,11 +17,12 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
 from slime_serving.listener import is_loopback
+from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_sglang.config import SglangOptions, server_options
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 from slime_sglang.image_data import ImageTokens
+from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
-from slime_sglang.process import ServerProcess, address_of, free_port
 from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
@@ -52,7 +53,7 @@ ON_CPU: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    connection: Connection
+    connection: SglangConnection
     process: ServerProcess
     bootstrap_port: int | None = None
     """Port of a prefill server to which decode servers connect."""
@@ -197,8 +198,10 @@ async def start_server(
         bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
         if bootstrap_port is not None:
             own["disaggregation_bootstrap_port"] = bootstrap_port
-        process = ServerProcess(MODULE, options | own, log=log, environment=environment, arguments=hooks)
-        connection = Connection(pool, address_of(setup.host, port), token, name)
+        process = ServerProcess(
+            MODULE, options | own, log=log, form=SGLANG_LOG, environment=environment, arguments=hooks
+        )
+        connection = SglangConnection(pool, address_of(setup.host, port), token, name)
         try:
             if await is_up(connection, process, deadline, serves=serves):
                 if serves:
@@ -223,7 +226,7 @@ async def start_server(
     raise EngineError(f"{name}: SGLang {process.why} at start. Last lines of {log}:\n{process.last_lines()}")
 
 
-async def is_up(connection: Connection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:
+async def is_up(connection: SglangConnection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:
     """Waits until the server accepts its token and is healthy. Returns False if it has died or the deadline has passed.
     `serves`: False for a part of a server on a further machine, which has only a health route."""
     while process.exit_code is None and time.monotonic() < deadline:

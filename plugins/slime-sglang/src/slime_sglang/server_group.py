@@ -11,12 +11,13 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_serving.connection import allow_connections, new_pool
+from slime_serving.running import version_of
+from slime_serving.server_process import ServerProcess
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection, allow_connections, new_pool
+from slime_sglang.connection import SglangConnection
 from slime_sglang.external import connect_external
-from slime_sglang.generation import version_of
 from slime_sglang.launching import start_server
-from slime_sglang.process import ServerProcess
 from slime_sglang.router import Router, WorkerRole, start_router
 
 WATCH_S: Final = 0.25
@@ -31,7 +32,7 @@ class ServerGroup:
     def __init__(self, config: SglangOptions) -> None:
         self._config = config
         self.name = "engine sglang"
-        self.servers: list[Connection] = []
+        self.servers: list[SglangConnection] = []
         self.router: Router | None = None
         self._roles: list[WorkerRole] = []
         self._processes: list[ServerProcess] = []
@@ -85,12 +86,24 @@ class ServerGroup:
         self._processes.append(self.router.process)
 
     @property
-    def entrance(self) -> Connection:
+    def entrance(self) -> SglangConnection:
         return self.servers[0] if self.router is None else self.router.connection
 
-    def at(self, place: int) -> Connection:
+    def at(self, place: int) -> SglangConnection:
         """The connection for requests to this server: the server, or the router, which chooses a server by itself."""
         return self.servers[place] if self.router is None else self.entrance
+
+    @property
+    def routed(self) -> bool:
+        return self.router is not None
+
+    def headers(self, session: str | None) -> Mapping[str, str] | None:
+        return None if session is None else {"X-SMG-Routing-Key": session}
+
+    async def abort(self, ids: Sequence[str] | None) -> None:
+        """Aborts these requests on all servers; None: all requests. SGLang forwards one abort per id."""
+        calls: list[dict[str, Any]] = [{"abort_all": True}] if ids is None else [{"rid": rid} for rid in ids]
+        await asyncio.gather(*(self.post("/abort_request", call) for call in calls))
 
     @property
     def pid(self) -> int | None:
@@ -151,7 +164,7 @@ class ServerGroup:
         that it did not succeed."""
         return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
 
-    async def post_to(self, server: Connection, path: str, body: Mapping[str, Any]) -> Any:
+    async def post_to(self, server: SglangConnection, path: str, body: Mapping[str, Any]) -> Any:
         """`post` for one server."""
         response = await server.post(path, body, timeout_s=self._config.control_timeout)
         if isinstance(response, Mapping) and response.get("success") is False:
@@ -162,7 +175,7 @@ class ServerGroup:
         """Drops cached prefixes, as soon as nothing runs."""
         await asyncio.gather(*(self._flush(server) for server in self.servers))
 
-    async def _flush(self, server: Connection) -> None:
+    async def _flush(self, server: SglangConnection) -> None:
         for attempt in range(FLUSH_TRIES):
             try:
                 await server.ask("POST", "/flush_cache", {}, timeout_s=self._config.control_timeout)
