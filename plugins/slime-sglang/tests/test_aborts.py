@@ -8,7 +8,7 @@ from slime_core.types.completion import FinishReason
 from slime_plugin_kit.fast_clock import run_fast
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 CALL_S = 0.01
 
@@ -37,7 +37,7 @@ class Server:
                 self.running.pop(rid).set_result(None)
 
 
-class OneServer(ServerGroup):
+class OneServer(SglangServers):
     """The real one's aborts, with a server of its own."""
 
     def __init__(self):

@@ -17,20 +17,24 @@ from slime_serving.server_process import ServerProcess
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 
 class Silent:
     """A group with one server that does not respond."""
 
-    router = None
+    routed = False
     name = "server"
+    dialect = SglangConnection.dialect
 
     def __init__(self):
         self.servers = [self]
 
     def at(self, place):
         return self
+
+    def headers(self, session):
+        return None
 
     async def post(self, path, body, **how):
         await asyncio.Event().wait()
@@ -78,7 +82,7 @@ class Stubborn(Process):
 
 
 async def test_connections_are_closed_if_stop_is_cancelled():
-    fleet = ServerGroup(Sglang.Config())
+    fleet = SglangServers(Sglang.Config())
     pool = fleet._pool = new_pool()
     fleet._processes = [Stubborn()]
     with pytest.raises(TimeoutError):
@@ -91,7 +95,7 @@ async def test_a_death_is_reported_even_without_a_log(tmp_path):
     process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", form=SGLANG_LOG, environment={})
     process._process.wait(60)
     process.log.unlink()
-    fleet = ServerGroup(Sglang.Config())
+    fleet = SglangServers(Sglang.Config())
     fleet._processes = [process]
     message = asyncio.get_running_loop().create_future()
     fleet.watch(message.set_result)

@@ -12,13 +12,13 @@ from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
 from slime_sglang.features import Features
 from slime_sglang.server.checksum import ACTION
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 
 class HeldWeights:
     """The weights of all servers of a group, which are equal. `features`: capabilities that all of them have."""
 
-    def __init__(self, fleet: ServerGroup, config: SglangOptions, setup: EngineSetup, features: Features) -> None:
+    def __init__(self, fleet: SglangServers, config: SglangOptions, setup: EngineSetup, features: Features) -> None:
         self._fleet = fleet
         self._name = f"engine {setup.index}"
         self._order = CheckedBuckets(setup.model_path, self._name)

@@ -17,6 +17,7 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
 from slime_serving.listener import is_loopback
+from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_sglang.config import SglangOptions, server_options
 from slime_sglang.connection import SglangConnection
@@ -52,9 +53,7 @@ ON_CPU: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    connection: SglangConnection
-    process: ServerProcess
+class SglangStarted(Started[SglangConnection]):
     bootstrap_port: int | None = None
     """Port of a prefill server to which decode servers connect."""
 
@@ -181,7 +180,7 @@ async def start_server(
     pool: aiohttp.ClientSession,
     *,
     common_token: str | None = None,
-) -> Started:
+) -> SglangStarted:
     """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. On a machine that is not
     the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
     dies, or does not respond in time."""
@@ -208,7 +207,7 @@ async def start_server(
                     # Imported modules and loaded weights stay. Garbage collection over them stops a server for a third of
                     # a second; on a CPU, twice for each weight update.
                     await connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
-                return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
+                return SglangStarted(connection=connection, process=process, bootstrap_port=bootstrap_port)
         except BaseException:
             # The error that stopped the start is raised, not one of `stop`.
             with contextlib.suppress(EngineError):

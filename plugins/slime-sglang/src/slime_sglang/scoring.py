@@ -13,13 +13,13 @@ from slime_core.errors import EngineError
 from slime_serving.connection import ConnectionLost
 from slime_serving.running import RequestIds
 from slime_sglang.connection import SglangConnection
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 
 class Scorer:
     """Sends requests to the servers of a group round robin. `require_alive`: raises once the engine has failed."""
 
-    def __init__(self, fleet: ServerGroup, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
+    def __init__(self, fleet: SglangServers, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._require_alive = require_alive
