@@ -15,8 +15,8 @@ from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_serving.connection import new_pool
 from slime_sglang.connection import SglangConnection
-from slime_sglang.external import connect_external
 from slime_sglang.plugin import Sglang
+from slime_sglang.server_group import SglangServers
 
 
 @pytest.fixture
@@ -177,7 +177,8 @@ def ask_for(count):
 async def test_external_servers_are_listed_by_place(tiny, tmp_path):
     config = Sglang.Config(external_engine_addrs=("a:1", "b:2", "c:3", "d:4"), servers=2)
     async with aiohttp.ClientSession() as pool:
-        second = connect_external(config, setup_for(tiny, tmp_path, index=7, place=1), pool)
+        group = SglangServers(config)
+        second = group.external(setup_for(tiny, tmp_path, index=7, place=1), pool)
         assert [server.address for server in second] == ["http://c:3", "http://d:4"]
         with pytest.raises(EngineError, match=r"names 4 servers, but 3 engines of 2 need 6"):
-            connect_external(config, setup_for(tiny, tmp_path, index=7, place=2), pool)
+            group.external(setup_for(tiny, tmp_path, index=7, place=2), pool)

@@ -11,11 +11,11 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_serving.external import connect_external
 from slime_serving.running import version_of
 from slime_serving.server_group import ServerGroup
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
-from slime_sglang.external import connect_external
 from slime_sglang.launching import SglangStarted, start_server
 from slime_sglang.router import Router, WorkerRole, start_router
 
@@ -37,7 +37,17 @@ class SglangServers(ServerGroup[SglangConnection]):
         return self._config.servers
 
     def external(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> Sequence[SglangConnection] | None:
-        return connect_external(self._config, setup, pool) if self._config.external_engine_addrs else None
+        given = self._config
+        if not given.external_engine_addrs:
+            return None
+        return connect_external(
+            SglangConnection,
+            given.external_engine_addrs,
+            setup,
+            pool,
+            servers=given.servers,
+            token_file=given.external_engine_token_file,
+        )
 
     async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted:
         started = await start_server(self._config, setup, place, pool, common_token=self._common_token)
