@@ -16,9 +16,9 @@ from engine_setup import setup_for
 
 from slime_core.errors import EngineError
 from slime_serving.connection import new_pool
+from slime_serving.devices import devices_of
 from slime_serving.server_process import ServerProcess
 from slime_sglang import launching
-from slime_serving.devices import devices_of
 from slime_sglang.launching import options_for, start_server
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
