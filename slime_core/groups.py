@@ -14,6 +14,7 @@ FILTERS: Final = "slime.filters"
 GENERATORS: Final = "slime.generators"
 COLLECTORS: Final = "slime.collectors"
 SOURCES: Final = "slime.sources"
+RENDERERS: Final = "slime.renderers"
 MIDDLEWARES: Final = "slime.middlewares"
 TRANSPORTS: Final = "slime.transports"
 TRACKERS: Final = "slime.trackers"
@@ -39,6 +40,7 @@ DRIVER_GROUPS: Final = (
     GENERATORS,
     COLLECTORS,
     SOURCES,
+    RENDERERS,
     MIDDLEWARES,
     TRANSPORTS,
     TRACKERS,
@@ -61,6 +63,7 @@ NOUNS: Final = {
     GENERATORS: "generator",
     COLLECTORS: "collector",
     SOURCES: "data source",
+    RENDERERS: "prompt renderer",
     MIDDLEWARES: "router middleware",
     TRANSPORTS: "weight transport",
     TRACKERS: "tracker",

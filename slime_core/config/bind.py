@@ -41,6 +41,7 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     reward_model = bind_engines("reward", config.engines.reward, engine, binder)
     transport = bind_sync(config, engine, binder)
     source = binder.part(groups.SOURCES, options_beside(config.data, config.data.source, "data.source"), "data")
+    renderer = binder.part(groups.RENDERERS, config.data.renderer, "data.renderer")
     rewards = bind_rewards(config, binder)
     generate = binder.part(groups.GENERATORS, config.generate, "generate")
     collector = bind_collector(config, algo, binder)
@@ -58,15 +59,17 @@ def bind_run(config: RunConfig, registry: Registry, *, base: Path, problems: Seq
     evals = tuple(bind_eval_set(config, name, binder, rewards, generate) for name in sets)
     # eval.defaults is bound once for each set, so its problems repeat.
     binder.problems[:] = dict.fromkeys(binder.problems)
-    if binder.problems or None in (algo, backend, engine, source, generate, collector, buffer_filter, launcher):
+    if binder.problems or None in (
+        algo, backend, engine, source, renderer, generate, collector, buffer_filter, launcher
+    ):  # fmt: skip
         raise ConfigError(binder.problems)
-    assert algo and backend and engine and source  # noqa: PT018
+    assert algo and backend and engine and source and renderer  # noqa: PT018
     assert generate and collector and buffer_filter and launcher  # noqa: PT018
     bound = BoundRun(
         config=config, registry=registry, base=base, algo=algo, backend=backend, role_backends=role_backends,
-        optimizers=optimizers, engine=engine, transport=transport, source=source, rewards=rewards, generate=generate,
-        collector=collector, buffer_filter=buffer_filter, filters=filters, launcher=launcher, trackers=trackers,
-        middlewares=middlewares, media=media, evals=evals, teacher=teacher, reward_model=reward_model,
+        optimizers=optimizers, engine=engine, transport=transport, source=source, renderer=renderer, rewards=rewards,
+        generate=generate, collector=collector, buffer_filter=buffer_filter, filters=filters, launcher=launcher,
+        trackers=trackers, middlewares=middlewares, media=media, evals=evals, teacher=teacher, reward_model=reward_model,
     )  # fmt: skip
     run = with_roles(bound)
     if contradictions := cross_checks(run):
@@ -110,7 +113,7 @@ def bind_media(config: RunConfig, binder: Binder) -> tuple[BoundPlugin, ...]:
 
 
 def bind_collector(config: RunConfig, algo: BoundAlgo | None, binder: Binder) -> BoundPlugin | None:
-    """The collector: `replay` for a dump, else the one that is named, the recipe's, or the kernel's for this kind of run."""
+    """The collector: `replay` for a dump, else the one that is named, the recipe's, or the default of this kind of run."""
     rollout = config.rollout
     own = "pool" if rollout.in_flight or rollout.partial_rollout else "accepted"
     table = rollout.collector or PluginTable(name=(algo and algo.recipe.collector) or own)

@@ -176,6 +176,7 @@ class BoundRun:
     engine: BoundPlugin
     transport: BoundPlugin | None
     source: BoundPlugin
+    renderer: BoundPlugin
     rewards: tuple[BoundReward, ...]
     """Rewards of the run, whose weighted sum is trained on; empty: no reward."""
     generate: BoundPlugin
@@ -217,8 +218,8 @@ class BoundRun:
         evals = [part for e in self.evals for part in (*(reward.part for reward in e.rewards), e.generate)]
         parts = (
             self.backend, *self.role_backends.values(), self.engine, *(row.engine for row in self.served), self.transport,
-            *(reward.part for reward in self.rewards), self.source, self.generate, self.collector, self.buffer_filter,
-            *self.filters, *self.trackers, *self.middlewares, *self.media, *evals, self.launcher,
+            *(reward.part for reward in self.rewards), self.source, self.renderer, self.generate, self.collector,
+            self.buffer_filter, *self.filters, *self.trackers, *self.middlewares, *self.media, *evals, self.launcher,
             *self.optimizers.values(), *self.algo.parts,
         )  # fmt: skip
         return tuple(part for part in parts if part is not None)

@@ -45,6 +45,8 @@ class DataConfig(Table, extra="allow"):
     """Column of the metadata (an object)."""
     tool_key: str = "tools"
     """Column of the tool schemas."""
+    renderer: PluginTable = PluginTable(name="chat")
+    """Turns rows into prompts, in evaluation sets too."""
     multimodal_keys: dict[str, str] = Field(default_factory=dict)
     """Columns of media, by modality: {"image": "images", "video": "clips"}, for models that take it. A column has
     one image or a list: paths (relative ones begin at the data file), bytes, base64, data URLs, or objects with bytes or path.

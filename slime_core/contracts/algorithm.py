@@ -42,6 +42,6 @@ class Recipe:
     roles: tuple[str, ...] = ()
     """Trained roles beside the actor, such as `critic`."""
     collector: str | None = None
-    """Collector to use unless the run file sets rollout.collector; None: the kernel's (`accepted`)."""
+    """Collector to use unless the run file sets rollout.collector; None: `accepted`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     api_version: int = API_VERSION

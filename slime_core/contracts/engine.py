@@ -37,6 +37,8 @@ class Capability(StrEnum):
     """Reports the kept token ids of top-p and top-k sampling, so that the trainer can renormalize."""
     REPETITION_PENALTY = "repetition_penalty"
     """Supports `SamplingParams.repetition_penalty` other than 1, defined as in transformers."""
+    STRUCTURAL_TAG = "structural_tag"
+    """Supports `SamplingParams.structural_tag`; an engine that does not raises EngineRefused for such a request."""
     ROUTED_EXPERTS = "routed_experts"
     """Reports which experts the router of each layer chose for a token, if `EngineSetup.routed_experts` is set."""
     VERSION_SPANS = "version_spans"

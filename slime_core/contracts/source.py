@@ -7,31 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.contracts.driver import Driver
+from slime_core.contracts.renderer import Renderer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from slime_core.types.prompt import Prompt
     from slime_core.types.sample import SampleGroup
-
-
-class Renderer(Protocol):
-    """Turns a raw row into a prompt: keys, chat template, tokens. The kernel implements it; sources only call it."""
-
-    @property
-    def max_prompt_len(self) -> int | None:
-        """In tokens, for messages; None: the run sets none. `accepts` decides."""
-
-    @property
-    def limit(self) -> str:
-        """Why `accepts` refuses a prompt, for messages: `rollout_max_prompt_len is 512`."""
-
-    def render(self, row: Mapping[str, Any], *, group_index: int, origin: str, folder: Path | None = None) -> Prompt:
-        """Raises DataError if a key is missing, an image does not decode, or the template fails. group_index: number of the
-        draw; origin: file and row, for messages; folder: base of relative paths of images."""
-
-    def accepts(self, prompt: Prompt) -> bool:
-        """False if it is longer than the maximum prompt length, or leaves the model no token for a response."""
 
 
 class DataSource(ABC):

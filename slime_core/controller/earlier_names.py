@@ -50,15 +50,18 @@ OPTIMIZERS_0_1: Final = {name: f"slime.optimizers:slime-training/{name}" for nam
 RENAMES: Final = Renames(
     entries={
         "slime.sources:slime-core/files": "slime.sources:slime-sources/files",
+        "slime.collectors:slime-core/accepted": "slime.collectors:slime-sources/accepted",
+        "slime.collectors:slime-rl/accepted": "slime.collectors:slime-sources/accepted",
         "slime.collectors:slime-core/pool": "slime.collectors:slime-sources/pool",
         "slime.collectors:slime-core/replay": "slime.collectors:slime-sources/replay",
     },
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,
     values=VALUES,
-    added={("data", "max_unknown_share"): 0.0},
+    added={("data", "max_unknown_share"): 0.0, ("data", "renderer"): "chat"},
     added_beside={("generate", "ignored_parameters"): ("fork_threshold", [])},
     became_plugins={
+        ("data", "renderer"): {"chat": "slime.renderers:slime-sources/chat"},
         ("train", "optimizer"): OPTIMIZERS_0_1,
         ("roles", "critic", "optimizer"): OPTIMIZERS_0_1,
         ("data", "multimodal_keys"): {name: f"slime.media:slime-models/{name}" for name in ("image", "video")},

@@ -72,11 +72,8 @@ class Manifest:
     config: Mapping[str, Any]
     """The resolved config, with every option of every plugin."""
     fingerprint: str
-    training: str
-    """The fingerprint without the name, the optimizer's keys, placement and layout of the roles: if it is equal, one run can
-    resume the other."""
     may_differ: tuple[KeyPath, ...] = ()
-    """Keys that `training` leaves out."""
+    """Keys that a start with --resume may change: the name, the optimizer's, placement and layout of the roles."""
     accepted_changes: Sequence[Mapping[str, Any]] = ()
     """What --accept-changes accepted: {time, user, host, rollout_id, changes: [{kind, what, old, new}]}, oldest first."""
 
@@ -109,12 +106,11 @@ def resolved_config(run: BoundRun) -> dict[str, Any]:
         config["algo"]["critic_loss"] = table(algo.critic_loss)
     for role, part in run.optimizers.items():
         of_role = config["train"] if role == POLICY else config["roles"][role]
-        # Its name alone, if it has no options.
-        of_role["optimizer"] = table(part) if options_of(part) else part.name
+        of_role["optimizer"] = name_or_table(part)
     for role, part in run.role_backends.items():
         config["roles"][role]["backend"] = table(part)
     config["launcher"] |= options_of(run.launcher)
-    config["data"] |= options_of(run.source)
+    config["data"] |= {**options_of(run.source), "renderer": name_or_table(run.renderer)}
     config["rollout"]["collector"] = table(run.collector)
     config["rollout"]["filters"] = [table(part) for part in run.filters]
     config["train"]["global_batch_size"] = run.global_batch_size
@@ -130,13 +126,17 @@ def table(part: BoundPlugin) -> dict[str, Any]:
     return {"name": part.name, **options_of(part)}
 
 
+def name_or_table(part: BoundPlugin) -> str | dict[str, Any]:
+    """Its name alone, if it has no options."""
+    return table(part) if options_of(part) else part.name
+
+
 def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
     config = resolved_config(run)
     files = {file.path.name: file.sha256 for file in run.registry.plugin_files}
     plugins = {
         f"{part.where} {part.name}": f"{part.group}:{part.entry.qualified} {part.entry.version}" for part in run.parts
     }
-    may_differ = (*MAY_CHANGE, *RESUME_MAY_CHANGE, *layout_keys(run))
     return Manifest(
         slime_core=__version__,
         python=platform.python_version(),
@@ -146,27 +146,23 @@ def build_manifest(run: BoundRun, *, data_fingerprint: str) -> Manifest:
         trust_remote_code=run.config.model.trust_remote_code,
         data=data_fingerprint,
         config=config,
-        fingerprint=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=MAY_CHANGE)),
-        training=hash_of(identity(config, plugins, files, data_fingerprint, without_keys=may_differ)),
-        may_differ=may_differ,
+        fingerprint=fingerprint_of(config, plugins, files, data_fingerprint),
+        may_differ=(*MAY_CHANGE, *RESUME_MAY_CHANGE, *layout_keys(run)),
     )
 
 
-def identity(
-    config: Mapping[str, Any],
-    plugins: Mapping[str, str],
-    plugin_files: Mapping[str, str],
-    data: str,
-    *,
-    without_keys: tuple[KeyPath, ...],
-) -> dict[str, Any]:
-    """The part of the manifest that is equal in two starts of one run."""
-    return {
-        "config": without(config, without_keys),
-        "plugins": sorted(set(deciding_plugins(plugins).values())),
-        "plugin_files": plugin_files,
-        "data": data,
-    }
+def fingerprint_of(
+    config: Mapping[str, Any], plugins: Mapping[str, str], plugin_files: Mapping[str, str], data: str
+) -> str:
+    """Hash of what is equal in two starts of one run."""
+    return hash_of(
+        {
+            "config": without(config, MAY_CHANGE),
+            "plugins": sorted(set(deciding_plugins(plugins).values())),
+            "plugin_files": plugin_files,
+            "data": data,
+        }
+    )
 
 
 def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
@@ -175,22 +171,12 @@ def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
 
 
 def recorded_manifest(content: Mapping[str, Any], renames: Renames = RENAMES) -> dict[str, Any]:
-    """The content of a manifest.json under current names. If names changed, its fingerprints are those that the current
+    """The content of a manifest.json under current names. If names changed, its fingerprint is the one that the current
     version gives the same run."""
     today = in_todays_names(content, renames)
-    if today == content or "fingerprint" not in content:
-        return today
-    parts = today["config"], today["plugins"], today["plugin_files"], today["data"]
-    today["fingerprint"] = hash_of(identity(*parts, without_keys=MAY_CHANGE))
-    if "may_differ" in today:
-        today["training"] = training_of(today, tuple(tuple(path) for path in today["may_differ"]))
+    if today != content and "fingerprint" in content:
+        today["fingerprint"] = fingerprint_of(*(today[key] for key in ("config", "plugins", "plugin_files", "data")))
     return today
-
-
-def training_of(content: Mapping[str, Any], may_differ: tuple[KeyPath, ...]) -> str:
-    """`Manifest.training` of a manifest's content, whichever keys might differ when it was written."""
-    parts = content["config"], content["plugins"], content["plugin_files"], content["data"]
-    return hash_of(identity(*parts, without_keys=may_differ))
 
 
 def replay_identity(manifest: Manifest) -> dict[str, Any]:

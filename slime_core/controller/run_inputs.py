@@ -13,6 +13,7 @@ from slime_core.config.part import BoundPlugin
 from slime_core.config.roles import FROZEN_MODEL_KEYS, BoundRole
 from slime_core.config.run import DataConfig
 from slime_core.contracts.media import Media, MediaRenderer
+from slime_core.contracts.renderer import Renderer, RendererFactory, RenderSettings
 from slime_core.contracts.source import DataSource
 from slime_core.controller.engine_folder import converter_for
 from slime_core.controller.manifest import check_required
@@ -25,7 +26,6 @@ from slime_core.data.model_folder import (
     load_tokenizer,
     read_model_config,
 )
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, ConfigError, DataError, ModelError
 from slime_core.registry.boundary import foreign, require, with_name
 
@@ -49,14 +49,18 @@ class RunInputs:
     """None: the collector makes its own groups."""
     eval_sources: Mapping[str, DataSource]
     num_rollout: int
-    renderers: Mapping[str, PromptRenderer] = field(default_factory=dict)
+    renderers: Mapping[str, Renderer] = field(default_factory=dict)
     """By the table of their data."""
     converter: BoundPlugin | None = None
     """Converts trained weights to the format of the policy's engines; None: they have the same format."""
 
     def notices(self) -> list[str]:
         """Sentences on rows that were left out so far, or that the tokenizer changes."""
-        return [f"{where}: {notice}" for where, renderer in self.renderers.items() for notice in renderer.notices()]
+        found = []
+        for where, renderer in self.renderers.items():
+            with foreign(renderer, "notices"):
+                found += [f"{where}: {notice}" for notice in renderer.notices()]
+        return found
 
 
 def load_run_inputs(run: BoundRun) -> RunInputs:
@@ -78,7 +82,7 @@ def load_run_inputs(run: BoundRun) -> RunInputs:
         max_prompt_len = rollout.rollout_max_context_len - 1
     media = media_renderer(run, folder, tokenizer)
     limits = {"context_len": longest_sequence(model_config, tokenizer), "max_unknown_share": data.max_unknown_share}
-    renderers: dict[str, PromptRenderer] = {}
+    renderers: dict[str, Renderer] = {}
     source = None
     if run.reads_prompts:
         renderers["data"] = prompt_renderer(run, data, tokenizer, media, max_prompt_len=max_prompt_len, **limits)
@@ -183,19 +187,23 @@ def prompt_renderer(
     tokenizer: PreTrainedTokenizerBase,
     media: MediaRenderer | None,
     **limits: Any,
-) -> PromptRenderer:
-    """limits: `max_prompt_len`, `context_len` and `max_unknown_share` of the renderer."""
-    return PromptRenderer(
-        tokenizer,
+) -> Renderer:
+    """limits: `max_prompt_len`, `context_len` and `max_unknown_share` of the settings."""
+    settings = RenderSettings(
         input_key=keys.input_key,
         label_key=keys.label_key,
         metadata_key=keys.metadata_key,
         tool_key=keys.tool_key,
-        media=media,
         apply_chat_template=keys.apply_chat_template,
         apply_chat_template_kwargs=run.config.data.apply_chat_template_kwargs,
         **limits,
     )
+    part = run.renderer
+    factory: RendererFactory = part.build()
+    with foreign(part.title, "build"):
+        renderer = factory(tokenizer, settings, media)
+    require(isinstance(renderer, Renderer), part.title, "build", renderer, "a function that returns a Renderer")
+    return with_name(renderer, part.title)
 
 
 def longest_sequence(model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
@@ -204,7 +212,7 @@ def longest_sequence(model_config: Mapping[str, Any], tokenizer: PreTrainedToken
     return context_length(model_config) or max(2, min(NO_LIMIT, tokenizer.model_max_length))
 
 
-def eval_source(run: BoundRun, settings: BoundEvalSet, renderer: PromptRenderer) -> DataSource:
+def eval_source(run: BoundRun, settings: BoundEvalSet, renderer: Renderer) -> DataSource:
     """An evaluation set is read by the same kind of source as the training data, in order."""
     where = f"eval.datasets.{settings.name}"
     files = run.registry.resolve(groups.SOURCES, EVAL_SOURCE, where=where)
@@ -219,7 +227,7 @@ def eval_source(run: BoundRun, settings: BoundEvalSet, renderer: PromptRenderer)
     return source
 
 
-def build_source(part: BoundPlugin, renderer: PromptRenderer, seed: int) -> DataSource:
+def build_source(part: BoundPlugin, renderer: Renderer, seed: int) -> DataSource:
     """PluginError for a source that raises, or whose position cannot be saved."""
     factory = part.build()
     with foreign(part.title, "build"):

@@ -120,10 +120,14 @@ def error_text(raised: BaseException) -> str:
 
 
 def lines_of(raised: BaseException) -> str:
+    frames = traceback.extract_tb(raised.__traceback__)
     passed = [
         frame
-        for frame in traceback.extract_tb(raised.__traceback__)
-        if not Path(frame.filename).is_relative_to(KERNEL_FOLDER) and frame.filename != contextlib.__file__
+        for before, frame in zip([None, *frames], frames, strict=False)
+        if not Path(frame.filename).is_relative_to(KERNEL_FOLDER)
+        and frame.filename != contextlib.__file__
+        # Whose block it is, a collector for example, calls foreign code.
+        and (before is None or (before.filename, before.name) != (__file__, foreign.__name__))
     ]
     # An error that is raised again passes a line again.
     lines = dict.fromkeys(f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in passed)

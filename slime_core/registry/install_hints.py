@@ -35,7 +35,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-compat": ("compat",),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
-    groups.COLLECTORS: {"slime-distill": ("sft",), "slime-sources": ("pool", "replay")},
+    groups.COLLECTORS: {"slime-distill": ("sft",), "slime-sources": ("accepted", "pool", "replay")},
     groups.FILTERS: {
         "slime-compat": ("compat",),
         "slime-filters": (
@@ -56,6 +56,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-compat": ("compat",),
     },
     groups.SOURCES: {"slime-sources": ("files", "stream", "curriculum", "sums"), "slime-verifiers": ("verifiers",)},
+    groups.RENDERERS: {"slime-sources": ("chat",)},
     groups.MIDDLEWARES: {
         "slime-router": (
             "radix_cache",

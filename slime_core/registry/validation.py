@@ -22,6 +22,7 @@ from slime_core.contracts.loss import LossDriver
 from slime_core.contracts.media import MediaDriver
 from slime_core.contracts.middleware import MiddlewareDriver
 from slime_core.contracts.optimizer import OptimizerDriver
+from slime_core.contracts.renderer import RendererDriver
 from slime_core.contracts.reward import RewardDriver
 from slime_core.contracts.source import SourceDriver
 from slime_core.contracts.tracker import TrackerDriver
@@ -43,6 +44,7 @@ ACCEPTED: Final[Mapping[str, tuple[type, ...]]] = {
     groups.GENERATORS: (GeneratorDriver,),
     groups.COLLECTORS: (CollectorDriver,),
     groups.SOURCES: (SourceDriver,),
+    groups.RENDERERS: (RendererDriver,),
     groups.MIDDLEWARES: (MiddlewareDriver,),
     groups.TRANSPORTS: (TransportDriver,),
     groups.TRACKERS: (TrackerDriver,),

@@ -35,6 +35,10 @@ class SamplingParams:
     skip_special_tokens: bool = False
     """Of the text in which engines search for `stop`."""
 
+    structural_tag: str | None = None
+    """JSON text of an XGrammar structural tag that the response must match: tokens that it does not allow are not sampled,
+    and log-probs are those of the remaining distribution. Engines without `Capability.STRUCTURAL_TAG` refuse it."""
+
     def problem(self, vocab_size: int) -> str | None:
         """What is wrong with these options for every engine, without a full stop; None: nothing."""
         if not 0 <= self.temperature < float("inf"):

@@ -66,6 +66,7 @@ PLACES: Final = (
         "collector.",
     ),
     Place("Data sources", groups.SOURCES, 'data = {{ source = "{name}", OPTION = … }}', ("data",)),
+    Place("Prompt renderers", groups.RENDERERS, 'data.renderer = {{ name = "{name}", OPTION = … }}'),
     Place("Router middlewares", groups.MIDDLEWARES, 'router.middlewares = [{{ name = "{name}", OPTION = … }}]'),
     Place("Weight transports", groups.TRANSPORTS, 'sync = {{ transport = "{name}", OPTION = … }}', ("sync",)),
     Place("Trackers", groups.TRACKERS, 'trackers = [{{ name = "{name}", OPTION = … }}]'),

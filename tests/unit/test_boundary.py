@@ -28,12 +28,12 @@ from slime_core.errors import PluginError, RewardError, RolloutError, SlimeError
 from slime_core.registry.boundary import error_text, foreign, held, shown, with_name
 from slime_core.rollout.client import around
 from slime_core.rollout.counters import middleware_metrics
-from slime_core.rollout.group_filtering import decide
 from slime_core.rollout.reward_worker import score_group
 from slime_core.rollout.rewards import RewardResult, verdict_on
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, rewarded_by
 from slime_core.types.batch import TokenColumns
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_sources.group_filtering import decide
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

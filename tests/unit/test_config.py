@@ -3,12 +3,14 @@
 import json
 import os
 import re
+from dataclasses import asdict
 
 import pytest
 
 from slime_core.config.load import read_run_file
 from slime_core.contracts.engine import Capability
 from slime_core.controller.manifest import build_manifest
+from slime_core.controller.run_changes import ChangeKind, changes_since
 from slime_core.errors import ConfigError
 from slime_core.registry.install_hints import install_hint
 
@@ -481,10 +483,17 @@ def test_another_launcher_drops_the_options_of_the_old_one_and_keeps_the_kernels
     assert "address" not in build_manifest(run, data_fingerprint="d").config["launcher"]
 
 
+def test_an_unknown_renderer_is_named_beside_what_there_is(complaints):
+    only(
+        complaints("--renderer", "chatt"),
+        r'^data\.renderer\.name = "chatt": unknown prompt renderer; close match: chat\. Available: chat \(slime-sources',
+    )
+    only(complaints("--set", "data.renderer={name='chat', x=1}"), r"^data\.renderer\.x: unknown option")
+
+
 def test_a_run_resumes_under_another_launcher_with_resume(bound):
     here, there = (build_manifest(bound(*words), data_fingerprint="d") for words in ((), ("--launcher", "ray")))
-    assert here.training == there.training
-    assert here.fingerprint != there.fingerprint
+    assert {change.kind for change in changes_since(asdict(here), there)} == {ChangeKind.LAYOUT}
     assert [m.plugins[f"launcher {name}"].split()[0] for m, name in ((here, "local"), (there, "ray"))] == [
         "slime.launchers:slime-rl/local", "slime.launchers:slime-ray/ray",
     ]  # fmt: skip

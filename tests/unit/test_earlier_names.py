@@ -16,7 +16,7 @@ RENAMES = Renames(
     distributions={"slime-old": "slime-grpo", "slime-former": "slime-sources"},
     keys={("train", "learning_rate"): ("train", "lr"), ("seeds", "all"): ("seed",)},
     added={("train", "clip_grad"): 1.0, ("critic", "optimizer"): "adam"},
-    became_plugins={("rollout", "collector", "name"): {"accepted": "slime.collectors:slime-rl/accepted"}},
+    became_plugins={("rollout", "collector", "name"): {"accepted": "slime.collectors:slime-sources/accepted"}},
     continued={"0.0.": frozenset({"slime-old", "slime-former"})},
 )
 
@@ -42,7 +42,7 @@ def of_then(today):
     assert {"slime.losses:slime-old/clip 0.0.7", "slime.advantages:slime-old/norm 0.0.7"} <= set(plugins.values())
     old["plugins"] = plugins
     old["may_differ"] = [["train", "learning_rate"] if path == ["train", "lr"] else path for path in old["may_differ"]]
-    return old | {"fingerprint": "then", "training": "then", "slime_core": "0.0.7"}
+    return old | {"fingerprint": "then", "slime_core": "0.0.7"}
 
 
 def test_the_run_of_an_earlier_release_is_the_same_run(bound):
@@ -50,7 +50,7 @@ def test_the_run_of_an_earlier_release_is_the_same_run(bound):
     read = recorded_manifest(of_then(today), RENAMES)
     assert read["config"] == today["config"]
     assert set(read["plugins"].values()) == set(today["plugins"].values())
-    assert (read["fingerprint"], read["training"]) == (today["fingerprint"], today["training"])
+    assert read["fingerprint"] == today["fingerprint"]
 
 
 def test_another_run_of_an_earlier_release_is_another_run(bound):
@@ -59,7 +59,7 @@ def test_another_run_of_an_earlier_release_is_another_run(bound):
     other = copy.deepcopy(old)
     other["config"]["train"]["learning_rate"] = 0.5
     assert recorded_manifest(other, RENAMES)["fingerprint"] != today["fingerprint"]
-    assert recorded_manifest(old | {"data": "others"}, RENAMES)["training"] != today["training"]
+    assert recorded_manifest(old | {"data": "others"}, RENAMES)["fingerprint"] != today["fingerprint"]
 
 
 def test_names_of_today_stay_as_they_are(bound):
@@ -104,7 +104,7 @@ def test_a_plugin_of_another_version_is_named(bound):
     content = json.loads(made.to_json())
     where = next(where for where, text in content["plugins"].items() if "slime-grpo/clip" in text)
     content["plugins"][where] = "slime.losses:slime-grpo/clip 0.0.1"
-    found = recorded_manifest(content | {"fingerprint": "x", "training": "x"})
+    found = recorded_manifest(content | {"fingerprint": "x"})
     assert list(map(str, changes_since(found, made))) == [f"slime-grpo: 0.0.1 -> {__version__}"]
 
 
@@ -118,12 +118,23 @@ def test_keys_that_are_one_launchers_options_now_are_no_others(launcher, kept):
 
 
 def test_modalities_of_0_1_are_plugins_now():
-    then = {"config": {"data": {"multimodal_keys": {"image": "pictures"}}}, "plugins": {}}
+    def plugins_of(modalities):
+        return in_todays_names({"config": {"data": {"multimodal_keys": modalities}}, "plugins": {}})["plugins"]
+
     version = importlib.metadata.version("slime-models")
-    assert in_todays_names(then)["plugins"] == {
-        "data.multimodal_keys image": f"slime.media:slime-models/image {version}"
-    }
-    assert in_todays_names({"config": {"data": {"multimodal_keys": {}}}, "plugins": {}})["plugins"] == {}
+    image = {"data.multimodal_keys image": f"slime.media:slime-models/image {version}"}
+    assert plugins_of({"image": "pictures"}) == plugins_of({}) | image
+    assert "data.multimodal_keys image" not in plugins_of({})
+
+
+def test_what_rendered_prompts_and_collected_groups_in_the_kernel_are_plugins_now(bound):
+    today = of_today(bound)
+    then = copy.deepcopy(today)
+    del then["config"]["data"]["renderer"], then["plugins"]["data.renderer chat"]
+    collector = then["plugins"].pop("rollout.collector accepted")
+    then["plugins"]["rollout.collector accepted"] = collector.replace("slime-sources/", "slime-rl/")
+    assert collector != then["plugins"]["rollout.collector accepted"]
+    assert recorded_manifest(then | {"fingerprint": "then"}) == today
 
 
 def test_an_option_is_added_to_the_plugins_that_have_it_alone():

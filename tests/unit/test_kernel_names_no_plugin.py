@@ -12,7 +12,9 @@ EXEMPT = ("registry/install_hints.py", "controller/earlier_names.py")
 
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
+    "accepted",
     "adam",
+    "chat",
     "clip",
     "config",
     "convert",

@@ -12,13 +12,11 @@ import pytest
 
 from slime_core.controller.folder_lock import lock_folder
 from slime_core.controller.manifest import (
-    MAY_CHANGE,
     Manifest,
     build_manifest,
     check_required,
     differences,
-    hash_of,
-    identity,
+    fingerprint_of,
     replay_identity,
     without,
 )
@@ -39,8 +37,7 @@ def manifest(lr=1, *, plugins=("0.2.0",), data="d", **config):
         python="3.11",
         libraries={"torch": "2"},
         trust_remote_code=False,
-        fingerprint=hash_of(identity(**content, without_keys=MAY_CHANGE)),
-        training="",
+        fingerprint=fingerprint_of(**content),
         **content,
     )
 

@@ -55,7 +55,7 @@ DEEPSEEK = bytes_tokenizer(
 
 def rendered(tokenizer, messages, tools=None):
     control = ControlTokens(tokenizer)
-    return control.encode(Dialogue(tokenizer, {}, control).render(messages, tools)).tolist()
+    return control.encode(Dialogue(tokenizer, {}, control).render(messages, tools)[0]).tolist()
 
 
 def ids(tokenizer, *texts):
@@ -152,6 +152,16 @@ def test_a_long_text_is_tokenized_only_as_far_as_needed(monkeypatch):
         tokens = encode(text, add_special_tokens=False)
         assert control.encode_at_most(text, len(tokens)).tolist() == tokens
         assert control.encode_at_most(text, len(tokens) - 1) is None
+
+
+def test_a_readable_text_has_no_special_tokens():
+    control = ControlTokens(QWEN)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens = rng.integers(0, len(QWEN), 40).astype(np.int32)
+        assert control.readable(tokens, tags=()) == QWEN.decode(tokens, skip_special_tokens=True)
+    kept = QWEN.encode("a<|im_end|>b<|endoftext|>c<tool_call>", add_special_tokens=False)
+    assert control.readable(np.array(kept), tags=["<|im_end|>", "<no token>"]) == "a<|im_end|>bc<tool_call>"
 
 
 class Talk(Agent):

@@ -10,14 +10,15 @@ import httpx
 import openai
 import pytest
 from agents_speaker import Speaker, episode_with
+from openai.resources.responses import AsyncResponses
 
 from slime_agents.control_tokens import ControlTokens
-from slime_agents.served import anthropic_api, openai_api
+from slime_agents.served import anthropic_api, openai_api, responses_api
 from slime_agents.served import server as servers
 from slime_agents.served.server import AgentServer
 from slime_agents.served.session import Session
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +60,32 @@ def post(loop, server):
     return call
 
 
-def asked(**more):
-    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}
+def asked(path=CHAT, **more):
+    messages = [{"role": "user", "content": "hi"}]
+    return (
+        {"model": "m", "input": messages, **more} if path == RESPONSES else {"model": "m", "messages": messages, **more}
+    )
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
     ("path", "parameter", "value", "advice"),
     [
-        (CHAT, "tool_choice", "required", '"auto" and "none" are supported'),
-        (CHAT, "tool_choice", NAMED, "constrained sampling would change the log-probs"),
+        (
+            CHAT,
+            "tool_choice",
+            "required",
+            '"auto" and "none" are supported. The engine: scripted engine: it has no guided',
+        ),
+        (CHAT, "tool_choice", NAMED, '"auto" and "none" are supported'),
+        (CHAT, "tool_choice", {"type": "allowed_tools"}, 'There are "auto", "none", "required" and a function'),
         (CHAT, "response_format", {"type": "json_object"}, "Describe the format in a message"),
-        (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "Describe the format"),
+        (CHAT, "response_format", SCHEMA, "Describe the format"),
         (CHAT, "temperature", 0.3, "A call is sampled as the run samples, with temperature = 1.0"),
         (CHAT, "top_p", 0.5, "with top_p = 1.0"),
         (CHAT, "seed", 1, "the run's rollout_seed"),
@@ -84,25 +96,45 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         (CHAT, "parallel_tool_calls", False, "Use the first call"),
         (CHAT, "reasoning_effort", "high", "generate.chat_template_kwargs"),
         (CHAT, "functions", [{}], "Use tools"),
-        (CHAT, "best_of", 4, "Supported are logprobs, max_completion_tokens, max_tokens, messages, n, stop,"),
-        (MESSAGES, "tool_choice", {"type": "any"}, "The model writes freely"),
-        (MESSAGES, "tool_choice", {"type": "tool", "name": "f"}, "The model writes freely"),
-        (MESSAGES, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}, "The model writes freely"),
+        (
+            CHAT,
+            "best_of",
+            4,
+            "Supported are logprobs, max_completion_tokens, max_tokens, messages, n, parallel_tool_calls, response_format,",
+        ),
+        (MESSAGES, "tool_choice", {"type": "any"}, "Without guided decoding"),
+        (MESSAGES, "tool_choice", {"type": "tool", "name": "f"}, "Without guided decoding"),
+        (MESSAGES, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}, "Use the first call"),
         (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 2000}, "generate.chat_template_kwargs"),
         (MESSAGES, "temperature", 0, "with temperature = 1.0"),
         (MESSAGES, "top_k", 5, "with top_k = -1"),
         (MESSAGES, "mcp_servers", [{}], "Supported are max_tokens, messages, stop_sequences"),
+        (RESPONSES, "tool_choice", "required", "Without guided decoding"),
+        (RESPONSES, "tool_choice", {"type": "function", "name": "f"}, "Without guided decoding"),
+        (RESPONSES, "text", {"format": {"type": "json_object"}}, "Describe the format in a message"),
+        (RESPONSES, "text", {"verbosity": "low"}, "Describe the format in a message"),
+        (RESPONSES, "include", ["file_search_call.results"], "Supported are message.output_text.logprobs, reasoning"),
+        (RESPONSES, "reasoning", {"effort": "high"}, "generate.chat_template_kwargs"),
+        (RESPONSES, "temperature", 0.3, "with temperature = 1.0"),
+        (RESPONSES, "background", True, "A response is there when the call returns"),
+        (RESPONSES, "conversation", "conv_1", "Use previous_response_id"),
+        (RESPONSES, "truncation", "auto", "Remove what is too long"),
+        (RESPONSES, "top_logprobs", 3, "Only the sampled token's log-prob is known"),
+        (RESPONSES, "parallel_tool_calls", False, "Use the first call"),
     ],
 )
 def test_what_would_not_be_respected_is_refused_by_name(post, path, parameter, value, advice):
-    body = asked(max_tokens=9, **{parameter: value})
+    tool = {CHAT: TOOL, MESSAGES: {"name": "f", "input_schema": {}}, RESPONSES: {"type": "function", "name": "f"}}[path]
+    body = asked(
+        path, **{"max_output_tokens" if path == RESPONSES else "max_tokens": 9, "tools": [tool], parameter: value}
+    )
     status, response = post(path, body)
     text = response["error"]["message"]
     assert status == 400
     assert text.startswith(f"{parameter} = ")
     assert advice in text
     assert text.endswith(f'accept in the run file that it is ignored: generate.ignored_parameters = ["{parameter}"].')
-    if path == CHAT:
+    if path != MESSAGES:
         assert response["error"]["param"] == parameter
     status, response = post(path, body, ignored=[parameter])
     assert status == 200, response
@@ -114,6 +146,18 @@ def test_values_that_ask_for_what_is_done_are_accepted(post):
     options = {"temperature": 1, "top_p": 1, "seed": None, "tool_choice": "auto", "tools": [TOOL]}
     status, response = post(CHAT, asked(**{**labels, **defaults, **options}, stream_options={"include_usage": True}))
     assert (status, response["choices"][0]["message"]["content"]) == (200, "ok")
+    defaults = {name: values[0] for name, values in responses_api.PARAMETERS.defaults.items()}
+    labels = dict.fromkeys(responses_api.PARAMETERS.no_effect, "x")
+    options = {
+        "temperature": 1,
+        "tool_choice": "none",
+        "text": responses_api.PLAIN,
+        "include": ["reasoning.encrypted_content"],
+    }
+    status, response = post(
+        RESPONSES, asked(RESPONSES, **{**labels, **defaults, **options}, stream_options={"include_obfuscation": False})
+    )
+    assert (status, response["output"][0]["content"][0]["text"]) == (200, "ok")
     labels = dict.fromkeys(anthropic_api.PARAMETERS.no_effect, "x")
     choice = {"type": "none", "disable_parallel_tool_use": False}
     options = {"thinking": {"type": "disabled"}, "temperature": 1.0, "tool_choice": choice}
@@ -125,13 +169,14 @@ def test_values_that_ask_for_what_is_done_are_accepted(post):
     ("create", "parameters"),
     [
         (openai.resources.chat.AsyncCompletions.create, openai_api.PARAMETERS),
+        (AsyncResponses.create, responses_api.PARAMETERS),
         (anthropic.resources.AsyncMessages.create, anthropic_api.PARAMETERS),
     ],
 )
 def test_every_parameter_of_the_clients_is_known_or_refused(create, parameters):
     names = set(inspect.signature(create).parameters) - {"self"}
     names -= {name for name in names if name.startswith("extra_")} | {"timeout"}
-    assert parameters.used <= names
+    assert parameters.used <= names | {"skip_special_tokens"}
     # A new name in a client is refused until it is classified here.
     for name in names - parameters.used - parameters.no_effect - set(parameters.defaults):
         with pytest.raises(Exception, match=f"{name} = 'x': not supported here"):
@@ -145,6 +190,20 @@ def test_every_parameter_of_the_clients_is_known_or_refused(create, parameters):
         (CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, "invalid unicode code point"),
         (CHAT, b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}", 400, "recursion limit exceeded"),
         (CHAT, asked(stop=""), 400, "stop"),
+        (
+            CHAT,
+            asked(tool_choice="required"),
+            400,
+            "tool_choice = 'required': there is no such tool. The call has no tools",
+        ),
+        (CHAT, asked(tool_choice=NAMED, tools=[OTHER]), 400, "there is no such tool. The call has g"),
+        (
+            CHAT,
+            asked(response_format={"type": "grammar"}),
+            400,
+            "type 'grammar': there are text, json_object and json_schema",
+        ),
+        (CHAT, asked(response_format={"type": "json_schema"}), 400, "response_format: None is no JSON schema"),
         (CHAT, asked(n=9), 400, "n = 9: the agent may call 3 times (max_calls)"),
         (
             CHAT,
@@ -173,13 +232,21 @@ def test_every_parameter_of_the_clients_is_known_or_refused(create, parameters):
             400,
             "a response that was begun is not continued",
         ),
+        ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not served here. There are POST /v1/chat/completions"),
+        ("/v1/messages/count_tokens", {"messages": []}, 400, "messages: there are none"),
+        (RESPONSES, {}, 400, "input: Field required"),
+        (RESPONSES, {"input": []}, 400, "messages: there are none"),
+        (RESPONSES, {"input": [{"type": "computer_call"}]}, 400, "items of type computer_call cannot be shown"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, 400, "are no JSON"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_7"}]}, 400, "item_reference 'msg_7': there is no"),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, 400, "tools: web_search: tools that a server"),
+        (RESPONSES, {"input": "hi", "stream_options": {"x": 1}}, 400, "stream_options: x: not supported here"),
         (
-            "/v1/responses",
-            {"input": "hi"},
-            404,
-            "POST /v1/responses is not served here. There are POST /v1/chat/completions",
+            RESPONSES,
+            {"input": "hi", "previous_response_id": "resp_9"},
+            400,
+            'previous_response_id = "resp_9": there is no such response in this episode. Responses are stored unless',
         ),
-        ("/v1/messages/count_tokens", {}, 404, "POST /v1/messages/count_tokens is not served here"),
     ],
 )
 def test_requests_that_are_no_calls(post, path, body, status, text):

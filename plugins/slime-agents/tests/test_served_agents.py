@@ -11,11 +11,13 @@ import anthropic
 import numpy as np
 import openai
 import pytest
+from agents_played import CHAT, HERMES, pieces, play, returning, user
 from agents_speaker import Speaker, episode_with
 
 from slime_agents.config import AgentConfig, CommandConfig
 from slime_agents.plugin import OpenaiAgent
 from slime_agents.served.agents import Agent, AgentFailed, AgentTask, Earned, FunctionAgent
+from slime_agents.served.dialogue import written_calls
 from slime_agents.served.generator import ServedAgent
 from slime_agents.served.server import AgentServer
 from slime_core.errors import EngineError, PluginError
@@ -24,17 +26,7 @@ from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import Status, VersionSpan
 from slime_models.new_model import character_tokenizer
 
-# In the form of the Hermes and Qwen families.
-HERMES = (
-    "{% if tools %}<s>tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<e>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<s>user\n<tool_response>\n{{ m.content }}\n</tool_response><e>\n"
-    "{% else %}<s>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>\n"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>{% endfor %}<e>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-CHAT = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", ["<s>", "<e>", "<tool_call>", "</tool_call>"])
-CHAT.eos_token = "<e>"
-CHAT.chat_template = HERMES
+SPECIALS = ["<s>", "<e>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 ADD = {
     "name": "add",
     "description": "Adds.",
@@ -47,20 +39,6 @@ class Chat(Speaker):
     tokenizer = CHAT
 
 
-def play(function, reply, *, tokenizer=CHAT, fails=None, held=False, config=None, speaker=Speaker, **options):
-    """The samples of an agent that is an async function, and the engine that it spoke with."""
-
-    async def scene():
-        engine = speaker(reply, failure=fails, held=held, tokenizer=tokenizer)
-        generator = ServedAgent(FunctionAgent(function), AgentConfig(**(config or {})))
-        try:
-            return await generator.generate(episode_with(engine, tokenizer=tokenizer, **options)), engine
-        finally:
-            await generator.close()
-
-    return asyncio.run(scene())
-
-
 def client(task, **options):
     return openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0, **options)
 
@@ -69,16 +47,6 @@ async def ask(task, *messages, **options):
     async with client(task) as opened:
         response = await opened.chat.completions.create(model="slime", messages=list(messages), **options)
     return response.choices[0].message
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def pieces(sample, tokenizer=CHAT):
-    cuts = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
-    parts = zip(np.split(sample.loss_mask, cuts), np.split(sample.response_tokens, cuts), strict=True)
-    return [(int(mask[0]), tokenizer.decode(tokens)) for mask, tokens in parts]
 
 
 def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
@@ -107,7 +75,7 @@ def test_a_tool_loop_is_one_sample_of_the_templates_tokens():
         (1, "It is 3.<e>"),
     ]
     assert sample.status is Status.COMPLETED
-    assert sample.counts == {"agent_answers": 2, "agent_realigned": 0}
+    assert sample.counts == {"agent_answers": 2, "agent_realigned": 0, "agent_constrained": 0}
     conversation = [
         {"role": "system", "content": "You add."}, user("6*7="), {"role": "assistant", "content": f"I ask.\n{ASKS}"},
         {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."},
@@ -145,14 +113,6 @@ def test_branches_share_a_rollout_and_a_reward():
     assert [sample.reward for sample in rewarded] == [0.5, 0.5]
 
 
-def returning(function, reward):
-    async def both(task):
-        await function(task)
-        return reward
-
-    return both
-
-
 def test_several_responses_at_once_and_streams():
     read, streamed = [], []
 
@@ -185,6 +145,148 @@ def test_several_responses_at_once_and_streams():
     assert len(samples) == 4
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     assert len({request.seed for request in engine.requests}) == 4
+
+
+# Some tokenizers declare as special what is parsed.
+SPECIAL = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", SPECIALS)
+SPECIAL.add_special_tokens({"additional_special_tokens": SPECIALS})
+SPECIAL.eos_token = "<e>"
+SPECIAL.chat_template = HERMES
+
+
+def test_a_response_is_read_without_special_tokens_and_rendered_with_them():
+    read, shown = [], []
+
+    async def asks_twice(task):
+        messages = [user("hi")]
+        for text in ("on", "go", "so"):
+            async with client(task) as opened:
+                response = await opened.chat.completions.create(model="m", messages=messages, logprobs=True)
+            read.append(response.choices[0].message.content)
+            shown.append("".join(row.token for row in response.choices[0].logprobs.content))
+            messages += [response.choices[0].message.model_dump(exclude_none=True), user(text)]
+        # The agent forgets the beginning.
+        await ask(task, *messages[2:])
+        await ask(task, *messages[2:], user("on"))
+        return 1.0
+
+    replies = iter(["4<pad>2", "<s>42", "<pad>42", "x", "y"])
+    samples, engine = play(asks_twice, lambda text: next(replies), tokenizer=SPECIAL)
+    assert read == ["42"] * 3
+    assert shown == ["4<pad>2<e>", "<s>42<e>", "<pad>42<e>"]
+    between = [(0, f"\n<s>user\n{text}<e>\n<s>assistant\n") for text in ("on", "go")]
+    assert pieces(samples[0], SPECIAL) == [(1, shown[0]), between[0], (1, shown[1]), between[1], (1, shown[2])]
+    assert samples[0].response == "42\nuser\non\nassistant\n42\nuser\ngo\nassistant\n42"
+    for request in engine.requests[3:]:
+        text = SPECIAL.decode(request.token_ids)
+        assert text.startswith("<s>user\non<e>\n<s>assistant\n<s>42<e>\n<s>user\ngo<e>\n<s>assistant\n<pad>42<e>\n")
+
+
+def test_threads_with_the_same_text_are_rendered_as_each_wrote_it():
+    class Pair(Agent):
+        async def run(self, task):
+            for turn in range(2):
+                for name in ("one", "other"):
+                    task.name_thread(name)
+                    messages = [user("hi"), {"role": "assistant", "content": "42"}, user("on")][: 1 + 2 * turn]
+                    async with client(task, default_headers={"X-Session-ID": name}) as opened:
+                        await opened.chat.completions.create(model="m", messages=messages)
+            return 1.0
+
+    async def scene():
+        replies = iter(["4<pad>2", "42<pad>", "x", "y"])
+        generator = ServedAgent(Pair(), AgentConfig())
+        engine = Speaker(lambda text: next(replies), tokenizer=SPECIAL)
+        try:
+            return await generator.generate(episode_with(engine, tokenizer=SPECIAL))
+        finally:
+            await generator.close()
+
+    written = [(pieces(sample, SPECIAL)[0][1], len(pieces(sample, SPECIAL))) for sample in asyncio.run(scene())]
+    assert written == [("4<pad>2<e>", 3), ("42<pad><e>", 3)]
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, SPECIAL])
+def test_tags_are_parsed_whether_or_not_they_are_special(tokenizer):
+    read = []
+
+    async def every_way(task):
+        options = {"model": "m", "messages": [user("hi")]}
+        tools = [{"type": "function", "function": ADD}]
+        async with client(task) as opened:
+            whole = {"skip_special_tokens": False}
+            for more in ({"tools": tools}, {"tools": tools, "extra_body": whole}, {}):
+                response = await opened.chat.completions.create(**options, **more)
+                read.append(response.choices[0].message)
+            stream = await opened.chat.completions.create(**options, tools=tools, stream=True)
+            chunks = [chunk async for chunk in stream]
+            read.append(chunks[0].choices[0].delta)
+        async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
+            tools = [{"name": "add", "input_schema": ADD["parameters"]}]
+            read.append(await opened.messages.create(**options, max_tokens=300, tools=tools))
+
+    play(returning(every_way, 1.0), lambda text: f"<think>I<pad> ask.</think>{ASKS}<pad>", tokenizer=tokenizer)
+    for message in (*read[:2], read[3]):
+        assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+    thought = "<think>I ask.</think>"
+    assert (read[0].content, read[3].content, read[4].content[0].text) == (thought, thought, thought)
+    assert read[1].content == "<think>I<pad> ask.</think>"
+    # Without tools nothing is parsed, and the tags of calls are special tokens as any other.
+    call = ASKS if tokenizer is CHAT else ASKS.replace("<tool_call>", "").replace("</tool_call>", "")
+    assert read[2].content == thought + call
+
+
+class Guided(Speaker):
+    guided = True
+
+
+def test_what_a_call_constrains_reaches_the_engine_and_is_counted():
+    tools = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "rest"}}]
+    functions = [{"type": "function", **tool["function"]} for tool in tools]
+    blocks = [{"name": "add", "input_schema": ADD["parameters"]}, {"name": "rest", "input_schema": {"type": "object"}}]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "json_schema", "name": "x", "schema": schema}
+
+    async def every_way(task):
+        messages = [user("hi")]
+        await ask(task, *messages, response_format={"type": "json_object"})
+        await ask(
+            task, *messages, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        )
+        await ask(task, *messages, tools=tools, tool_choice="required")
+        choice = {"type": "function", "function": {"name": "add"}}
+        await ask(task, *messages, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        await ask(task, *messages, tools=tools)
+        async with client(task) as opened:
+            await opened.responses.create(model="m", input="hi", text={"format": named})
+            await opened.responses.create(
+                model="m", input="hi", tools=functions, tool_choice={"type": "function", "name": "add"}
+            )
+        async with anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key, max_retries=0) as opened:
+            for choice in ({"type": "any"}, {"type": "tool", "name": "add", "disable_parallel_tool_use": True}):
+                await opened.messages.create(
+                    model="m", max_tokens=90, messages=messages, tools=blocks, tool_choice=choice
+                )
+
+    samples, engine = play(returning(every_way, 1.0), lambda text: "x", speaker=Guided)
+    texts = [request.sampling.structural_tag for request in engine.requests]
+    assert texts.pop(4) is None
+    rules = [json.loads(text)["format"] for text in texts]
+    assert [rule.get("json_schema") for rule in rules] == [
+        {"type": "object"}, schema, None, None, schema, None, None, None,
+    ]  # fmt: skip
+    calls = [
+        ([tag["begin"].split('"')[3] for tag in rule["tags"]], rule["stop_after_first"])
+        for rule in rules
+        if "tags" in rule
+    ]
+    both = ["add", "rest"]
+    assert calls == [(both, False), (["add"], True), (["add"], False), (both, False), (["add"], True)]
+    assert rules[2]["tags"][0]["content"] == {"type": "json_schema", "json_schema": ADD["parameters"]}
+    # The begin and the end around the arguments are a call that is parsed.
+    tag = rules[2]["tags"][0]
+    assert written_calls(f'{tag["begin"]}{{"a": 1}}{tag["end"]}') == ['{"name": "add", "arguments": {"a": 1}}']
+    assert sum(sample.counts["agent_constrained"] for sample in samples) == 8
 
 
 def test_a_limit_and_a_stop_string_of_the_agents_own():
@@ -483,6 +585,26 @@ def test_a_partial_rollout_is_replayed_and_continued():
         np.testing.assert_array_equal(sample.rollout_log_probs[:length][trained], kept.rollout_log_probs[trained])
         assert sample.spans[0].version == 1
         assert sum(len(c.token_ids) for c in engine.completions) == int(whole.loss_mask[length:].sum())
+
+
+def test_a_constrained_response_that_was_aborted_begins_again():
+    async def one(task):
+        await ask(task, user("hi"), response_format={"type": "json_object"})
+        return 1.0
+
+    [whole], _ = play(one, lambda text: '{"a": 1}', speaker=Guided)
+    kept = replace(
+        whole,
+        tokens=whole.tokens[: whole.prompt_length + 3],
+        loss_mask=whole.loss_mask[:3],
+        rollout_log_probs=whole.rollout_log_probs[:3],
+        spans=(VersionSpan(1, 0, 3),),
+        status=Status.ABORTED,
+    )
+    [sample], engine = play(one, lambda text: '{"a": 1}', speaker=Guided, kept=kept)
+    # An engine knows nothing of the grammar's state after three tokens.
+    assert len(engine.requests[0].token_ids) == whole.prompt_length
+    assert np.array_equal(sample.tokens, whole.tokens)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from slime_core.config.rollout import RolloutConfig
 from slime_core.config.run import DataConfig
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import DataError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.image import Image
@@ -24,6 +23,7 @@ from slime_models.media.renderer import QwenVlRenderer
 from slime_models.new_model import character_tokenizer
 from slime_sources.config import FilesConfig
 from slime_sources.files import FilesSource
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
 

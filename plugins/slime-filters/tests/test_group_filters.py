@@ -7,10 +7,10 @@ from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.loss_weights import loss_weights
 from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import FilterDecision
-from slime_core.rollout.group_filtering import judge, marked
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_filters.plugin import Length, NonzeroStd, OverlongFilter, PassRateBand
+from slime_sources.group_filtering import judge, marked
 
 KEEP = FilterDecision(keep=True)
 PROMPT = Prompt(group_index=0, text="q", token_ids=np.array([1], np.int32))

@@ -17,7 +17,6 @@ import torch
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.render import PromptRenderer
 from slime_core.data.table import read_groups, write_groups
 from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
@@ -29,6 +28,7 @@ from slime_models.media.qwen_vl import QwenVl
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import make_tiny_vision_model, noise
 from slime_sources.plugin import Files
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 PAD = 4
 SMALL, WIDE = noise(8, 8, 0), noise(32, 16, 1)

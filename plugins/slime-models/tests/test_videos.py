@@ -17,7 +17,6 @@ import torch
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.render import PromptRenderer
 from slime_core.data.table import read_groups, write_groups
 from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
@@ -30,6 +29,7 @@ from slime_models.new_model import ModelSizes
 from slime_models.new_vision_model import VisionSizes, new_vision_model
 from slime_plugin_kit.tiny_vision import noise
 from slime_sources.plugin import Files
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 PATCH = 4
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"

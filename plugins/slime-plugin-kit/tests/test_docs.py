@@ -14,6 +14,7 @@ TITLES = {
     "kl": "KL estimators",
     "buffer_filters": "Buffer filters",
     "sources": "Data sources",
+    "renderers": "Prompt renderers",
     "shaping": "Reward shapers",
     "transports": "Weight transports",
     "middlewares": "Router middlewares",

@@ -173,6 +173,14 @@ FAULTS: dict[str, dict[str, set[str]]] = {
         # Sorted, all seeds give one order.
         "sorts_chunks": {"draws_do_not_depend_on_how_many_are_taken", "another_seed_gives_another_order"},
     },
+    "renderers": {
+        "renders": set(),
+        "wide_ids": {"a_row_becomes_a_prompt"},
+        "drops_labels": {"a_row_becomes_a_prompt"},
+        "counts_rows": {"renders_the_same_twice"},
+        "fills_in": {"a_missing_key_is_an_error"},
+        "fills_the_context": {"long_prompts_are_refused"},
+    },
     "media": {
         "sees": set(),
         "needs_a_word": {"it_declares_an_engine_capability"},
@@ -269,6 +277,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "stop_strings_end_a_response",
             "a_response_ends_where_it_should",
             "its_stream_has_every_response_once",
+            "a_structural_tag_is_respected_or_refused",
         },
         "careless_control": {
             "pause_holds_every_response",

@@ -94,6 +94,9 @@ def test_a_penalty_is_refused():
         return check.problem([asked], ())
 
     assert problem() is None
+    assert 'it has no guided decoding (structural_tag): set engine.grammar_backend = "xgrammar"' in problem(
+        structural_tag="{}"
+    )
     assert "repetition_penalty = 1.2: SGLang penalizes only the tokens that it generated" in problem(
         repetition_penalty=1.2
     )

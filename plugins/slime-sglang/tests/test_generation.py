@@ -71,6 +71,15 @@ def test_a_response_of_two_parts():
     assert whole.cached_tokens == 2
 
 
+def test_a_grammar_begins_again_after_an_interruption():
+    run = running(structural_tag="{}")
+    take(run, reply([7, 8], "abort"))
+    run.interrupt()
+    body = run.body(room=100)
+    assert (body["input_ids"].tolist(), body["sampling_params"]["structural_tag"]) == ([5, 6], "{}")
+    assert "structural_tag" not in running().body(room=100)["sampling_params"]
+
+
 def test_drafts_of_parts_add_up():
     """Rates of the whole response, by hand: 6 of 12 drafts accepted, 8 tokens in 4 passes."""
     run = running()

@@ -10,12 +10,12 @@ import pytest
 
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types.sample import Sample, SampleGroup
 from slime_plugin_kit.scripted_rollout import tokenizer
 from slime_sources.config import CurriculumConfig, GeneratedConfig, StreamConfig
 from slime_sources.plugin import generated_by, prompts
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 from slime_sources.row_reader import LineReader
 from slime_sources.stream import StreamSource
 

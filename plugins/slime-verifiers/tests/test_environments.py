@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from slime_agents.served.agents import AgentFailed
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, EngineError, PluginError
 from slime_core.rollout.episode import EngineEpisode
 from slime_core.types.completion import FinishReason, SamplingParams
@@ -16,6 +15,7 @@ from slime_core.types.sample import Status
 from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 from slime_verifiers.config import VerifiersConfig, VerifiersTasksConfig
 from slime_verifiers.plugin import Verifiers, VerifiersTasks
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.runs
 FOLDER = str(Path(__file__).parent / "environments")
 CHAT = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", ["<s>", "<e>", "<tool_call>", "</tool_call>"])
 CHAT.eos_token = "<e>"
+CHAT.add_special_tokens({"additional_special_tokens": ["<s>"]})
 CHAT.chat_template = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
@@ -119,6 +120,14 @@ def test_turns_of_an_environment_are_one_sample():
     log_probs = np.concatenate([completion.log_probs for completion in engine.completions])
     assert sample.rollout_log_probs[sample.loss_mask == 1].tolist() == log_probs.tolist()
     assert not sample.rollout_log_probs[sample.loss_mask == 0].any()
+
+
+def test_an_environment_reads_text_without_special_tokens():
+    # A model at the beginning of training writes them anywhere.
+    guesses = iter(["<pad>5", "7<s><pad>"])
+    [sample], _ = play({"id": "slime_guesses"}, lambda text: next(guesses), number=1)
+    assert pieces(sample) == [(1, "<pad>5<e>"), (0, "\n<s>user\nmore<e>\n<s>assistant\n"), (1, "7<s><pad><e>")]
+    assert sample.reward == 0.5
 
 
 def test_an_agent_without_end_is_cut_and_scored():

@@ -11,11 +11,11 @@ import pytest
 from slime_core.contracts.filter import BufferFilter, Versions
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.plugin import PopFirst
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types import Prompt, Sample, Status, VersionSpan
 from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_sources.plugin import Files
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 
 class Choose(BufferFilter):

@@ -16,10 +16,10 @@ import pytest
 from pydantic import ValidationError
 
 from slime_core.contracts.source import DataSource
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import CheckpointError, DataError
 from slime_sources.config import FilesConfig, StreamConfig
 from slime_sources.plugin import Files
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 from slime_sources.stream import StreamSource
 
 

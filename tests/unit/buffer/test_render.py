@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime_core.contracts.media import MediaRenderer
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.types.image import Image
 from slime_plugin_kit.groups import byte_tokenizer
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 TOOLS = [{"name": "search"}, {"name": "run"}]
 
@@ -298,7 +298,7 @@ sys.modules |= dict.fromkeys(["slime_models", "PIL", "av"])
 import slime_core.controller.run_inputs
 import slime_core.workers.train_worker
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.render import PromptRenderer
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 renderer = PromptRenderer(load_tokenizer(Path(sys.argv[1]), trust_remote_code=False), apply_chat_template=True)
 print(renderer.render({"input": "1+1"}, group_index=0, origin="").token_ids.tolist())

@@ -8,7 +8,7 @@ renders it, and marked ones are tokenized as plain characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,7 +41,11 @@ class ControlTokens:
         self._control = any_of(special | written)
         self._known = any_of([*map(marked, special | written), *special, *written])
         ids = [number for number, token in added.items() if token.content in special | written]
+        self.written_ids = frozenset(number for number, token in added.items() if token.content in written)
+        """Added tokens that the chat template writes."""
         self._ids = np.unique(np.array([*ids, *tokenizer.all_special_ids], np.int32))
+        self._special_ids = {token.content: number for number, token in added.items() if token.special}
+        self._special_ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
     def plain(self, text: str) -> str:
         """Marks all control tokens in a text from outside."""
@@ -84,6 +88,11 @@ class ControlTokens:
             texts.append(decode(self._tokenizer, token_ids[place : place + 1]))
             start = place + 1
         return "".join(texts)
+
+    def readable(self, token_ids: npt.NDArray[np.int32], *, tags: Collection[str]) -> str:
+        """The text of tokens without special ones, except those of `tags`."""
+        hidden = [number for text, number in self._special_ids.items() if text not in tags]
+        return decode(self._tokenizer, token_ids[~np.isin(token_ids, hidden)])
 
     def encode_at_most(self, text: str, most: int | None) -> npt.NDArray[np.int32] | None:
         """`encode`, or None if there are more than `most` tokens. A text that is too long is tokenized only as far as shows

@@ -14,10 +14,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slime_agents.config import AgentRole, MultiAgentConfig
 from slime_agents.control_tokens import ControlTokens
 from slime_core.contracts.generator import Episode, Generator
-from slime_core.data.chat_template import TEMPLATE_ERRORS, CountedRange, render_chat, shown
 from slime_core.errors import ConfigError, DataError, PluginError
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, Status
+from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, CountedRange, render_chat, shown
 
 
 class MultiAgent(Generator):

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat, shown, variables
 from slime_core.errors import DataError
 from slime_core.types.prompt import Message
+from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat, shown, variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.contracts.collector import Collector
-from slime_core.data.unknown_text import UnknownText
 from slime_core.errors import DataError, ModelError, RolloutError
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
@@ -23,6 +22,7 @@ from slime_core.types.sample import Sample, SampleGroup, Status
 from slime_core.types.trajectory import clean_text, decode
 from slime_distill.assistant_turns import ASSISTANT, AssistantTurns, Rendered
 from slime_models.media.token_places import VIDEO_MARK, timed_mark, with_features, with_times
+from slime_sources.rendering.unknown_text import UnknownText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

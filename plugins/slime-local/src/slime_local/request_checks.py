@@ -25,6 +25,8 @@ def check_requests(
         problem = params.problem(model.vocab_size)
         if problem:
             raise EngineRefused(f"{engine}: {problem}.")
+        if params.structural_tag is not None:
+            raise EngineRefused(f"{engine}: it has no guided decoding (structural_tag).")
         if params.stop:
             stop_text.prepare()
     counts = Counter(request.request_id for request in requests)

@@ -82,6 +82,7 @@ ENGINES: Final = Kind(
             "temperature_zero_takes_the_likeliest_token", "greedy responses are those of transformers, except for ties"
         ),
         prop("responses_come_in_the_order_of_requests", "each request gets a response, in order, within its budget"),
+        prop("a_structural_tag_is_respected_or_refused", "without guided decoding, it raises EngineRefused"),
         prop("its_stream_has_every_response_once", "streamed responses equal those of generate"),
         prop(
             "the_seed_decides_the_tokens",

@@ -147,6 +147,22 @@ SOURCES: Final = Kind(
     ),
 )
 
+RENDERERS: Final = Kind(
+    name="renderers",
+    holds=registered_in(groups.RENDERERS),
+    properties=(
+        prop("a_row_becomes_a_prompt", "a prompt has int32 tokens, and the row's label, metadata and origin"),
+        prop("renders_the_same_twice", SAME_TWICE),
+        prop(
+            "a_missing_key_is_an_error", "a row without its input or label raises a DataError that begins with the row"
+        ),
+        prop(
+            "long_prompts_are_refused",
+            "`accepts` follows max_prompt_len, and leaves a token of the context for the response; `limit` names which",
+        ),
+    ),
+)
+
 MEDIA: Final = Kind(
     name="media",
     holds=registered_in(groups.MEDIA),

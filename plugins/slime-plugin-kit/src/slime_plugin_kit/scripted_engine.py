@@ -12,7 +12,7 @@ import xxhash
 
 from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_core.types.sample import VersionSpan
 from slime_core.types.weights import Bucket
@@ -29,6 +29,9 @@ class ScriptedEngine(RolloutEngine):
     `held`: no response is returned until `release` or an abort. `failure` is raised instead of a response. `refuses`: the
     number of the bucket that is refused; `stays_at`: the version that it keeps, whatever it loads.
     """
+
+    guided = False
+    """Whether it accepts a structural tag; the script must then respect it."""
 
     def __init__(
         self,
@@ -70,6 +73,8 @@ class ScriptedEngine(RolloutEngine):
     async def _complete(self, request: GenerateRequest) -> Completion:
         if self._failure is not None:
             raise self._failure
+        if request.sampling.structural_tag is not None and not self.guided:
+            raise EngineRefused("scripted engine: it has no guided decoding (structural_tag).")
         self.begun.set()
         aborted = self._running[request.request_id] = asyncio.Event()
         waits = [asyncio.create_task(event.wait()) for event in (self._released, aborted)]

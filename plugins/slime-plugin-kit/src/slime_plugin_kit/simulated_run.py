@@ -29,7 +29,6 @@ from slime_core.registry import Registry
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, GroupSettings
-from slime_core.rollout.plugin import AcceptedDriver
 from slime_core.rollout.single_turn import SingleTurn
 from slime_core.types.completion import SamplingParams
 from slime_core.types.prompt import Prompt
@@ -39,7 +38,7 @@ from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.scripted_engine import EngineInLoop
 from slime_plugin_kit.timed_engine import TimedEngine
-from slime_sources.plugin import PoolDriver
+from slime_sources.plugin import AcceptedDriver, PoolDriver
 
 EVAL_SET: Final = "held_out"
 

@@ -152,6 +152,14 @@ ENTRIES: Mapping[str, Mapping[str, str]] = {
         by_chance="BY_CHANCE",
         sorts_chunks="SORTS_CHUNKS",
     ),
+    "slime.renderers": named(
+        renders="Renders",
+        wide_ids="WIDE_IDS",
+        drops_labels="DROPS_LABELS",
+        counts_rows="COUNTS_ROWS",
+        fills_in="FILLS_IN",
+        fills_the_context="FILLS_THE_CONTEXT",
+    ),
     "slime.media": named(
         sees="Sees",
         needs_a_word="NEEDS_A_WORD",

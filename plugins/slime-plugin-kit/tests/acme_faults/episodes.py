@@ -126,7 +126,7 @@ class NeedsRoom(FaultyGenerator):
 
 
 async def accepted(step, context):
-    from slime_core.rollout.accepted import AcceptedGroups
+    from slime_sources.accepted import AcceptedGroups
 
     return await AcceptedGroups().collect(step, context)
 

@@ -114,8 +114,8 @@ class ShiftedLogProbs(Engine):
 
 
 class CarelessSampling(Engine):
-    """Greedy is lukewarm, seeds count up to a thousand, stop strings are not looked for, the stop token is taken off, a
-    streamed response is lost, and a top-p gives its whole batch other draws."""
+    """Greedy is lukewarm, seeds count up to a thousand, stop strings and structural tags are not looked at, the stop token is
+    taken off, a streamed response is lost, and a top-p gives its whole batch other draws."""
 
     async def generate(self, requests):
         if any(request.sampling.top_p < 1 for request in requests):
@@ -123,7 +123,7 @@ class CarelessSampling(Engine):
         return await super().generate(requests)
 
     def before(self, request):
-        sampling = replace(request.sampling, stop=())
+        sampling = replace(request.sampling, stop=(), structural_tag=None)
         if sampling.temperature == 0:
             sampling = replace(sampling, temperature=1.0)
         return replace(request, sampling=sampling, seed=request.seed % 1000)

@@ -8,4 +8,5 @@ from acme_faults.episodes import *  # noqa: F403
 from acme_faults.estimators import *  # noqa: F403
 from acme_faults.losses import *  # noqa: F403
 from acme_faults.media import *  # noqa: F403
+from acme_faults.renderers import *  # noqa: F403
 from acme_faults.rollouts import *  # noqa: F403

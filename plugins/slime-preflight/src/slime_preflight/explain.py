@@ -21,6 +21,7 @@ TABLES: Final = {
     groups.REWARDS: ("reward", "name"),
     groups.GENERATORS: ("generate", "name"),
     groups.SOURCES: ("data", "source"),
+    groups.RENDERERS: ("data", "renderer", "name"),
     groups.COLLECTORS: ("rollout", "collector", "name"),
     groups.TRANSPORTS: ("sync", "transport"),
     groups.LAUNCHERS: ("launcher", "name"),

@@ -139,7 +139,9 @@ class Running(ABC):
     def kept(self) -> int:
         """How many tokens stay when the request is interrupted. A stop string may begin in this part and end in the next,
         where a server checks only the new tokens: so the last tokens, as many as a stop string may have, are generated
-        again."""
+        again. A server begins a grammar again with every part."""
+        if self.request.sampling.structural_tag is not None:
+            return 0
         longest = max((len(text) for text in self.request.sampling.stop), default=0)
         return max(0, len(self.token_ids) - longest)
 

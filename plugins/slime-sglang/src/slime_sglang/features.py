@@ -33,6 +33,7 @@ class Features:
     version_spans: bool = False
     images: bool = False
     routed_experts: bool = False
+    guided_decoding: bool = False
     other_draft: bool = False
     """See `has_other_draft`."""
 
@@ -72,6 +73,8 @@ class Features:
             images=bool(model.get("has_image_understanding")) and not args.get("skip_tokenizer_init"),
             # The decode server of a pair has not read the prompt.
             routed_experts=alone and bool(args.get("enable_return_routed_experts")),
+            # Of its backends only this one takes every structural tag. Without a tokenizer there is none.
+            guided_decoding=args.get("grammar_backend") == "xgrammar" and not args.get("skip_tokenizer_init"),
             other_draft=has_other_draft(args),
         )
 
@@ -89,6 +92,7 @@ class Features:
                 version_spans=result.version_spans and other.version_spans,
                 images=result.images and other.images,
                 routed_experts=result.routed_experts and other.routed_experts,
+                guided_decoding=result.guided_decoding and other.guided_decoding,
                 other_draft=result.other_draft or other.other_draft,
             )
         return result
@@ -103,6 +107,8 @@ class Features:
             offered.add(Capability.SLEEP)
         if self.images:
             offered.add(Capability.IMAGES)
+        if self.guided_decoding:
+            offered.add(Capability.STRUCTURAL_TAG)
         if self.routed_experts:
             offered.add(Capability.ROUTED_EXPERTS)
         return frozenset(offered)

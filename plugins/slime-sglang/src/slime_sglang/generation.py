@@ -89,6 +89,8 @@ class SglangRunning(Running):
             "sampling_seed": request.seed & SEED_BITS,
             "n": 1,
         }
+        if sampling.structural_tag is not None:
+            params["structural_tag"] = sampling.structural_tag
         if least >= budget:
             # No token may end it early. SGLang's min_new_tokens would remove the end tokens from the distribution, and the
             # log-probs would be those of another policy.

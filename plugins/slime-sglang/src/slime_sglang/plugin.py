@@ -33,6 +33,7 @@ class Sglang(EnginePlanner, EngineDriver):
             Capability.SCORES,
             Capability.HTTP,
             Capability.IMAGES,
+            Capability.STRUCTURAL_TAG,
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_return_experts() else frozenset())
 

@@ -45,6 +45,8 @@ class SglangRequests:
                 )
             if params.stop and not self.features.tokenizer:
                 return "stop strings require a tokenizer in the model folder. Use stop_token_ids."
+            if params.structural_tag is not None and not self.features.guided_decoding:
+                return 'it has no guided decoding (structural_tag): set engine.grammar_backend = "xgrammar".'
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1 or name in running]:
             return f"request ids that are duplicates or already in use: {', '.join(sorted(twice)[:8])}."

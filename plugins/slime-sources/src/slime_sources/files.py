@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slime_core.contracts.source import DataSource, Renderer
+from slime_core.contracts.renderer import Renderer
+from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
 from slime_sources.config import FilesConfig

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from slime_core.contracts.source import DataSource, Renderer
+from slime_core.contracts.renderer import Renderer
+from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, DataError, PluginError
 from slime_core.types.prompt import Prompt
 from slime_sources.config import GeneratedConfig

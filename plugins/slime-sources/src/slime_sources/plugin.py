@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_core.contracts.collector import Collector, CollectorDriver
 from slime_core.contracts.example import CollectorExample, Example, SourceExample
+from slime_core.contracts.media import MediaRenderer
+from slime_core.contracts.renderer import RendererDriver, RendererFactory, RenderSettings
 from slime_core.contracts.source import SourceDriver, SourceFactory
 from slime_core.plugin import driver
 from slime_sources.config import CurriculumConfig, FilesConfig, GeneratedConfig, ReplayConfig, StreamConfig, SumsConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slime_sources.generated import RowFunction
 
 
@@ -156,6 +161,31 @@ class Sums(SourceDriver):
             SourceExample(options={"num_rows": 7}, other_options={"num_rows": 7, "digits": 3}),
             SourceExample(options={}, label_key="label", epochs=False),
         ]
+
+
+class ChatDriver(RendererDriver):
+    """A string or a list of chat messages, with the tokenizer's chat template, to tokens."""
+
+    @classmethod
+    def build(cls, config: Any) -> RendererFactory:
+        from slime_sources.rendering.prompt_renderer import PromptRenderer
+
+        def made(
+            tokenizer: PreTrainedTokenizerBase, settings: RenderSettings, media: MediaRenderer | None
+        ) -> PromptRenderer:
+            return PromptRenderer(tokenizer, media=media, **asdict(settings))
+
+        return made
+
+
+class AcceptedDriver(CollectorDriver):
+    """Prompts from the buffer, groups judged by the filters in submission order."""
+
+    @classmethod
+    def build(cls, config: Any) -> Collector[Any]:
+        from slime_sources.accepted import AcceptedGroups
+
+        return AcceptedGroups()
 
 
 class PoolDriver(CollectorDriver):

@@ -16,10 +16,10 @@ from typing import Final
 
 from slime_core.contracts.collector import Collector, CollectorEvent
 from slime_core.rollout.context import RolloutContext
-from slime_core.rollout.group_filtering import apply_filters, check_limit, data_ended, marked, should_requeue
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
+from slime_sources.group_filtering import apply_filters, check_limit, data_ended, marked, should_requeue
 from slime_sources.pool_events import PoolEvent, PoolEventKind, PoolRecord
 from slime_sources.staleness import is_stale, mask_stale
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from slime_core.contracts.source import DataSource, Renderer
+from slime_core.contracts.renderer import Renderer
+from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, DataError
 from slime_core.types.prompt import Prompt
 from slime_sources.config import StreamConfig

@@ -10,7 +10,8 @@ from typing import Any, Final
 import verifiers.v1 as vf
 import xxhash
 
-from slime_core.contracts.source import DataSource, Renderer
+from slime_core.contracts.renderer import Renderer
+from slime_core.contracts.source import DataSource
 from slime_core.errors import CheckpointError, ConfigError, DataError
 from slime_core.types.prompt import Prompt
 from slime_sources.order import EpochOrder

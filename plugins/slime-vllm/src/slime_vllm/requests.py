@@ -32,6 +32,8 @@ class VllmRequests:
         for params in {request.sampling for request in requests}:
             if problem := params.problem(self.vocab_size):
                 return f"{problem}."
+            if params.structural_tag is not None:
+                return "slime-vllm sends no structural tags (tool_choice, response_format). Use engine sglang."
             if params.stop and not self.has_tokenizer:
                 return "stop strings require a tokenizer in the model folder. Use stop_token_ids."
         counts = Counter(request.request_id for request in requests)

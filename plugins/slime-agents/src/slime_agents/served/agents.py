@@ -208,6 +208,9 @@ class CommandAgent(Agent):
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_KEY": task.api_key,
             "OPENAI_MODEL": task.model,
+            "OPENAI_DEFAULT_MODEL": task.model,
+            # openai-agents would send its traces, with all messages, to OpenAI.
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
             "ANTHROPIC_BASE_URL": task.anthropic_url,
             "ANTHROPIC_API_KEY": task.api_key,
         }

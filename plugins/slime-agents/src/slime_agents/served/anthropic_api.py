@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from slime_agents.served.constraint import Constraint
 from slime_agents.served.dialogue import BadCall
 from slime_agents.served.openai_api import MODEL, StopText
-from slime_agents.served.parameters import Parameters
+from slime_agents.served.parameters import ADVICE, Parameters, refusal
 from slime_agents.served.session import Call, Reply
 from slime_core.types.completion import SamplingParams
 
@@ -38,8 +39,14 @@ class MessagesRequest(BaseModel):
         """BadCall for a parameter that would not be respected."""
         PARAMETERS.check(self.model_extra or {}, sampling, ignored)
         choice = {key: value for key, value in (self.tool_choice or TOOL_CHOICES[0]).items() if value is not False}
-        if choice not in TOOL_CHOICES:
-            PARAMETERS.refuse("tool_choice", choice, ignored)
+        tools = None if choice == TOOL_CHOICES[1] else [function_of(tool) for tool in self.tools or []]
+        constraint = None
+        if choice not in TOOL_CHOICES and "tool_choice" not in ignored:
+            if choice.get("type") not in ("any", "tool"):
+                raise refusal("tool_choice", choice, ADVICE["parallel_tool_calls"])
+            name = str(choice.get("name")) if choice["type"] == "tool" else None
+            one = choice.get("disable_parallel_tool_use") is True
+            constraint = Constraint.of_calls(choice, tools, name=name, one=one)
         if self.messages and self.messages[-1].get("role") == "assistant":
             raise BadCall(
                 "messages: the last one is the assistant's, and a response that was begun is not continued here"
@@ -49,12 +56,12 @@ class MessagesRequest(BaseModel):
             messages.append({"role": "system", "content": self.system})
         for given in self.messages:
             messages += plain_messages(given)
-        tools = None if choice == TOOL_CHOICES[1] else [function_of(tool) for tool in self.tools or []]
         return Call(
             messages=messages,
             tools=tools or None,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
+            constraint=constraint,
         )
 
 

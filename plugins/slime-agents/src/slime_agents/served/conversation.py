@@ -55,6 +55,8 @@ class Branch:
         """Whether a response is being generated. No other call may then continue this branch."""
         self.is_cut = False
         """Whether a text that would continue it left no room for a response."""
+        self.num_constrained = 0
+        """Responses that were sampled under a constraint."""
         self.last_response = -1
         """Number of its last response, counted over the whole episode; -1 if it has none."""
 
@@ -107,6 +109,13 @@ class Conversation:
         branch.append(Piece(text, completion.token_ids, completion))
         branch.is_waiting = False
         branch.last_response = number
+
+    def num_tokens(self, text: str) -> int:
+        """How many tokens the branch would have that `place` returns."""
+        pieces, length = self._shared(text)
+        rest = self._encode(text[length:], None)
+        assert rest is not None
+        return num_tokens(pieces) + len(rest)
 
     def _free(self) -> list[Branch]:
         return [branch for branch in self.branches if not branch.is_waiting]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from pydantic_core import from_json
 
 from slime_agents.control_tokens import ControlTokens
-from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat
+from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +23,11 @@ BEGIN: Final = re.compile(r"<tool_call>\s*(?=\{)")
 END: Final = re.compile(r"\}\s*</tool_call>")
 """Tool calls in the format of the Hermes and Qwen families. With one pattern for all of it, a text of many beginnings would
 take time that grows with its square."""
+
+
+TOOL_TAGS: Final = frozenset(["<tool_call>", "</tool_call>"])
+THINK_TAGS: Final = frozenset(["<think>", "</think>"])
+"""Special tokens of some tokenizers. Agents get them nevertheless: they separate thoughts from the rest."""
 
 
 class BadCall(Exception):
@@ -47,9 +55,26 @@ class AssistantMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a message. Responses at two places may have the same content and be written with other tokens."""
+
+    thread: str = ""
+    before: str = ""
+    """Digest of all messages before it."""
+    last: str = ""
+    """Digest of the last of them."""
+
+    def after(self, message: Mapping[str, Any]) -> Place:
+        """The place after this message."""
+        last = digest(json.dumps(message))
+        return Place(self.thread, digest(self.before + last), last)
+
+
 class Dialogue:
     """Renders conversations with the tokenizer's chat template. Responses of the model are rendered as the model wrote them,
-    not as the agent got them, which is parsed. Control tokens in all other texts are marked (see ControlTokens)."""
+    not as the agent got them: parsed, and without special tokens. Control tokens in all other texts are marked (see
+    ControlTokens)."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], control: ControlTokens
@@ -57,14 +82,20 @@ class Dialogue:
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         self._control = control
-        self._raw: dict[str, str] = {}
+        self._raw: dict[str, dict[Place, str]] = {}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """BadCall if a message cannot be shown to the model."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, thread: str = ""
+    ) -> tuple[str, Place]:
+        """The text, and the place of a response to it. BadCall if a message cannot be shown to the model."""
         if not messages:
             raise BadCall("messages: there are none")
+        shown: list[dict[str, Any]] = []
+        place = Place(thread)
         try:
-            shown = [self._shown(message) for message in messages]
+            for message in messages:
+                shown.append(self._shown(message, place))
+                place = place.after(shown[-1])
             text = render_chat(
                 self._tokenizer,
                 shown,
@@ -77,26 +108,47 @@ class Dialogue:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadCall(f"messages: a text is not valid Unicode: {error}") from error
-        return text
+        return text, place
 
-    def parse(self, raw: str, *, turn: int, with_tools: bool, stop_sequence: str | None) -> AssistantMessage:
-        """Parses `raw`: what the model wrote, without the end of its turn, with marks in control tokens that it spelled out. A
-        stop string of the agent's is removed."""
-        text = self._control.unmarked(raw)
+    def parse(
+        self, token_ids: npt.NDArray[np.int32], place: Place, *, turn: int, with_tools: bool, skip_special_tokens: bool,
+        stop_sequence: str | None,
+    ) -> AssistantMessage:  # fmt: skip
+        """The message of a response's tokens without the end of the turn. A stop string of the agent's is removed. At `place`,
+        the response will be rendered with all its special tokens."""
+        raw = self._control.decode(token_ids)
+        tags = THINK_TAGS | TOOL_TAGS if with_tools else THINK_TAGS
+        text = self._control.readable(token_ids, tags=tags) if skip_special_tokens else self._control.unmarked(raw)
         message = parsed(text, turn) if with_tools else AssistantMessage(content=text)
         if stop_sequence is not None:
             message = replace(message, content=message.content.removesuffix(stop_sequence))
-        self._raw[known_by(message.content, [call.id for call in message.tool_calls])] = raw
+        key = known_by(message.content, [call.id for call in message.tool_calls])
+        self._raw.setdefault(key, {})[place] = raw
         return message
 
-    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _raw_at(self, key: str, place: Place) -> str | None:
+        """What the model wrote at this place, or at the one that is most like it if the agent changed earlier messages."""
+        written = self._raw.get(key)
+        if written is None:
+            return None
+        if place not in written:
+            # The latest of those that are equally alike.
+            nearest = max(
+                reversed(written),
+                key=lambda one: (one.before == place.before, one.thread == place.thread, one.last == place.last),
+            )
+            # Kept, so that later responses do not change how this conversation is rendered.
+            written[place] = written[nearest]
+        return written[place]
+
+    def _shown(self, message: Mapping[str, Any], place: Place) -> dict[str, Any]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadCall(f"messages: {message!r:.80}: must be an object with a role")
         role = "system" if message["role"] == "developer" else message["role"]
         content = text_of(message.get("content"))
         calls = calls_of(message)
         if role == "assistant":
-            raw = self._raw.get(known_by(content, [str(call.get("id", "")) for call in calls]))
+            raw = self._raw_at(known_by(content, [str(call.get("id", "")) for call in calls]), place)
             if raw is not None:
                 return {"role": role, "content": raw}
             content = self._control.plain_response(content)
@@ -106,6 +158,10 @@ class Dialogue:
         if calls:
             shown["tool_calls"] = [with_object(call) for call in calls]
         return {**self._control.plain_values({**shown, "role": role}), "content": content}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

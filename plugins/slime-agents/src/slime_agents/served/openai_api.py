@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from slime_agents.served.constraint import Constraint, Tools
 from slime_agents.served.dialogue import BadCall
-from slime_agents.served.parameters import Parameters
+from slime_agents.served.parameters import ADVICE, Parameters, refusal
 from slime_agents.served.session import Call, Reply
 from slime_core.types.completion import SamplingParams
 
@@ -38,22 +39,47 @@ class ChatRequest(BaseModel):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
+    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    skip_special_tokens: bool | None = True
+    """An extension of SGLang and vLLM."""
 
     def call(self, sampling: SamplingParams, ignored: Sequence[str]) -> Call:
         """BadCall for a parameter that would not be respected."""
         PARAMETERS.check(self.model_extra or {}, sampling, ignored)
-        if self.tool_choice not in (None, *TOOL_CHOICES):
-            PARAMETERS.refuse("tool_choice", self.tool_choice, ignored)
+        tools = None if self.tool_choice == "none" else self.tools
+        constraint = None
+        if (chosen := self.response_format) is not None and "response_format" not in ignored:
+            schema = (chosen.get("json_schema") or {}).get("schema")
+            constraint = Constraint.of_format("response_format", chosen, schema, tools)
+        # Where a call is required, there is no text that could have the format.
+        constraint = chosen_call(self.tool_choice, tools, self.parallel_tool_calls, ignored) or constraint
         if others := sorted(set(self.stream_options or {}) - STREAM_OPTIONS):
             raise BadCall(f"stream_options: {', '.join(others)}: not supported here", parameter="stream_options")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return Call(
             messages=self.messages,
-            tools=None if self.tool_choice == "none" else self.tools,
+            tools=tools,
             max_tokens=min(limits, default=None),
             stop=tuple(stop),
+            constraint=constraint,
+            skip_special_tokens=self.skip_special_tokens is not False,
         )
+
+
+def chosen_call(choice: Any, tools: Tools | None, parallel: bool | None, ignored: Sequence[str]) -> Constraint | None:
+    """The constraint of `tool_choice`; None: the model chooses. BadCall for what cannot be respected."""
+    one = parallel is False and "parallel_tool_calls" not in ignored
+    if choice not in (None, *TOOL_CHOICES) and "tool_choice" not in ignored:
+        if choice == "required":
+            return Constraint.of_calls(choice, tools, name=None, one=one)
+        if isinstance(choice, Mapping) and choice.get("type") == "function":
+            return Constraint.of_calls(choice, tools, name=str((choice.get("function") or choice).get("name")), one=one)
+        raise refusal("tool_choice", choice, 'There are "auto", "none", "required" and a function')
+    if one and tools and choice != "none":
+        raise refusal("parallel_tool_calls", parallel, ADVICE["parallel_tool_calls"])
+    return None
 
 
 PARAMETERS: Final = Parameters(
@@ -66,8 +92,6 @@ PARAMETERS: Final = Parameters(
         "presence_penalty": [0],
         "logit_bias": [{}],
         "top_logprobs": [0],
-        "parallel_tool_calls": [True],
-        "response_format": [{"type": "text"}],
         "modalities": [["text"]],
         "store": [False],
     },

@@ -12,12 +12,14 @@ from slime_core.types.completion import SamplingParams
 
 SAMPLED: Final = ("temperature", "top_p", "top_k", "repetition_penalty")
 """Names that SamplingParams and requests share. The run sets them."""
-FREELY: Final = "The model writes freely: constrained sampling would change the log-probs that are trained on"
+FREELY: Final = "The model writes freely: this would change the log-probs that are trained on"
+FORMAT: Final = "Describe the format in a message, and check the response"
 ADVICE: Final[Mapping[str, str]] = {
-    "response_format": f"{FREELY}. Describe the format in a message, and check the response",
-    "output_format": f"{FREELY}. Describe the format in a message, and check the response",
-    "output_config": f"{FREELY}. Describe the format in a message, and check the response",
-    "tool_choice": f'{FREELY}. "auto" and "none" are supported',
+    "response_format": FORMAT,
+    "output_format": FORMAT,
+    "output_config": FORMAT,
+    "text": FORMAT,
+    "tool_choice": 'Without guided decoding, "auto" and "none" are supported',
     "parallel_tool_calls": f"{FREELY}. Use the first call of a response",
     "logit_bias": FREELY,
     "frequency_penalty": FREELY,
@@ -27,6 +29,12 @@ ADVICE: Final[Mapping[str, str]] = {
     "reasoning_effort": "Set what the chat template knows with generate.chat_template_kwargs",
     "thinking": "Set what the chat template knows with generate.chat_template_kwargs",
     "chat_template_kwargs": "Set generate.chat_template_kwargs",
+    "reasoning": "Set what the chat template knows with generate.chat_template_kwargs",
+    "background": "A response is there when the call returns",
+    "conversation": "Use previous_response_id, or send all items",
+    "prompt": "Templates are stored at OpenAI; send the instructions and items themselves",
+    "truncation": "Remove what is too long from the input",
+    "context_management": "Remove what is too long from the input",
     "functions": "Use tools",
     "function_call": "Use tools and tool_choice",
 }
@@ -55,11 +63,13 @@ class Parameters:
 
     def refuse(self, name: str, value: Any, ignored: Sequence[str], reason: str | None = None) -> None:
         """BadCall, unless the run file ignores the parameter."""
-        if name in ignored:
-            return
-        reason = reason or ADVICE.get(name, f"Supported are {', '.join(sorted(self.used))}")
-        raise BadCall(
-            f"{name} = {value!r:.80}: not supported here. {reason}. Leave it out; if the agent cannot, accept in the run file "
-            f'that it is ignored: generate.ignored_parameters = ["{name}"].',
-            parameter=name,
-        )
+        if name not in ignored:
+            raise refusal(name, value, reason or ADVICE.get(name, f"Supported are {', '.join(sorted(self.used))}"))
+
+
+def refusal(name: str, value: Any, reason: str) -> BadCall:
+    return BadCall(
+        f"{name} = {value!r:.80}: not supported here. {reason}. Leave it out; if the agent cannot, accept in the run file that "
+        f'it is ignored: generate.ignored_parameters = ["{name}"].',
+        parameter=name,
+    )

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from slime_agents.served import anthropic_api, openai_api
+from slime_agents.served import anthropic_api, openai_api, responses_api
 from slime_agents.served.dialogue import BadCall
 from slime_agents.served.session import Ended, Session
 from slime_serving.in_loop import InLoopServer
@@ -26,7 +26,10 @@ BACKLOG: Final = 1024
 LARGEST_BODY: Final = 64 * 2**20
 """Bytes."""
 INVALID: Final = "invalid_request_error"
-SERVED: Final = ("POST /v1/chat/completions", "POST /v1/messages", "GET /v1/models")
+SERVED: Final = (
+    "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages", "POST /v1/messages/count_tokens",
+    "GET /v1/models",
+)  # fmt: skip
 EVENTS: Final = "text/event-stream"
 # Clients must not retry: every retry would fail.
 FINAL: Final = {"x-should-retry": "false"}
@@ -45,7 +48,9 @@ class AgentServer:
         self._app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/responses", self._responses, methods=["POST"]),
                 Route("/v1/messages", self._messages, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
                 Route("/v1/models", self._models),
             ],
             exception_handlers={404: not_served, 405: not_served},
@@ -114,6 +119,22 @@ class AgentServer:
 
         return await self._serve(request, respond, openai_api.error)
 
+    async def _responses(self, request: Request) -> Response:
+        async def respond(session: Session, thread: str, body: bytes) -> Response:
+            asked = responses_api.ResponsesRequest.model_validate_json(body)
+            stored = session.stored.setdefault(thread, {})
+            items = asked.items(stored)
+            call = asked.call(items, session.sampling, session.ignored_parameters)
+            reply = await session.respond(replace(call, thread=thread))
+            whole = responses_api.response(reply, asked, session.sampling, session.text_of, int(time.time()))
+            if asked.store is not False:
+                stored[whole["id"]] = [*items, *whole["output"]]
+            if asked.stream:
+                return StreamingResponse(iter(list(responses_api.events(whole))), media_type=EVENTS)
+            return JSONResponse(whole)
+
+        return await self._serve(request, respond, openai_api.error)
+
     async def _messages(self, request: Request) -> Response:
         async def respond(session: Session, thread: str, body: bytes) -> Response:
             asked = anthropic_api.MessagesRequest.model_validate_json(body)
@@ -122,6 +143,14 @@ class AgentServer:
             if asked.stream:
                 return StreamingResponse(iter(list(anthropic_api.events(reply))), media_type=EVENTS)
             return JSONResponse(anthropic_api.message(reply))
+
+        return await self._serve(request, respond, anthropic_api.error)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        async def respond(session: Session, thread: str, body: bytes) -> Response:
+            asked = anthropic_api.MessagesRequest.model_validate_json(body)
+            call = asked.call(session.sampling, session.ignored_parameters)
+            return JSONResponse({"input_tokens": session.num_tokens(replace(call, thread=thread))})
 
         return await self._serve(request, respond, anthropic_api.error)
 
@@ -149,7 +178,7 @@ class AgentServer:
 async def not_served(request: Request, problem: Exception) -> Response:
     text = (
         f"{request.method} {request.url.path} is not served here. There are {', '.join(SERVED)}: OpenAI's chat completions and "
-        "Anthropic's messages."
+        "responses, and Anthropic's messages."
     )
     return JSONResponse(
         openai_api.error(text, INVALID), problem.status_code if isinstance(problem, HTTPException) else 404

@@ -12,9 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_agents.control_tokens import ControlTokens
+from slime_agents.served.constraint import Constraint
 from slime_agents.served.conversation import Branch, Conversation, NoRoom
 from slime_agents.served.dialogue import AssistantMessage, BadCall, Dialogue
+from slime_agents.served.parameters import ADVICE, FREELY, refusal
 from slime_core.contracts.generator import Episode
+from slime_core.errors import EngineRefused
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_core.types.sample import Sample, Status, VersionSpan
 from slime_core.types.trajectory import decode
@@ -34,6 +37,9 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    skip_special_tokens: bool = True
+    """Of the text that the agent gets."""
     thread: str = ""
     """Calls of different threads never continue each other, even with the same messages."""
 
@@ -74,6 +80,8 @@ class Session:
         self._kept = None if episode.kept is None else Kept(episode.kept, ends)
         self._unread: str | None = None
         """Thread of a first message that left no room for a response."""
+        self.stored: dict[str, dict[str, Sequence[Mapping[str, Any]]]] = {}
+        """Items of the responses of each thread that a later call may name (OpenAI's responses API)."""
         self.num_calls = 0
         self.is_used_up = False
         self.is_aborted = False
@@ -98,7 +106,7 @@ class Session:
         """Generates the response to a call. BadCall if the call is invalid, Ended if no more calls are served."""
         if self.ended.is_set():
             raise Ended("this run of the agent has ended")
-        text = self._dialogue.render(call.messages, call.tools)
+        text, place = self._dialogue.render(call.messages, call.tools, thread=call.thread)
         if self.num_calls >= self._max_calls:
             raise self._used_up()
         number = self.num_calls
@@ -111,13 +119,21 @@ class Session:
         token_ids = branch.token_ids
         room = self._episode.sampling.max_new_tokens - branch.response_length
         limit = room if call.max_tokens is None else min(room, call.max_tokens)
-        completion = await self._complete(branch, token_ids, limit, call.stop)
+        completion = await self._complete(branch, token_ids, limit, call)
         raw = self._control.decode(completion.token_ids)
         conversation.add_response(branch, raw, completion, number=next(self._response_numbers))
+        branch.num_constrained += call.constraint is not None
         if completion.finish_reason is FinishReason.ABORT:
             raise self._aborted()
-        shown, stop_sequence = self._without_end(completion, call.stop)
-        message = self._dialogue.parse(shown, turn=number, with_tools=bool(call.tools), stop_sequence=stop_sequence)
+        tokens, stop_sequence = self._without_end(completion, call.stop)
+        message = self._dialogue.parse(
+            tokens,
+            place,
+            turn=number,
+            with_tools=bool(call.tools),
+            skip_special_tokens=call.skip_special_tokens,
+            stop_sequence=stop_sequence,
+        )
         finish = (
             CUT if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if message.tool_calls else "stop"
         )
@@ -129,6 +145,11 @@ class Session:
             prompt_tokens=len(token_ids),
             completion=completion,
         )
+
+    def num_tokens(self, call: Call) -> int:
+        """The tokens of the prompt that a call would have. BadCall if it is invalid."""
+        text, _ = self._dialogue.render(call.messages, call.tools, thread=call.thread)
+        return self._conversation(call.thread).num_tokens(text)
 
     async def _without_room(self, branch: Branch | None, thread: str, number: int) -> Reply:
         """An empty response of finish `length`: the messages leave no room for another one."""
@@ -169,12 +190,13 @@ class Session:
             )
         return self._conversations[thread]
 
-    async def _complete(
-        self, branch: Branch, token_ids: npt.NDArray[np.int32], limit: int, stop: tuple[str, ...]
-    ) -> Completion:
+    async def _complete(self, branch: Branch, token_ids: npt.NDArray[np.int32], limit: int, call: Call) -> Completion:
         sampling = self._episode.sampling
-        stop = tuple(dict.fromkeys((*sampling.stop, *stop)))
+        stop = tuple(dict.fromkeys((*sampling.stop, *call.stop)))
         known = self._kept.find(token_ids) if self._kept is not None else None
+        if known is not None and known.is_open and call.constraint is not None:
+            # An engine would begin the grammar again after what is there.
+            known = None
         if known is not None and (not known.is_open or self._is_stopped(known.completion, stop)):
             return known.completion
         begun = known.completion if known is not None else None
@@ -182,17 +204,27 @@ class Session:
             sampling,
             max_new_tokens=max(0, limit - (0 if begun is None else len(begun.token_ids))),
             stop=stop,
+            structural_tag=None if call.constraint is None else call.constraint.structural_tag,
         )
         asked = token_ids if begun is None else np.concatenate([token_ids, begun.token_ids])
         try:
             completion = await self._episode.complete(asked, sampling)
+        except EngineRefused as error:
+            branch.is_waiting = False
+            if call.constraint is None:
+                raise self._failed(error) from error
+            reason = f"{ADVICE.get(call.constraint.parameter, FREELY)}. The engine: {str(error).removesuffix('.')}"
+            raise refusal(call.constraint.parameter, call.constraint.value, reason) from error
         except Exception as error:
             # Errors of an engine end the episode; the agent only gets that it has ended.
-            self.failure = error
-            self.ended.set()
             branch.is_waiting = False
-            raise Ended("the engine failed") from error
+            raise self._failed(error) from error
         return completion if begun is None else after(begun, completion)
+
+    def _failed(self, error: Exception) -> Ended:
+        self.failure = error
+        self.ended.set()
+        return Ended("the engine failed")
 
     def _is_stopped(self, completion: Completion, stop: tuple[str, ...]) -> bool:
         """Whether its last token completes a stop string."""
@@ -200,16 +232,17 @@ class Session:
         before, text = decode(tokenizer, tokens[:-1]), decode(tokenizer, tokens)
         return any(one in text and text.rindex(one) + len(one) > len(before) for one in stop)
 
-    def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str | None]:
-        """The text without the special tokens at its end, and the stop string that it ends with, or None. Control tokens that
-        the model spelled out are marked."""
+    def _without_end(self, completion: Completion, stop: tuple[str, ...]) -> tuple[npt.NDArray[np.int32], str | None]:
+        """The tokens without the end of the turn, and the stop string that their text ends with, or None."""
         tokens = completion.token_ids.tolist()
-        special = set(self._episode.tokenizer.all_special_ids)
-        while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in special:
+        ends = set(self._episode.tokenizer.all_special_ids)
+        while tokens and completion.finish_reason is FinishReason.STOP and tokens[-1] in ends:
             tokens.pop()
-        marked = self._control.decode(np.array(tokens, np.int32))
-        text = self._control.unmarked(marked)
-        return marked, next((one for one in stop if text.endswith(one)), None)
+            # A token that the template writes after a response may come before the one that ended it. Others are the model's.
+            ends &= self._control.written_ids
+        kept = np.array(tokens, np.int32)
+        text = decode(self._episode.tokenizer, kept, skip_special_tokens=self._episode.sampling.skip_special_tokens)
+        return kept, next((one for one in stop if text.endswith(one)), None)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         return decode(self._episode.tokenizer, np.array(tokens, np.int32))
@@ -253,6 +286,7 @@ class Session:
                 trajectory.append_completion(piece.completion)
         trajectory.counts["agent_answers"] = branch.num_responses
         trajectory.counts["agent_realigned"] = self._conversations[thread].num_realigned
+        trajectory.counts["agent_constrained"] = branch.num_constrained
         if trajectory.status is Status.COMPLETED and (is_cut or branch.is_cut):
             return trajectory.finish(status=Status.TRUNCATED)
         return trajectory.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from slime_core.contracts.engine import RolloutEngine
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.tiny_model import (
@@ -94,6 +95,24 @@ def test_responses_come_in_the_order_of_requests(case: Case, model: Path) -> Non
             spans = [(start, end) for _, start, end in response.spans]
             covered = [token for start, end in spans for token in range(start, end)]
             assert covered == list(range(count)), f"spans {spans} do not cover its {count} tokens in order"
+
+    play(case, model, scene)
+
+
+def test_a_structural_tag_is_respected_or_refused(case: Case, model: Path) -> None:
+    text = "".join(list(TEXT.values())[:3])
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": text}})
+
+    async def scene(engine: RolloutEngine) -> None:
+        request = ask(0, prompts(1, seed=3)[0], structural_tag=tag)
+        try:
+            (got,) = await engine.generate([request])
+        except EngineRefused:
+            return
+        written = "".join(TEXT.get(token, "") for token in tokens_of(got))
+        assert written == text, (
+            f"constrained to {text!r}, it wrote {written!r}; without guided decoding, raise EngineRefused"
+        )
 
     play(case, model, scene)
 

@@ -13,11 +13,11 @@ import pytest
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.media import Media
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import DataError
 from slime_core.types.prompt import Prompt
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.tiny_vision import image_batch, image_sample, make_tiny_vision_model, noise
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 ORIGIN: Final = "train.jsonl, line 3"
 COLUMN: Final = "seen"

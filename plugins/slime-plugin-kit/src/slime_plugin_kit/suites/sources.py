@@ -9,12 +9,12 @@ import pytest
 
 from slime_core.contracts.example import SourceExample
 from slime_core.contracts.source import DataSource
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import SlimeError
 from slime_core.registry import bind
 from slime_core.types.prompt import Prompt
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.scripted_rollout import tokenizer
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 FEW = 20
 """Draws of a source whose epochs have no known length."""

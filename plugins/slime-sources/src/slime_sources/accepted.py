@@ -1,4 +1,4 @@
-"""accepted: the kernel's collector. It submits waves of groups and takes them in the order of submission.
+"""accepted: the collector of synchronous runs. It submits waves of groups and takes them in the order of submission.
 
 The samples that share a batch change floating-point bits, so a run is repeatable only if neither acceptance nor refilling
 depends on which response happens to come first.
@@ -14,10 +14,10 @@ from typing import Final
 
 from slime_core.contracts.collector import Collector
 from slime_core.rollout.context import RolloutContext
-from slime_core.rollout.group_filtering import apply_filters, check_limit, data_ended, marked, should_requeue
 from slime_core.rollout.groups import RunningGroup, is_aborted
 from slime_core.types.buffer_item import BufferItem
 from slime_core.types.sample import SampleGroup
+from slime_sources.group_filtering import apply_filters, check_limit, data_ended, marked, should_requeue
 
 ABORT_INTERVAL_S: Final = 3.0
 """An abort is repeated until every task has ended, since it misses requests that an engine has not received yet."""

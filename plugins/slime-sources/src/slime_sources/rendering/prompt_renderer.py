@@ -13,12 +13,13 @@ import numpy as np
 
 from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.media import MediaRenderer
-from slime_core.data.chat_template import TEMPLATE_ERRORS, render_chat, shown
-from slime_core.data.unknown_text import UnknownText
+from slime_core.contracts.renderer import Renderer
 from slime_core.errors import ConfigError, DataError, ModelError
 from slime_core.registry.boundary import foreign
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
+from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat, shown
+from slime_sources.rendering.unknown_text import UnknownText
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,7 +37,7 @@ MOST_NOTED: Final = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class PromptRenderer:
+class PromptRenderer(Renderer):
     """Without the chat template the row's string is the prompt, and no special tokens are added. With it, a string is one
     user message, and the template gets the row's tools and ends with the generation prompt.
 

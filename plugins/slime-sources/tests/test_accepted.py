@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import slime_sources.accepted as room
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.metrics import rollout_metrics
 from slime_core.config.part import PluginSpec
@@ -17,8 +18,6 @@ from slime_core.contracts.generator import Generator
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
 from slime_core.errors import EngineError, EngineUnavailable, PluginError, RewardError, RolloutError, RolloutsExhausted
-from slime_core.rollout import accepted as room
-from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings, RunningGroup
 from slime_core.rollout.rewards import RewardResult
@@ -30,6 +29,7 @@ from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
 from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of
+from slime_sources.accepted import AcceptedGroups
 
 
 def prompt(number):

@@ -1,0 +1,1 @@
+"""Rendering of rows: chat template, tokens, limits of a prompt."""
