@@ -85,8 +85,9 @@ async def test_running_requests_continue_with_new_weights(attached, model):
             assert apart[: old.end].max() > 100 * CLOSE
 
 
-async def test_one_request_of_several_is_aborted(attached):
+async def test_one_request_of_several_is_aborted(attached, model):
     async with attached() as engine:
+        await load(engine, named_weights(load_plain(model, torch.float32)), 3)
         running = asyncio.create_task(engine.generate([endless(f"a{n}", n) for n in range(3)]))
         await asyncio.sleep(0.2)
         await engine.abort(["a1"])
