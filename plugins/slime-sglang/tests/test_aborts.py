@@ -6,6 +6,9 @@ from engine_setup import requests_of, short_request
 
 from slime_core.types.completion import FinishReason
 from slime_plugin_kit.fast_clock import run_fast
+from slime_sglang.config import SglangOptions
+from slime_sglang.connection import SglangConnection
+from slime_sglang.server_group import SglangServers
 
 CALL_S = 0.01
 
@@ -14,6 +17,7 @@ class Server:
     """Responses a request when it is aborted."""
 
     name = "server"
+    dialect = SglangConnection.dialect
 
     def __init__(self):
         self.sent = []
@@ -33,20 +37,17 @@ class Server:
                 self.running.pop(rid).set_result(None)
 
 
-class ServerGroup:
-    router = None
+class OneServer(SglangServers):
+    """The real one's aborts, with a server of its own."""
 
     def __init__(self):
+        super().__init__(SglangOptions())
         self.servers = [Server()]
 
-    def at(self, place):
-        return self.servers[place]
-
-    async def post(self, path, body):
+    async def post_to(self, server, path, body):
         await asyncio.sleep(CALL_S)
-        self.servers[0].abort(body)
+        server.abort(body)
         await asyncio.sleep(CALL_S)
-        return []
 
 
 def start(in_flight, name):
@@ -58,7 +59,7 @@ def test_a_request_sent_during_an_abort_of_all_continues():
     """The only request is ended by aborting all, which reaches the server after the next request."""
 
     async def scene():
-        in_flight = requests_of(ServerGroup())
+        in_flight = requests_of(OneServer())
         server = in_flight._fleet.servers[0]
         expected = start(in_flight, "wanted")
         await asyncio.sleep(0)

@@ -11,7 +11,7 @@ import torch
 
 from slime_core.errors import EngineError
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
-from slime_sglang.buckets import CheckedBuckets, payload
+from slime_sglang.buckets import SglangBuckets, payload
 
 ALLOWED = ("builtins", "functools", "types", "torch", "collections")
 """Modules on SGLang's list of what may be unpickled."""
@@ -57,7 +57,7 @@ def refused(order, bucket):
 
 
 def test_order(good, tiny):
-    order = CheckedBuckets(tiny, "engine 0")
+    order = SglangBuckets(tiny, "engine 0")
     assert "out of order" in refused(order, good[1])
     order.check(good[0])
     order.loaded(good[0])
@@ -71,7 +71,7 @@ def test_order(good, tiny):
 
 
 def test_buckets_that_do_not_fit(good, tiny):
-    order = CheckedBuckets(tiny, "engine 0")
+    order = SglangBuckets(tiny, "engine 0")
     first = good[0]
     flipped = first.data.copy()
     flipped[7] ^= 1
@@ -89,7 +89,7 @@ def test_buckets_that_do_not_fit(good, tiny):
 
 
 def test_a_folder_without_safetensors_has_fewer_checks(good):
-    order = CheckedBuckets(Path("/nonexistent"), "engine 0")
+    order = SglangBuckets(Path("/nonexistent"), "engine 0")
     order.check(good[0])
 
 
@@ -98,9 +98,9 @@ def test_tensors_that_sglang_would_lose_are_refused(tmp_path):
     both = {f"layers.0.{name}.weight": torch.zeros(2) for name in ("q_a_proj", "kv_a_proj_with_mqa")}
     q, kv = both
     (together,) = buckets_of(both, 1, 1)
-    CheckedBuckets(tmp_path, "engine 0").check(together)
+    SglangBuckets(tmp_path, "engine 0").check(together)
     (alone,) = buckets_of({kv: both[kv]}, 1, 1)
-    CheckedBuckets(tmp_path, "engine 0").check(alone)
+    SglangBuckets(tmp_path, "engine 0").check(alone)
     (parted,) = buckets_of({q: both[q]}, 1, 1)
     with pytest.raises(EngineError, match=rf"bucket 0 .*{q} is without {kv}.*sync\.update_weight_buffer_size"):
-        CheckedBuckets(tmp_path, "engine 0").check(parted)
+        SglangBuckets(tmp_path, "engine 0").check(parted)

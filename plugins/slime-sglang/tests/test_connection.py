@@ -13,9 +13,10 @@ from fake_sglang import FakeSglang
 from slime_core.contracts.engine import MemoryTag
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import GenerateRequest, SamplingParams
-from slime_sglang.connection import Connection, new_pool
-from slime_sglang.external import connect_external
+from slime_serving.connection import new_pool
+from slime_sglang.connection import SglangConnection
 from slime_sglang.plugin import Sglang
+from slime_sglang.server_group import SglangServers
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def fake(tiny):
 async def ask(address, token="tok"):
     pool = new_pool()
     try:
-        await Connection(pool, f"http://{address}", token, "engine 0").get("/server_info", timeout_s=5)
+        await SglangConnection(pool, f"http://{address}", token, "engine 0").get("/server_info", timeout_s=5)
     finally:
         await pool.close()
 
@@ -105,7 +106,7 @@ async def test_a_refused_call_is_no_refused_request(fake):
     """A server that does not take weights is not well."""
     pool = new_pool()
     try:
-        server = Connection(pool, f"http://{fake(400).address}", "tok", "engine 0")
+        server = SglangConnection(pool, f"http://{fake(400).address}", "tok", "engine 0")
         with pytest.raises(EngineError, match="status 400") as caught:
             await server.post("/update_weights_from_disk", {}, timeout_s=5)
         assert not isinstance(caught.value, EngineRefused)
@@ -176,7 +177,8 @@ def ask_for(count):
 async def test_external_servers_are_listed_by_place(tiny, tmp_path):
     config = Sglang.Config(external_engine_addrs=("a:1", "b:2", "c:3", "d:4"), servers=2)
     async with aiohttp.ClientSession() as pool:
-        second = connect_external(config, setup_for(tiny, tmp_path, index=7, place=1), pool)
+        group = SglangServers(config)
+        second = group.external(setup_for(tiny, tmp_path, index=7, place=1), pool)
         assert [server.address for server in second] == ["http://c:3", "http://d:4"]
         with pytest.raises(EngineError, match=r"names 4 servers, but 3 engines of 2 need 6"):
-            connect_external(config, setup_for(tiny, tmp_path, index=7, place=2), pool)
+            group.external(setup_for(tiny, tmp_path, index=7, place=2), pool)

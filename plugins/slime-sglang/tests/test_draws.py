@@ -9,7 +9,7 @@ import torch
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_sglang.features import Features
-from slime_sglang.request_check import RequestCheck
+from slime_sglang.requests import SglangRequests
 from slime_sglang.server.seeded_sampling import draw_by_token
 
 ALL = 1 << 30
@@ -86,7 +86,7 @@ def test_without_seeds_it_is_left_to_sglang(kept):
 
 
 def test_a_penalty_is_refused():
-    check = RequestCheck(vocab_size=25, features=Features(), image_tokens=None, returns_experts=False)
+    check = SglangRequests(vocab_size=25, features=Features(), image_tokens=None, experts=None)
 
     def problem(**sampling):
         params = SamplingParams(max_new_tokens=2, **sampling)

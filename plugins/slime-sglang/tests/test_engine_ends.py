@@ -12,23 +12,29 @@ from fake_sglang import FakeSglang
 from slime_core.errors import EngineError
 from slime_plugin_kit.fast_clock import run_fast
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
-from slime_sglang.connection import Connection, new_pool
+from slime_serving.connection import new_pool
+from slime_serving.server_process import ServerProcess
+from slime_sglang.connection import SglangConnection
+from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
-from slime_sglang.process import ServerProcess
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 
 class Silent:
     """A group with one server that does not respond."""
 
-    router = None
+    routed = False
     name = "server"
+    dialect = SglangConnection.dialect
 
     def __init__(self):
         self.servers = [self]
 
     def at(self, place):
         return self
+
+    def headers(self, session):
+        return None
 
     async def post(self, path, body, **how):
         await asyncio.Event().wait()
@@ -76,7 +82,7 @@ class Stubborn(Process):
 
 
 async def test_connections_are_closed_if_stop_is_cancelled():
-    fleet = ServerGroup(Sglang.Config())
+    fleet = SglangServers(Sglang.Config())
     pool = fleet._pool = new_pool()
     fleet._processes = [Stubborn()]
     with pytest.raises(TimeoutError):
@@ -86,10 +92,10 @@ async def test_connections_are_closed_if_stop_is_cancelled():
 
 
 async def test_a_death_is_reported_even_without_a_log(tmp_path):
-    process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", environment={})
+    process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", form=SGLANG_LOG, environment={})
     process._process.wait(60)
     process.log.unlink()
-    fleet = ServerGroup(Sglang.Config())
+    fleet = SglangServers(Sglang.Config())
     fleet._processes = [process]
     message = asyncio.get_running_loop().create_future()
     fleet.watch(message.set_result)
@@ -106,7 +112,7 @@ async def test_memory_is_shared_with_a_server_of_one_stage(stages, tiny, tmp_pat
     threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02}).start()
 
     async def found(config, setup, place, pool, *, common_token):
-        connection = Connection(pool, f"http://{server.address}", "tok", "engine 0")
+        connection = SglangConnection(pool, f"http://{server.address}", "tok", "engine 0")
         return SimpleNamespace(connection=connection, bootstrap_port=None, process=Process())
 
     monkeypatch.setattr("slime_sglang.server_group.start_server", found)

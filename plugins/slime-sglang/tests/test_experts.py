@@ -10,7 +10,7 @@ from engine_setup import setup_for
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_sglang.experts import ExpertSizes
-from slime_sglang.generation import Running
+from slime_sglang.generation import SglangRunning
 from slime_sglang.plugin import Sglang
 
 SIZES = ExpertSizes(layers=2, top_k=3, experts=8)
@@ -33,13 +33,15 @@ def reply(tokens, ids, reason="length"):
 
 def running(start=0, **sampling):
     params = SamplingParams(**({"max_new_tokens": 9} | sampling))
-    return Running(
-        GenerateRequest(request_id="a", token_ids=PROMPT, sampling=params, seed=1, routed_experts_from=start)
+    return SglangRunning(
+        vocab_size=25,
+        experts=SIZES,
+        request=GenerateRequest(request_id="a", token_ids=PROMPT, sampling=params, seed=1, routed_experts_from=start),
     )
 
 
 def take(run, tokens, ids, reason="length"):
-    return run.take(reply(tokens, ids, reason), expected_version=-1, vocab_size=25, server="engine 0", experts=SIZES)
+    return run.take(reply(tokens, ids, reason), expected_version=-1, server="engine 0")
 
 
 def test_each_part_of_a_response_has_only_new_expert_ids():

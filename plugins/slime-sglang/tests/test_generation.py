@@ -7,13 +7,17 @@ import pytest
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
-from slime_sglang.generation import RequestIds, Running
+from slime_serving.running import RequestIds
+from slime_sglang.generation import SglangRunning
 
 
 def running(**sampling):
     params = SamplingParams(**({"max_new_tokens": 8} | sampling))
-    return Running(
-        GenerateRequest(request_id="a/1/0", token_ids=np.array([5, 6], np.int32), sampling=params, seed=2**63 + 7)
+    return SglangRunning(
+        vocab_size=25,
+        request=GenerateRequest(
+            request_id="a/1/0", token_ids=np.array([5, 6], np.int32), sampling=params, seed=2**63 + 7
+        ),
     )
 
 
@@ -36,7 +40,7 @@ def reply(tokens, reason="length", spans=None, version="default", **meta):
 
 
 def take(run, response, expected=None):
-    return run.take(response, expected_version=expected, vocab_size=25, server="engine 0 (http://x)")
+    return run.take(response, expected_version=expected, server="engine 0 (http://x)")
 
 
 def test_body():

@@ -17,7 +17,7 @@ from slime_core.types.completion import FinishReason, GenerateRequest, SamplingP
 from slime_models.media.image_processor import ImageProcessor
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import IMAGE_TOKEN, image_prompt, make_tiny_vision_model, noise
-from slime_sglang.generation import Running
+from slime_sglang.generation import SglangRunning
 from slime_sglang.image_data import ImageTokens
 from slime_sglang.launching import environment_for, options_for
 from slime_sglang.plugin import Sglang
@@ -40,7 +40,7 @@ def running(folder):
         seed=1,
         images=prompt.images,
     )
-    return Running(request, ImageTokens.of(folder))
+    return SglangRunning(request=request, vocab_size=40, image_tokens=ImageTokens.of(folder))
 
 
 def reply(running, tokens, reason="length", read=0):
@@ -56,7 +56,7 @@ def reply(running, tokens, reason="length", read=0):
 
 
 def take(running, response):
-    return running.take(response, expected_version=None, vocab_size=40, server="engine 0")
+    return running.take(response, expected_version=None, server="engine 0")
 
 
 def test_images_go_with_their_tokens_once(running):

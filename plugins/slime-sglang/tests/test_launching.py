@@ -15,12 +15,14 @@ import pytest
 from engine_setup import setup_for
 
 from slime_core.errors import EngineError
+from slime_serving.connection import new_pool
+from slime_serving.devices import devices_of
+from slime_serving.server_process import ServerProcess
 from slime_sglang import launching
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import new_pool
-from slime_sglang.launching import devices_of, options_for, start_server
+from slime_sglang.launching import options_for, start_server
+from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
-from slime_sglang.process import ServerProcess
 from slime_sglang.server_args import OWNED
 
 HERE = Path(__file__).parent
@@ -175,9 +177,11 @@ def test_a_server_ends_with_its_parent(setup):
     code = (
         "import asyncio, sys, time\n"
         "from pathlib import Path\n"
-        "from slime_sglang.process import ServerProcess\n"
+        "from slime_sglang.log_format import SGLANG_LOG\n"
+        "from slime_serving.server_process import ServerProcess\n"
         "import os\n"
-        f"process = ServerProcess('parented', {{}}, log=Path({str(setup.run_dir / 'log')!r}), environment=os.environ)\n"
+        f"log = Path({str(setup.run_dir / 'log')!r})\n"
+        "process = ServerProcess('parented', {}, log=log, form=SGLANG_LOG, environment=os.environ)\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -219,7 +223,7 @@ def test_a_server_that_ends_itself_has_its_own_exit_code(setup):
     )
     log = setup.run_dir / "log"
     environment = {**os.environ, "PYTHONPATH": str(setup.run_dir)}
-    process = ServerProcess("ending", {}, log=log, environment=environment)
+    process = ServerProcess("ending", {}, log=log, form=SGLANG_LOG, environment=environment)
     process._process.wait(60)
     assert (process.ending, log.read_text()) == ("ended with exit code 1", "an option that is none\n")
 

@@ -11,7 +11,8 @@ import pytest
 from slime_core.errors import EngineError
 from slime_serving import process_group as process_end
 from slime_serving.process_group import has_ended
-from slime_sglang.process import ServerProcess
+from slime_serving.server_process import ServerProcess
+from slime_sglang.log_format import SGLANG_LOG
 
 MAIN = """
 import subprocess, sys, time
@@ -38,7 +39,9 @@ def started(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def start(*arguments):
-        server = ServerProcess("stubborn", {}, log=tmp_path / "log", environment=environment, arguments=arguments)
+        server = ServerProcess(
+            "stubborn", {}, log=tmp_path / "log", form=SGLANG_LOG, environment=environment, arguments=arguments
+        )
         while "all up" not in server.log.read_text():
             assert server.exit_code in (None, 0), server.last_lines()
         return server
@@ -79,7 +82,7 @@ async def test_children_of_a_server_that_has_died_end_too(started):
 async def test_processes_that_do_not_end_are_named(started, monkeypatch):
     """Simulates a process that the kernel cannot end, such as one in a driver that hangs."""
     server = started()
-    monkeypatch.setattr("slime_sglang.process.END_S", 0.1)
+    monkeypatch.setattr("slime_serving.server_process.END_S", 0.1)
     monkeypatch.setattr(process_end, "has_ended", lambda process: False)
     with pytest.raises(
         EngineError, match=rf"process group {server.pid} was killed, but has not ended within 0.1 s: \d+, "

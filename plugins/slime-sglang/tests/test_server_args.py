@@ -15,9 +15,9 @@ from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import ConfigError, EngineError
 from slime_core.registry import Registry
 from slime_preflight.schema import run_schema
+from slime_serving.external import read_token
 from slime_sglang import launching
 from slime_sglang.config import SglangOptions, make_config, options_of_role, role_of, server_options
-from slime_sglang.external import read_token
 from slime_sglang.option_choices import NamedLists
 from slime_sglang.plugin import Sglang
 from slime_sglang.router import chosen_options

@@ -14,8 +14,8 @@ from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of, moved, prompts
 from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
+from slime_serving.server_process import free_port
 from slime_sglang.plugin import Sglang
-from slime_sglang.process import free_port
 from slime_sglang.transports.equality import EqualityCheck
 from slime_sglang.transports.flattened_bucket import flatten
 from slime_sglang.transports.handles import SharedMemory

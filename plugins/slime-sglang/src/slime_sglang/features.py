@@ -12,7 +12,7 @@ from slime_core.contracts.engine import Capability
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN
 
 TIMEOUT_S = 60.0
@@ -38,7 +38,7 @@ class Features:
     """See `has_other_draft`."""
 
     @classmethod
-    async def of_all(cls, servers: Iterable[Connection], config: SglangOptions, setup: EngineSetup) -> Features:
+    async def of_all(cls, servers: Iterable[SglangConnection], config: SglangOptions, setup: EngineSetup) -> Features:
         """Features that all servers of an engine have. Raises EngineError also if they do not support the run's pause_mode."""
         # A server of a prefill/decode pair serves no request alone.
         first, *others = [await cls.of(server, setup, alone=not config.prefill_servers) for server in servers]
@@ -51,7 +51,7 @@ class Features:
         return found
 
     @classmethod
-    async def of(cls, server: Connection, setup: EngineSetup, *, alone: bool = True) -> Features:
+    async def of(cls, server: SglangConnection, setup: EngineSetup, *, alone: bool = True) -> Features:
         """Reads the features of a server. `alone`: False for a server of a pair, which is not asked to generate. Raises
         EngineError if it has another model than the run, or does not respond like SGLang."""
         args = await server.get("/server_info", timeout_s=TIMEOUT_S)
@@ -124,7 +124,7 @@ def has_other_draft(args: Mapping[str, Any]) -> bool:
     return draft is not None and draft != args.get("model_path")
 
 
-async def reports_spans(server: Connection) -> bool:
+async def reports_spans(server: SglangConnection) -> bool:
     """Whether responses have version spans; generates one token to find out."""
     body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     response = await server.post("/generate", body, timeout_s=10 * TIMEOUT_S)
@@ -134,7 +134,7 @@ async def reports_spans(server: Connection) -> bool:
         raise EngineError(f"{server.name} does not respond like SGLang: /generate {str(response)[:300]}.") from error
 
 
-async def draws_by_token(server: Connection) -> bool:
+async def draws_by_token(server: SglangConnection) -> bool:
     """Whether sampling is independent of the batch, which holds for servers that slime starts."""
     try:
         await server.post("/weights_checker", {"action": DRAWS_BY_TOKEN}, timeout_s=TIMEOUT_S)
@@ -143,7 +143,7 @@ async def draws_by_token(server: Connection) -> bool:
     return True
 
 
-def require_same_model(server: Connection, model: Mapping[str, Any], setup: EngineSetup) -> None:
+def require_same_model(server: SglangConnection, model: Mapping[str, Any], setup: EngineSetup) -> None:
     own = read_config(setup.model_path)
     reported = {key: model.get(key) for key in ("model_type", "architectures")}
     # If its folder is on another machine, wrong shapes are detected when weights are loaded.

@@ -7,21 +7,21 @@ import asyncio
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
-from slime_sglang.buckets import CheckedBuckets, payload, update_body
+from slime_sglang.buckets import SglangBuckets, payload, update_body
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 from slime_sglang.features import Features
 from slime_sglang.server.checksum import ACTION
-from slime_sglang.server_group import ServerGroup
+from slime_sglang.server_group import SglangServers
 
 
 class HeldWeights:
     """The weights of all servers of a group, which are equal. `features`: capabilities that all of them have."""
 
-    def __init__(self, fleet: ServerGroup, config: SglangOptions, setup: EngineSetup, features: Features) -> None:
+    def __init__(self, fleet: SglangServers, config: SglangOptions, setup: EngineSetup, features: Features) -> None:
         self._fleet = fleet
         self._name = f"engine {setup.index}"
-        self._order = CheckedBuckets(setup.model_path, self._name)
+        self._order = SglangBuckets(setup.model_path, self._name)
         self._features = features
         # Servers that the engine started are on its machine. A server responds when its first pipeline stage has read the
         # shared memory, so with several stages the bytes are sent in the request.
@@ -49,7 +49,7 @@ class HeldWeights:
         if bucket.last:
             await self.complete(bucket.version)
 
-    async def _send(self, server: Connection, bucket: Bucket) -> None:
+    async def _send(self, server: SglangConnection, bucket: Bucket) -> None:
         with payload(bucket, shared=self._shared) as text:
             body = update_body(
                 [text] * self._features.tp_size,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,22 +13,20 @@ import aiohttp
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
+from slime_serving.devices import DEVICES, devices_of
 from slime_serving.listener import is_loopback
+from slime_serving.server_group import Started
+from slime_serving.server_process import ServerProcess, address_of, free_port
+from slime_serving.start import RESPONSE_S, start_until_up
 from slime_sglang.config import SglangOptions, options_of_role, role_of, server_options
-from slime_sglang.connection import Connection
+from slime_sglang.connection import SglangConnection
 from slime_sglang.image_data import ImageTokens
+from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
-from slime_sglang.process import ServerProcess, address_of, free_port
 from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
-POLL_S: Final = 0.25
-RESPONSE_S: Final = 3.0
-"""Time limit of a request while a server starts: it may accept a connection and not respond."""
-ATTEMPTS: Final = 3
-"""Number of ports that are tried: another process may take a free port before the server uses it."""
-DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 CHECKED_TRANSPORTS: Final = ("disk", "delta")
 """Transports whose weights are checked inside the server."""
@@ -51,29 +46,9 @@ ON_CPU: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    connection: Connection
-    process: ServerProcess
+class SglangStarted(Started[SglangConnection]):
     bootstrap_port: int | None = None
     """Port of a prefill server to which decode servers connect."""
-
-
-def devices_of(setup: EngineSetup, place: int, servers: int) -> tuple[str, ...]:
-    """The GPUs of one of the engine's servers, by their names in CUDA_VISIBLE_DEVICES."""
-    each = setup.devices_here // servers
-    visible = os.environ.get(DEVICES)
-    if visible is None:
-        # One machine, all its GPUs: engines in order.
-        first = setup.first_device + place * each
-        return tuple(str(number) for number in range(first, first + each))
-    names = [name for name in visible.split(",") if name]
-    if len(names) < setup.devices_here:
-        raise EngineError(
-            f"engine {setup.index}: it requires {setup.devices_here} GPUs, but {DEVICES} = {visible} has {len(names)}."
-        )
-    # A launcher that places engines shows each its own devices only.
-    first = 0 if len(names) == setup.devices_here else setup.first_device % len(names)
-    return tuple(names[first + place * each : first + (place + 1) * each])
 
 
 def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
@@ -181,7 +156,7 @@ async def start_server(
     pool: aiohttp.ClientSession,
     *,
     common_token: str | None = None,
-) -> Started:
+) -> SglangStarted:
     """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. On a machine that is not
     the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
     dies, or does not respond in time."""
@@ -191,49 +166,29 @@ async def start_server(
     environment = environment_for(setup, devices, options["tp_size"])
     name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
-    deadline, serves = time.monotonic() + config.start_timeout, not setup.node_rank
-    for attempt in range(1, ATTEMPTS + 1):
+    serves = not setup.node_rank
+
+    def begin() -> SglangStarted:
         port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
         own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
         bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
         if bootstrap_port is not None:
             own["disaggregation_bootstrap_port"] = bootstrap_port
-        process = ServerProcess(MODULE, options | own, log=log, environment=environment, arguments=hooks)
-        connection = Connection(pool, address_of(setup.host, port), token, name)
-        try:
-            if await is_up(connection, process, deadline, serves=serves):
-                if serves:
-                    # Imported modules and loaded weights stay. Garbage collection over them stops a server for a third of
-                    # a second; on a CPU, twice for each weight update.
-                    await connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
-                return Started(connection=connection, process=process, bootstrap_port=bootstrap_port)
-        except BaseException:
-            # The error that stopped the start is raised, not one of `stop`.
-            with contextlib.suppress(EngineError):
-                await process.stop()
-            raise
-        hangs = process.exit_code is None
-        await process.stop()
-        if hangs:
-            raise EngineError(
-                f"{name}: SGLang has not responded in {config.start_timeout:g} s (engine.start_timeout). Last lines of "
-                f"{log}:\n{process.last_lines()}"
-            )
-        if not process.found_its_port_taken or attempt == ATTEMPTS:
-            break
-    raise EngineError(f"{name}: SGLang {process.why} at start. Last lines of {log}:\n{process.last_lines()}")
+        process = ServerProcess(
+            MODULE, options | own, log=log, form=SGLANG_LOG, environment=environment, arguments=hooks
+        )
+        connection = SglangConnection(pool, address_of(setup.host, port), token, name)
+        return SglangStarted(connection=connection, process=process, bootstrap_port=bootstrap_port)
 
+    async def is_up(started: SglangStarted) -> None:
+        # With the token, because another server may have taken this port. On a further machine, a part of a server has only a
+        # health route.
+        if serves:
+            await started.connection.get("/model_info", timeout_s=RESPONSE_S)
+        await started.connection.get("/health", timeout_s=RESPONSE_S)
+        if serves:
+            # Imported modules and loaded weights stay. Garbage collection over them stops a server for a third of a second; on
+            # a CPU, twice for each weight update.
+            await started.connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
 
-async def is_up(connection: Connection, process: ServerProcess, deadline: float, *, serves: bool) -> bool:
-    """Waits until the server accepts its token and is healthy. Returns False if it has died or the deadline has passed.
-    `serves`: False for a part of a server on a further machine, which has only a health route."""
-    while process.exit_code is None and time.monotonic() < deadline:
-        try:
-            # With the token, because another server may have taken this port.
-            if serves:
-                await connection.get("/model_info", timeout_s=RESPONSE_S)
-            await connection.get("/health", timeout_s=RESPONSE_S)
-            return True
-        except EngineError:
-            await asyncio.sleep(POLL_S)
-    return False
+    return await start_until_up(name, "SGLang", log, begin, is_up, timeout_s=config.start_timeout)

@@ -15,9 +15,10 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
+from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_sglang.config import SglangOptions
-from slime_sglang.connection import Connection
-from slime_sglang.process import ServerProcess, address_of, free_port
+from slime_sglang.connection import SglangConnection
+from slime_sglang.log_format import SGLANG_LOG
 
 MODULE: Final = "slime_sglang.server.launch_router"
 READY_S: Final = 120.0
@@ -39,7 +40,7 @@ class WorkerRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    connection: Connection
+    connection: SglangConnection
     process: ServerProcess
 
     async def workers(self) -> dict[str, str]:
@@ -50,13 +51,13 @@ class Router:
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self.connection.name}: GET /workers returned {str(response)[:300]}") from error
 
-    async def add(self, server: Connection, role: WorkerRole | None = None) -> None:
+    async def add(self, server: SglangConnection, role: WorkerRole | None = None) -> None:
         """Adds a server; returns when it gets requests."""
         body = {"url": server.address, "api_key": server.token, **(role or WorkerRole()).body}
         await self.connection.post("/workers", body, timeout_s=30.0)
         await self._until_listed(server.address, listed=True)
 
-    async def remove(self, server: Connection) -> None:
+    async def remove(self, server: SglangConnection) -> None:
         """Removes a server; returns when it gets no more requests."""
         workers = await self.workers()
         if server.address not in workers:
@@ -94,7 +95,7 @@ async def start_router(
     config: SglangOptions,
     setup: EngineSetup,
     pool: aiohttp.ClientSession,
-    servers: Sequence[Connection],
+    servers: Sequence[SglangConnection],
     roles: Sequence[WorkerRole],
     *,
     common_token: str | None = None,
@@ -114,9 +115,9 @@ async def start_router(
         "api_key": token,
     }
     log = setup.run_dir / "logs" / f"sglang-router-{setup.index}.log"
-    process = ServerProcess(MODULE, options, log=log, environment=os.environ)
+    process = ServerProcess(MODULE, options, log=log, form=SGLANG_LOG, environment=os.environ)
     router = Router(
-        connection=Connection(pool, address_of(setup.host, port), token, f"engine {setup.index}, router"),
+        connection=SglangConnection(pool, address_of(setup.host, port), token, f"engine {setup.index}, router"),
         process=process,
     )
     try:

@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.errors import EngineError
-from slime_sglang.connection import Connection, ConnectionLost
-from slime_sglang.generation import RequestIds
-from slime_sglang.server_group import ServerGroup
+from slime_serving.connection import ConnectionLost
+from slime_serving.running import RequestIds
+from slime_sglang.connection import SglangConnection
+from slime_sglang.server_group import SglangServers
 
 
 class Scorer:
     """Sends requests to the servers of a group round robin. `require_alive`: raises once the engine has failed."""
 
-    def __init__(self, fleet: ServerGroup, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
+    def __init__(self, fleet: SglangServers, *, timeout_s: float, require_alive: Callable[[], object]) -> None:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._require_alive = require_alive
@@ -45,7 +46,7 @@ class Scorer:
             return await self._score_once(self._fleet.at(place), tokens, count)
 
     async def _score_once(
-        self, server: Connection, tokens: npt.NDArray[np.int32], count: int
+        self, server: SglangConnection, tokens: npt.NDArray[np.int32], count: int
     ) -> npt.NDArray[np.float32]:
         rid = self._rids.next_for("score")
         reply = await server.post("/generate", score_body(rid, tokens, count), timeout_s=self._timeout_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from slime_serving.option_types import type_of
 from slime_sglang.option_choices import Choices, NamedLists, constants, literals, may_be_extended
 
 OWNED: Final[Mapping[str, str]] = MappingProxyType(
@@ -149,20 +150,3 @@ def help_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return " ".join(node.value.split())
     return ""
-
-
-def type_of(text: str) -> Any:
-    """The type for parsing the command line; SGLang checks the rest."""
-    text = text.strip("'\"")
-    for wrapper in ("Optional[", "typing.Optional["):
-        if text.startswith(wrapper):
-            text = text[len(wrapper) : -1]
-    text = text.removesuffix("| None").strip()
-    plain: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
-    if text in plain:
-        return plain[text]
-    if text.startswith(("List[", "list[")):
-        return list[plain.get(text[5:-1], Any)]  # type: ignore[misc]
-    if text.startswith("Literal["):
-        return str
-    return Any

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from slime_sglang.buckets import SharedBytes, serialized, tensor_metadata
+from slime_serving.shared_bytes import SharedBytes
+from slime_sglang.buckets import mapped, serialized, tensor_metadata
 from slime_sglang.transports.flattened_bucket import FlattenedBucket
 
 DEVICE: Final = 6
@@ -37,7 +38,7 @@ class SharedMemory:
 
     def __init__(self, bucket: FlattenedBucket) -> None:
         self._memory = SharedBytes(bucket.data.cpu().numpy().data)
-        self.payload = serialized(self._memory.mapped(bucket.data.nbytes), description(bucket))
+        self.payload = serialized(mapped(self._memory, bucket.data.nbytes), description(bucket))
 
     def close(self) -> None:
         self._memory.close()

@@ -12,7 +12,8 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError, EngineUnavailable
-from slime_sglang.connection import Connection, NoResponse, new_pool
+from slime_serving.connection import NoResponse, new_pool
+from slime_sglang.connection import SglangConnection
 from slime_sglang.transports.broadcast import BroadcastError
 
 EXPLAINED_S: Final = 2.0
@@ -40,7 +41,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(self._post(engine, path, body, what), self._loop)
 
     async def _post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], what: str) -> Any:
-        connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+        connection = SglangConnection(self._pool, engine.url, engine.token, f"engine {engine.index}")
         try:
             response = await connection.post(path, body, timeout_s=self.timeout_s)
         except EngineError as error:
@@ -55,7 +56,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop)
 
     async def _get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
-        connection = Connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+        connection = SglangConnection(self._pool, engine.url, engine.token, f"engine {engine.index}")
         response = await connection.get(path, timeout_s=self.timeout_s)
         if not isinstance(response, dict):
             raise EngineError(f"{connection.name}: GET {path}: the response is {response!r:.300}.")

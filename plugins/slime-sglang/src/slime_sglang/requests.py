@@ -1,4 +1,4 @@
-"""RequestCheck: reports requests that an engine's servers cannot serve, before any request of a call runs."""
+"""SglangRequests: the requests that an engine's servers accept."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from dataclasses import dataclass
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest
+from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
+from slime_sglang.generation import SglangRunning
 from slime_sglang.image_data import ImageTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCheck:
+class SglangRequests:
     vocab_size: int
     features: Features
     image_tokens: ImageTokens | None
     """None: the model takes no images."""
-    returns_experts: bool
-    """The servers were started with expert ids."""
+    experts: ExpertSizes | None
+    """None: the servers were started without expert ids."""
 
     @classmethod
-    def of(cls, setup: EngineSetup, features: Features, *, returns_experts: bool) -> RequestCheck:
+    def of(cls, setup: EngineSetup, features: Features, *, experts: ExpertSizes | None) -> SglangRequests:
         return cls(
             vocab_size=vocab_size_of(setup),
             features=features,
             image_tokens=ImageTokens.of(setup.model_path),
-            returns_experts=returns_experts,
+            experts=experts,
         )
 
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
@@ -50,13 +52,21 @@ class RequestCheck:
             return f"request ids that are duplicates or already in use: {', '.join(sorted(twice)[:8])}."
         return next((problem for request in requests if (problem := self._problem_of(request))), None)
 
+    def begin(self, request: GenerateRequest) -> SglangRunning:
+        return SglangRunning(
+            request=request,
+            vocab_size=self.vocab_size,
+            image_tokens=self.image_tokens if request.images else None,
+            experts=self.experts,
+        )
+
     def _problem_of(self, request: GenerateRequest) -> str | None:
         if request.images:
             if self.image_tokens is None or not self.features.images:
                 return f"request {request.request_id} has images, but its servers take none with this model."
             if problem := self.image_tokens.problem(request):
                 return f"{problem}."
-        if request.routed_experts_from is not None and not self.returns_experts:
+        if request.routed_experts_from is not None and self.experts is None:
             return f"request {request.request_id} requests expert ids, but the engine was started without them."
         tokens = request.token_ids
         if not len(tokens):

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final, Protocol
 
 import xxhash
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
-from slime_sglang.config import SglangOptions
-from slime_sglang.connection import ConnectionLost
-from slime_sglang.experts import ExpertSizes
-from slime_sglang.generation import RequestIds, Running
-from slime_sglang.request_check import RequestCheck
-from slime_sglang.server_group import ServerGroup
+from slime_serving.connection import Connection, ConnectionLost
+from slime_serving.running import RequestIds, Running
 
 ABORT_AGAIN_S: Final = 0.02
 """An abort that overtakes its request has no effect; it is sent again until there is a response, each time after twice the
 time."""
 LONGEST_S: Final = 1.0
 ROUNDS: Final = 2
-"""Rounds of aborts by id. SGLang forwards one abort per id, and loses it if it arrives before its request. After these
-rounds all requests are aborted, and those that should continue are sent again."""
+"""Rounds of aborts by id: a server loses one that arrives before its request. After these rounds all requests are aborted,
+and those that should continue are sent again."""
 PAUSE_POLL_S: Final = 0.005
+
+
+class Fleet(Protocol):
+    """The servers of one engine, which have equal weights."""
+
+    @property
+    def servers(self) -> Sequence[Connection]: ...
+
+    @property
+    def routed(self) -> bool:
+        """Whether a router in front of the servers chooses one for each request."""
+
+    def at(self, place: int) -> Connection:
+        """The connection for requests to this server, or to the router."""
+
+    def headers(self, session: str | None) -> Mapping[str, str] | None:
+        """Headers of a request of this conversation."""
+
+    async def abort(self, ids: Sequence[str] | None) -> None:
+        """Aborts these requests on all servers, if they are there; None: all requests."""
+
+
+class Requests(Protocol):
+    """The requests that the servers of an engine accept."""
+
+    def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
+        """Why these cannot be served, as a sentence; None: they can. `running`: ids in use."""
+
+    def begin(self, request: GenerateRequest) -> Running: ...
 
 
 class RequestsInFlight:
@@ -35,22 +60,22 @@ class RequestsInFlight:
 
     def __init__(
         self,
-        fleet: ServerGroup,
-        config: SglangOptions,
+        fleet: Fleet,
+        requests: Requests,
         setup: EngineSetup,
         *,
-        check: RequestCheck,
-        experts: ExpertSizes | None,
-        version: Callable[[], int],
+        expected_version: Callable[[], int | None],
+        request_timeout_s: float,
+        control_timeout_s: float,
     ) -> None:
-        """`version`: returns the version that the run sent last; in pause mode abort, responses must have this version."""
+        """`expected_version`: returns the version that responses must have; None: it may change while a request runs."""
         self._fleet = fleet
-        self._config = config
+        self._requests = requests
         self._setup = setup
         self._name = f"engine {setup.index}"
-        self._check = check
-        self._experts = experts
-        self._version = version
+        self._expected_version = expected_version
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
         self._rids = RequestIds()
         self._running: dict[str, Running] = {}
         self._load: Counter[int] = Counter()
@@ -81,9 +106,9 @@ class RequestsInFlight:
     def enter(self, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Completion]]:
         """Starts a task per request; pass them to `leave`. Raises EngineRefused for a request that cannot be served, before
         any runs."""
-        if problem := self._check.problem(requests, self._running):
+        if problem := self._requests.problem(requests, self._running):
             raise EngineRefused(f"{self._name}: {problem}")
-        runs = [Running(request, self._check.image_tokens if request.images else None) for request in requests]
+        runs = [self._requests.begin(request) for request in requests]
         self._running |= {run.request.request_id: run for run in runs}
         tasks = []
         for run in runs:
@@ -151,29 +176,24 @@ class RequestsInFlight:
         session = run.request.session_id
         place = self._place(session)
         server = self._fleet.at(place)
-        # In abort mode no weights change while a request runs.
-        expected = self._version() if self._config.pause_mode == "abort" else None
-        headers = None if session is None else {"X-SMG-Routing-Key": session}
+        expected = self._expected_version()
         run.rid = self._rids.next_for(run.request.request_id)
         run.sweep = self._sweeps_ended
         self._load[place] += 1
         try:
             reply = await server.post(
-                "/generate", run.body(room), timeout_s=self._config.request_timeout, headers=headers
+                server.dialect.generate,
+                run.body(room),
+                timeout_s=self._request_timeout_s,
+                headers=self._fleet.headers(session),
             )
         finally:
             self._load[place] -= 1
-        return run.take(
-            reply,
-            expected_version=expected,
-            vocab_size=self._check.vocab_size,
-            server=server.name,
-            experts=self._experts,
-        )
+        return run.take(reply, expected_version=expected, server=server.name)
 
     def _place(self, session: str | None) -> int:
         """The server with the fewest requests; a session always has the same server. A router chooses by itself."""
-        if self._fleet.router is not None:
+        if self._fleet.routed:
             return 0
         if session is not None:
             return xxhash.xxh3_64_intdigest(session.encode()) % len(self._fleet.servers)
@@ -194,19 +214,19 @@ class RequestsInFlight:
         for run in runs.values():
             if run.aborted and not self._open.is_set():
                 run.ended.set()
-        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        deadline = asyncio.get_running_loop().time() + self._control_timeout_s
         patience = ABORT_AGAIN_S
         rounds = 0
         while left := [run for name, run in runs.items() if self._running.get(name) is run]:
             self._check_alive()
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
-            calls: list[Mapping[str, Any]] = [{"rid": run.rid} for run in left if run.rid]
+            ids = [run.rid for run in left if run.rid]
             rounds += 1
             if len(left) == len(self._running) or rounds > ROUNDS:
                 await self._sweep()
             else:
-                await asyncio.gather(*(self._fleet.post("/abort_request", call) for call in calls))
+                await self._fleet.abort(ids)
             waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
             await asyncio.wait(waits, timeout=patience)
             patience = min(2 * patience, LONGEST_S)
@@ -218,7 +238,7 @@ class RequestsInFlight:
         """Aborts all requests. Those that should not end continue as after a pause, even if they were sent during the call."""
         self._sweeps += 1
         try:
-            await self._fleet.post("/abort_request", {"abort_all": True})
+            await self._fleet.abort(None)
         finally:
             self._sweeps_ended += 1
 
@@ -230,14 +250,14 @@ class RequestsInFlight:
 
     async def interrupt(self) -> None:
         """Ends all parts that are on servers; their requests wait here."""
-        deadline = asyncio.get_running_loop().time() + self._config.control_timeout
+        deadline = asyncio.get_running_loop().time() + self._control_timeout_s
         while any(self._load.values()):
             self._check_alive()
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(
                     f"{self._name}: {sum(self._load.values())} requests have not ended in time for a pause."
                 )
-            await self._fleet.post("/abort_request", {"abort_all": True})
+            await self._fleet.abort(None)
             for _ in range(20):
                 if not any(self._load.values()):
                     break

@@ -13,16 +13,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from slime_core.errors import EngineError
 from slime_serving.process_group import kill_process_group
 
-STAMP: Final = re.compile(r"^\[[^\]]*\] ")
-"""Beginning of lines of SGLang's loggers."""
-FATAL: Final = "hit an exception: "
-"""A process of SGLang that logs this kills the others."""
 TRACEBACK: Final = "Traceback (most recent call last):"
 SHOWN: Final = 300
 """Characters of a line."""
@@ -32,6 +29,16 @@ END_S: Final = 30.0
 """Time limit for killed processes: a driver may take seconds to free the memory of a device."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
 """Texts in a log when another process uses the port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFormat:
+    """How a serving program logs."""
+
+    stamp: re.Pattern[str]
+    """Beginning of its loggers' lines."""
+    fatal: str
+    """A process of it that logs a traceback with this text kills the others."""
 
 
 def address_of(host: str, port: int) -> str:
@@ -46,21 +53,21 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-def errors_in(lines: Sequence[str]) -> Iterator[tuple[bool, str]]:
+def errors_in(lines: Sequence[str], form: LogFormat) -> Iterator[tuple[bool, str]]:
     """Yields, for each traceback, whether it ends the server, and its last line."""
     fatal: bool | None = None
     for line in lines:
-        text = STAMP.sub("", line)
+        text = form.stamp.sub("", line)
         if text.endswith(TRACEBACK):
-            fatal = FATAL in text
+            fatal = form.fatal in text
         elif fatal is not None and text and not text[0].isspace():
             yield fatal, text[:SHOWN]
             fatal = None
 
 
 class ServerProcess:
-    """Starts `module` with `arguments` on the command line. `options` are sent to stdin, as one line of JSON. Its output goes
-    to `log`, which only the user can read: SGLang writes its options there, including the token."""
+    """Starts `module` with `arguments` on the command line of `python`. `options` are sent to stdin, as one line of JSON. Its
+    output goes to `log`, which only the user can read: servers write their options there, including the token."""
 
     def __init__(
         self,
@@ -68,10 +75,13 @@ class ServerProcess:
         options: Mapping[str, Any],
         *,
         log: Path,
+        form: LogFormat,
         environment: Mapping[str, str],
         arguments: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
         self.log = log
+        self._form = form
         self._ending = threading.Lock()
         self._ended = False
         """Set when it has ended: from then on its pid may belong to another process."""
@@ -80,7 +90,7 @@ class ServerProcess:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [python, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=descriptor,
                 stderr=descriptor,
@@ -114,9 +124,9 @@ class ServerProcess:
 
     @property
     def own_error(self) -> str | None:
-        """The error that SGLang logged before its end. If one of its processes logs a traceback and kills all of them, the
+        """The error that it logged before its end. If one of its processes logs a traceback and kills all of them, the
         signal has no meaning, and this is that error; else the last traceback of a program that ended by itself."""
-        errors = list(errors_in(self._lines()))
+        errors = list(errors_in(self._lines(), self._form))
         fatal = [error for hit, error in errors if hit]
         if fatal:
             return fatal[0]
@@ -149,7 +159,7 @@ class ServerProcess:
         return any(text in given for text in TAKEN)
 
     async def stop(self) -> None:
-        """Kills the whole process group (on SIGTERM, SGLang drains, and then waits to collect diagnostics). Returns when all
+        """Kills the whole process group: on SIGTERM servers drain, and some then wait to collect diagnostics. Returns when all
         its processes have ended and their memory and ports are free. Raises EngineError if that takes longer than `END_S`.
         A second call does nothing."""
         # If the caller is cancelled, the thread continues to the end.

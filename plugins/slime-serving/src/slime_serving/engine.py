@@ -1,0 +1,279 @@
+"""ServingEngine: the engine contract over the servers of a program such as SGLang or vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.contracts.engine import Capability, EngineInfo, MemoryTag, RolloutEngine
+from slime_core.contracts.setup import EngineEndpoint, EngineSetup
+from slime_core.errors import EngineError, EngineRefused
+from slime_core.types.completion import Completion, GenerateRequest
+from slime_core.types.weights import Bucket
+from slime_serving.connection import Connection
+from slime_serving.in_flight import RequestsInFlight
+from slime_serving.server_group import ServerGroup
+
+
+class Weights(Protocol):
+    """The weights of all servers of an engine, which are equal."""
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a version is partly loaded."""
+
+    def expect(self) -> None:
+        """Marks the version as incomplete, because a transport is about to send one."""
+
+    async def load(self, bucket: Bucket) -> None:
+        """See `RolloutEngine.load_bucket`."""
+
+    async def complete(self, version: int) -> None:
+        """Called when all of a version is loaded and its number is set. Raises EngineError if a server has another version."""
+
+    async def version(self) -> int: ...
+
+    async def checksum(self) -> str: ...
+
+
+class Scores(Protocol):
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]: ...
+
+
+G = TypeVar("G", bound=ServerGroup[Any])
+
+
+class ServingEngine(RolloutEngine, Generic[G]):
+    """Sends every request as one POST over a shared connection pool. While the engine is paused requests wait here, and
+    those that were running are sent again with their tokens so far, unless a subclass pauses in another way."""
+
+    def __init__(self, program: str, fleet: G) -> None:
+        self._program = program
+        self._fleet = fleet
+        self._setup: EngineSetup | None = None
+        self._requests: RequestsInFlight | None = None
+        """None: a reward model, or a machine other than the engine's first."""
+        self._held: Weights | None = None
+        self._scores: Scores | None = None
+        self._failure: EngineError | None = None
+        self._incarnation = secrets.token_hex(8)
+        self._paused = False
+        self._pauses = 0
+        self._absent: set[MemoryTag] = set()
+        """Memory that is released."""
+
+    # ---------------------------------------------------------------- what a program's engine adds
+
+    def check_setup(self, setup: EngineSetup) -> None:
+        """Raises EngineError for a setup that its servers cannot serve, before any is started."""
+
+    @abstractmethod
+    async def prepare(self, setup: EngineSetup) -> None:
+        """Sets `_requests`, `_held` and, if it has them, `_scores`; the servers respond. Not called for a reward model, nor
+        on a machine other than the engine's first."""
+
+    @abstractmethod
+    def capabilities(self, setup: EngineSetup) -> frozenset[Capability]: ...
+
+    @property
+    @abstractmethod
+    def entrance(self) -> Connection:
+        """The address that rewards and teachers call."""
+
+    async def serve(self, setup: EngineSetup) -> None:
+        """Called after `prepare`, on the engine's first machine: what else must run, such as a router."""
+
+    @property
+    @abstractmethod
+    def ranks_of_server(self) -> int:
+        """Processes of a server that hold weights."""
+
+    @abstractmethod
+    async def pause_servers(self, in_flight: RequestsInFlight) -> None:
+        """No token is decoded afterwards. New requests are held already."""
+
+    @abstractmethod
+    async def resume_servers(self) -> None: ...
+
+    # ---------------------------------------------------------------- start and end
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Starts the servers, or connects to external ones. Raises EngineError if one dies, hangs, or has another model."""
+        if self._setup is not None:
+            raise EngineError(f"engine {setup.index} has been started already.")
+        self.check_setup(setup)
+        self._setup = setup
+        try:
+            await self._fleet.start(setup)
+            if not setup.node_rank:
+                if not setup.reward_model:
+                    await self.prepare(setup)
+                await self.serve(setup)
+        except BaseException:
+            await self.stop()
+            raise
+        self._fleet.watch(self._fail)
+        if setup.node_rank:
+            return EngineInfo(capabilities=frozenset(), pid=self._fleet.pid)
+        # Rewards call a reward model's server themselves.
+        offered = frozenset({Capability.HTTP}) if setup.reward_model else self.capabilities(setup)
+        entrance = self.entrance
+        return EngineInfo(capabilities=offered, address=entrance.address, token=entrance.token, pid=self._fleet.pid)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        if self._requests is not None:
+            self._requests.fail(failure)
+
+    async def stop(self) -> None:
+        """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
+        if self._failure is None and self._setup is not None:
+            self._fail(EngineError(f"{self._name} was stopped."))
+        await self._fleet.stop()
+
+    @property
+    def _name(self) -> str:
+        return f"engine {self._program}" if self._setup is None else f"engine {self._setup.index}"
+
+    def _ready(self) -> EngineSetup:
+        if self._setup is None:
+            raise EngineError(f"engine {self._program}: not started; call start first.")
+        if self._failure is not None:
+            raise self._failure
+        return self._setup
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Raises EngineRefused for a request that cannot be served, before any of the call runs."""
+        in_flight = self._takes()
+        tasks = in_flight.enter(requests)
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await in_flight.leave(tasks)
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Completion, None]:
+        """Yields each response when it is complete. Raises like `generate`."""
+        in_flight = self._takes()
+        tasks = in_flight.enter(requests)
+        ended: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+        for task in tasks:
+            task.add_done_callback(ended.put_nowait)
+        try:
+            for _ in tasks:
+                yield (await ended.get()).result()
+        finally:
+            await in_flight.leave(tasks)
+
+    def _takes(self) -> RequestsInFlight:
+        """The requests in flight. Raises EngineRefused if the engine does not generate, or is asleep."""
+        in_flight = self._asked()
+        if self._absent:
+            raise EngineRefused(f"{self._name}: generate while asleep. Call wake_up first.")
+        return in_flight
+
+    def _asked(self) -> RequestsInFlight:
+        self._ready()
+        if self._requests is None:
+            raise EngineRefused(
+                f"{self._name} is a reward model that only rewards call, or not an engine's first machine."
+            )
+        return self._requests
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Aborts requests; None: all. Unknown ids are ignored: they may just have ended. Returns when all have ended."""
+        await self._asked().abort(request_ids)
+
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns the log-probs of the last tokens of each sequence, by one request per sequence, all at once."""
+        self._ready()
+        if self._absent:
+            raise EngineRefused(f"{self._name}: score while asleep. Call wake_up first.")
+        if self._scores is None:
+            raise EngineRefused(f"{self._name}: it computes no log-probs of given tokens.")
+        return await self._scores.score(sequences, num_tokens)
+
+    # ---------------------------------------------------------------- pauses and weights
+
+    async def pause(self) -> None:
+        """Pausing twice does nothing."""
+        in_flight = self._asked()
+        if self._paused:
+            return
+        self._paused = True
+        self._pauses += 1
+        in_flight.hold()
+        await self.pause_servers(in_flight)
+
+    async def resume(self) -> None:
+        """Raises EngineError if a version is partly loaded."""
+        in_flight = self._asked()
+        if self._weights().incomplete:
+            raise EngineError(f"{self._name}: resume while a version is partly loaded. Send all its buckets first.")
+        if not self._paused:
+            return
+        await self.resume_servers()
+        self._paused = False
+        in_flight.resume()
+
+    def _weights(self) -> Weights:
+        self._ready()
+        if self._held is None:
+            raise EngineRefused(f"{self._name} takes no weights.")
+        return self._held
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Also raises EngineError while not paused, since servers would wait for running requests."""
+        held = self._weights()
+        if MemoryTag.WEIGHTS in self._absent or not self._paused:
+            raise EngineError(f"{self._name}: load_bucket requires a paused engine that is awake. Call pause first.")
+        await held.load(bucket)
+
+    async def version(self) -> int:
+        """See `Weights.version`."""
+        return await self._weights().version()
+
+    async def checksum(self) -> str:
+        """See `Weights.checksum`."""
+        return await self._weights().checksum()
+
+    # ---------------------------------------------------------------- what transports use
+
+    async def endpoints(self) -> list[EngineEndpoint]:
+        """The servers, for a transport. Raises EngineError unless the engine is paused: servers would wait for running
+        requests."""
+        setup, held = self._ready(), self._weights()
+        if MemoryTag.WEIGHTS in self._absent or not self._paused:
+            raise EngineError(f"{self._name}: new weights require a paused engine that is awake. Call pause first.")
+        held.expect()
+        return [
+            EngineEndpoint(
+                index=setup.index,
+                url=server.address,
+                token=server.token,
+                num_ranks=self.ranks_of_server,
+                incarnation=self._incarnation,
+            )
+            for server in self._fleet.servers
+        ]
+
+    async def commit_weights(self, version: int) -> None:
+        """Called when a transport has sent all of a version and set its number on the servers."""
+        await self._weights().complete(version)
+
+    async def post(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Sends the same call to every server of the engine, with its token and the control timeout. Returns the responses
+        by server."""
+        self._ready()
+        return await self._fleet.post(path, body)

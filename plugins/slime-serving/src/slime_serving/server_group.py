@@ -1,0 +1,143 @@
+"""ServerGroup: starts, watches and calls the servers of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import aiohttp
+
+from slime_core.contracts.setup import EngineSetup
+from slime_core.errors import EngineError
+from slime_serving.connection import Connection, allow_connections, new_pool
+from slime_serving.server_process import ServerProcess
+
+WATCH_S: Final = 0.25
+"""Interval of the checks whether processes live."""
+
+C = TypeVar("C", bound=Connection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Generic[C]):
+    """A server that responds."""
+
+    connection: C
+    process: ServerProcess
+
+
+class ServerGroup(ABC, Generic[C]):
+    """Call `start` once, and `stop` at the end. A subclass starts the servers of its program."""
+
+    def __init__(self, program: str, *, control_timeout_s: float, health_timeout_s: float) -> None:
+        self.name = f"engine {program}"
+        self.servers: list[C] = []
+        self._processes: list[ServerProcess] = []
+        self._pool: aiohttp.ClientSession | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._control_timeout_s = control_timeout_s
+        self._health_timeout_s = health_timeout_s
+
+    @abstractmethod
+    def external(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> Sequence[C] | None:
+        """Connections to servers that the run did not start; None: it starts its own."""
+
+    @abstractmethod
+    async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started[C]:
+        """Starts one server. Raises EngineError if it dies or hangs; nothing of it is left then."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of servers of the engine."""
+
+    async def start(self, setup: EngineSetup) -> None:
+        """Starts or connects to the servers. Raises EngineError if one dies or hangs; call `stop` then."""
+        self.name = f"engine {setup.index}"
+        allow_connections(setup.max_batch, self.name)
+        pool = self._pool = new_pool()
+        external = self.external(setup, pool)
+        if external is not None:
+            if setup.num_nodes > 1:
+                raise EngineError(
+                    f"{self.name}: launcher.rollout_num_gpus_per_engine: the run does not know the devices of external "
+                    "servers. Omit it."
+                )
+            self.servers = list(external)
+            return
+        starting = [asyncio.create_task(self.launch(setup, place, pool)) for place in range(self.size)]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            for outcome in await asyncio.gather(*starting, return_exceptions=True):
+                if not isinstance(outcome, BaseException):
+                    self.servers.append(outcome.connection)
+                    self._processes.append(outcome.process)
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the first server; None for external servers."""
+        return self._processes[0].pid if self._processes else None
+
+    def watch(self, on_death: Callable[[EngineError], None]) -> None:
+        """Calls `on_death` when the first process has died."""
+        self._watch = asyncio.create_task(self._look(on_death), name=f"{self.name}, watch")
+
+    async def _look(self, on_death: Callable[[EngineError], None]) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for process in self._processes:
+                if process.exit_code is not None:
+                    on_death(
+                        EngineError(
+                            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n"
+                            f"{process.last_lines()}"
+                        )
+                    )
+                    return
+
+    async def stop(self) -> None:
+        """Stops all processes. A second call, or one before `start`, does nothing. Raises EngineError if processes are left."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        processes, self._processes = self._processes, []
+        pool, self._pool = self._pool, None
+        try:
+            ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
+        finally:
+            # Also if the caller is cancelled.
+            if pool is not None:
+                await pool.close()
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+
+    # ---------------------------------------------------------------- calls to all servers
+
+    async def ask_health(self, path: str, *others: tuple[C, str]) -> None:
+        """GETs `path` from all servers, and `others`. If a process has just died, its error from `watch` should come first,
+        so an error of a connection is raised a moment later."""
+        asked = [*((server, path) for server in self.servers), *others]
+        try:
+            await asyncio.gather(*(each.get(where, timeout_s=self._health_timeout_s) for each, where in asked))
+        except EngineError:
+            await asyncio.sleep(2 * WATCH_S)
+            raise
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        """Sends the same call to all servers, and returns the responses by server."""
+        return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+
+    async def post_to(self, server: C, path: str, body: Mapping[str, Any]) -> Any:
+        """`post` for one server. Raises EngineError also if a response reports that the call did not succeed."""
+        response = await server.post(path, body, timeout_s=self._control_timeout_s)
+        if isinstance(response, Mapping) and response.get("success") is False:
+            raise EngineError(f"{server.name}: {path}: {response.get('message') or 'it did not succeed'}")
+        return response

@@ -1,0 +1,114 @@
+"""Options, environment and start of a server of the run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from slime_core.contracts.setup import EngineSetup
+from slime_serving.devices import DEVICES, devices_of
+from slime_serving.listener import is_loopback
+from slime_serving.server_group import Started
+from slime_serving.server_process import ServerProcess, address_of, free_port
+from slime_serving.start import RESPONSE_S, start_until_up
+from slime_vllm.config import VllmOptions, server_options
+from slime_vllm.connection import VLLM_LOG, VllmConnection
+
+MODULE: Final = "slime_vllm_server.launch"
+FOLDER: Final = Path(__file__).parent / "server"
+"""On the module search path of the server."""
+TOKEN: Final = "SLIME_VLLM_TOKEN"
+"""See slime_vllm_server.auth."""
+MAX_SEQUENCES_ON_CPU: Final = 256
+
+
+def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
+    """vLLM's options, without the port."""
+    chosen = server_options(config)
+    on_cpu = setup.device == "cpu"
+    tp_size = setup.num_devices // config.servers // chosen.get("pipeline_parallel_size", 1)
+    options: dict[str, Any] = {
+        "model": str(setup.model_path),
+        "trust_remote_code": setup.trust_remote_code,
+        "seed": setup.seed + place,
+        "host": setup.host,
+        "tensor_parallel_size": tp_size,
+        "max_model_len": setup.max_context_len,
+        # The trainers' compute dtypes on these devices, independent of the dtype of the folder.
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        # Routes with tokens in and tokens out.
+        "enable_scale_out": True,
+        "worker_extension_cls": "slime_vllm_server.worker.WorkerExtension",
+        "weight_transfer_config": {"backend": "slime"},
+        "middleware": ["slime_vllm_server.auth.RequireToken"],
+        "disable_uvicorn_access_log": True,
+    }
+    if on_cpu:
+        options |= {
+            "enforce_eager": True,
+            "max_num_seqs": min(setup.max_batch, MAX_SEQUENCES_ON_CPU),
+            "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
+        }
+    if not (setup.model_path / "tokenizer_config.json").exists():
+        options["skip_tokenizer_init"] = True
+    return options | chosen
+
+
+def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    environment |= {
+        "PYTHONPATH": str(FOLDER),
+        TOKEN: token,
+        # Pauses, weight updates and cache resets are routes of this mode.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if is_loopback(setup.host):
+        environment["VLLM_HOST_IP"] = setup.host
+    if setup.device == "cpu":
+        # One thread per process: with several on the same cores, throughput is a quarter.
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    else:
+        environment[DEVICES] = ",".join(devices)
+    return environment
+
+
+async def start_server(
+    config: VllmOptions, setup: EngineSetup, place: int, pool: aiohttp.ClientSession
+) -> Started[VllmConnection]:
+    """Starts a server and waits until it responds. Raises EngineError with the log's last lines if it dies, or does not respond
+    in time."""
+    options = options_for(config, setup, place)
+    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
+    name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
+    log = setup.run_dir / "logs" / f"vllm-{setup.index}-{place}.log"
+    python: Mapping[str, str] = {} if config.python is None else {"python": str(config.python)}
+
+    def begin() -> Started[VllmConnection]:
+        port, token = free_port(setup.host), secrets.token_urlsafe(24)
+        process = ServerProcess(
+            MODULE,
+            options | {"port": port},
+            log=log,
+            form=VLLM_LOG,
+            environment=environment_for(setup, devices, token),
+            **python,
+        )
+        return Started(connection=VllmConnection(pool, address_of(setup.host, port), token, name), process=process)
+
+    async def is_up(started: Started[VllmConnection]) -> None:
+        # With the token, because another server may have taken this port.
+        await started.connection.get("/weight_info", timeout_s=RESPONSE_S)
+        await started.connection.get("/health", timeout_s=RESPONSE_S)
+
+    return await start_until_up(name, "vLLM", log, begin, is_up, timeout_s=config.start_timeout)

@@ -1,0 +1,67 @@
+"""Checks of combinations of options, and of options with the run's devices. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from slime_core.contracts.setup import EngineLayout
+from slime_core.errors import near_matches
+from slime_vllm.config import server_options
+from slime_vllm.interpreter import vllm_of
+from slime_vllm.server_args import options_in
+
+HOW_TO_INSTALL: Final = (
+    "Install vLLM in an environment of its own, and pass --vllm-python FOLDER/bin/python; the README of slime-vllm "
+    "says how."
+)
+
+
+def problems_of_options(config: Any) -> list[str]:
+    """Problems of options that exclude each other, each a sentence for the user."""
+    problems = []
+    given = server_options(config)
+    count = len(config.external_engine_addrs)
+    if not count:
+        installed = vllm_of(config.python)
+        if isinstance(installed, str):
+            where = "engine.name" if config.python is None else "engine.python"
+            problems.append(f"{where}: {installed} {HOW_TO_INSTALL}")
+        else:
+            known = {option.name for option in options_in(installed.folder)}
+            for name in sorted(set(given) - known):
+                close = near_matches(name, known)
+                hint = f" Close: {', '.join(close)}." if close else ""
+                problems.append(f"engine.{name}: vLLM {installed.version} has no such option.{hint}")
+    if count % config.servers:
+        problems.append(
+            f"engine.external_engine_addrs names {count} servers, not a multiple of engine.servers = {config.servers}."
+        )
+    if count and given:
+        problems.append(
+            f"engine.{next(iter(given))} = {next(iter(given.values()))!r}: an option of a server that the run starts, but "
+            "engine.external_engine_addrs names servers that run already. Omit it."
+        )
+    return problems
+
+
+def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
+    """Options that do not fit the engines and devices of the run."""
+    problems = []
+    if layout.num_nodes > 1:
+        problems.append(
+            f"{layout.devices_flag}: an engine of slime-vllm is on one machine, and this one would be on {layout.num_nodes}."
+        )
+    if layout.offload:
+        problems.append(
+            "launcher.offload_rollout: slime-vllm does not release the memory of its servers. Give engine and trainer devices "
+            "of their own (no --colocate), or use engine sglang."
+        )
+    if layout.routed_experts:
+        problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
+    parts = config.servers * (config.pipeline_parallel_size or 1)
+    if not config.external_engine_addrs and layout.num_devices % parts:
+        problems.append(
+            f"{layout.devices_flag}: an engine's {layout.num_devices} devices are not a multiple of engine.servers x "
+            f"pipeline_parallel_size = {parts}."
+        )
+    return problems

@@ -1,0 +1,71 @@
+"""VllmServers: the servers of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import aiohttp
+
+from slime_core.contracts.setup import EngineSetup
+from slime_core.errors import EngineError
+from slime_serving.external import connect_external
+from slime_serving.running import version_of
+from slime_serving.server_group import ServerGroup, Started
+from slime_vllm.config import VllmOptions
+from slime_vllm.connection import VllmConnection
+from slime_vllm.generation import PREFIX
+from slime_vllm.launching import start_server
+
+
+class VllmServers(ServerGroup[VllmConnection]):
+    routed = False
+
+    def __init__(self, config: VllmOptions) -> None:
+        super().__init__("vllm", control_timeout_s=config.control_timeout, health_timeout_s=config.health_timeout)
+        self._config = config
+
+    @property
+    def size(self) -> int:
+        return self._config.servers
+
+    def external(self, setup: EngineSetup, pool: aiohttp.ClientSession) -> Sequence[VllmConnection] | None:
+        given = self._config
+        if not given.external_engine_addrs:
+            return None
+        return connect_external(
+            VllmConnection,
+            given.external_engine_addrs,
+            setup,
+            pool,
+            servers=given.servers,
+            token_file=given.external_engine_token_file,
+        )
+
+    async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started[VllmConnection]:
+        return await start_server(self._config, setup, place, pool)
+
+    def at(self, place: int) -> VllmConnection:
+        return self.servers[place]
+
+    def headers(self, session: str | None) -> Mapping[str, str] | None:
+        return None
+
+    async def abort(self, ids: Sequence[str] | None) -> None:
+        """Aborts these requests on all servers; None: all requests. Unknown ids have no effect."""
+        if ids is None or ids:
+            body = {} if ids is None else {"request_ids": [PREFIX + rid for rid in ids]}
+            await self.post("/abort_requests", body)
+
+    async def versions(self) -> Sequence[int]:
+        """Weight versions by server. Raises EngineError for a version that this run did not send."""
+        responses = await asyncio.gather(
+            *(server.get("/weight_info", timeout_s=self._config.control_timeout) for server in self.servers)
+        )
+        held = []
+        for server, response in zip(self.servers, responses, strict=True):
+            try:
+                held.append(version_of(response["weight_version"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise EngineError(f"{server.name}: /weight_info has no version that slime sent: {response}") from error
+        return held

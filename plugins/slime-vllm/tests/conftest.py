@@ -1,0 +1,111 @@
+"""One vLLM server for the whole session: it takes a minute to start. Tests attach to it as an external one."""
+
+import asyncio
+import json
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from slime_models.new_model import ModelSizes, new_model
+from slime_vllm.interpreter import vllm_of
+from slime_vllm.plugin import Vllm
+
+# The suite is collected with importlib, which does not put its folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from vllm_setup import setup_for
+
+PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
+
+
+class Background:
+    """An event loop in a thread, for what outlives a test."""
+
+    def __init__(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine, timeout_s=600):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+class Served:
+    """A running server, without anything of ours in between."""
+
+    def __init__(self, info, folder):
+        self.address, self.token, self.pid = info.address, info.token, info.pid
+        self.token_file = folder / "token"
+        self.token_file.write_text(self.token)
+
+    def ask(self, path, body=None, token=None):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("every_test_runs"):
+        terminalreporter.section("engines")
+        terminalreporter.line(f"{vllm_of(str(PYTHON))} {sys.version}")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """With tied embeddings: vLLM's head is a parameter of its own. Heads of 32, the smallest on a CPU."""
+    folder = tmp_path_factory.mktemp("model") / "tied"
+    sizes = ModelSizes(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=96,
+        max_length=256,
+        tie_word_embeddings=True,
+    )
+    new_model(folder, "qwen3", sizes, alphabet="0123456789+= abcdefghij", seed=3, initializer_range=0.3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    background = Background()
+    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
+    try:
+        yield Served(background.run(engine.start(setup_for(model, folder))), folder)
+    finally:
+        background.run(engine.stop())
+        background.close()
+
+
+@pytest.fixture
+def attached(served, model, tmp_path):
+    """`async with attached() as engine`: an engine on the server."""
+
+    class Attached:
+        async def __aenter__(self):
+            config = Vllm.Config(
+                external_engine_addrs=(served.address,), external_engine_token_file=str(served.token_file)
+            )
+            self.engine = Vllm.build(config)
+            await self.engine.start(setup_for(model, tmp_path))
+            return self.engine
+
+        async def __aexit__(self, *failure):
+            await self.engine.stop()
+
+    return Attached

@@ -1,0 +1,103 @@
+"""Options of vLLM's servers, and what is wrong with some, as a user types them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from vllm_setup import setup_for
+
+from slime_core.contracts.setup import EngineLayout
+from slime_vllm.launching import options_for
+from slime_vllm.option_checks import problems_of_layout, problems_of_options
+from slime_vllm.plugin import Vllm
+from slime_vllm.server_args import ServerOption, options_in
+
+SOURCE = """
+class Other:
+    hidden: int = 1
+
+
+class EngineArgs:
+    model: str = ModelConfig.model
+    max_num_seqs: int | None = None
+    load: LoadConfig = get_field(ModelConfig, "load")
+    _private: int = 0
+
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+CONFIG = '''
+class ModelConfig:
+    model: str = ""
+    """Name or folder. It may be long."""
+    load: str = ""
+    """How it is
+    loaded"""
+'''
+
+
+def test_options_are_read_from_source(tmp_path):
+    for path, text in {"engine/arg_utils.py": SOURCE, "config/model.py": CONFIG}.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    assert list(options_in(tmp_path)) == [
+        ServerOption("model", "str", "Name or folder."),
+        ServerOption("max_num_seqs", "int | None", ""),
+        ServerOption("load", "LoadConfig", "How it is loaded."),
+        ServerOption("enable_log_requests", "bool", ""),
+    ]
+
+
+def test_an_option_that_the_run_decides_is_refused():
+    with pytest.raises(ValidationError, match=r"it is decided by the model's max_position_embeddings"):
+        Vllm.Config(max_model_len=100)
+
+
+def test_an_interpreter_without_vllm_is_a_problem(tmp_path):
+    (problem,) = problems_of_options(Vllm.Config(python=sys.executable))
+    assert problem.startswith(
+        f"engine.python: {sys.executable}: vLLM is not installed there. Install vLLM in an environment"
+    )
+    (problem,) = problems_of_options(Vllm.Config(python=str(tmp_path / "none")))
+    assert "cannot be run" in problem
+
+
+def test_external_servers_take_no_options():
+    config = Vllm.Config(external_engine_addrs=("a:1", "b:2", "c:3"), servers=2, max_num_seqs=5)
+    first, second = problems_of_options(config)
+    assert "names 3 servers, not a multiple of engine.servers = 2" in first
+    assert "engine.max_num_seqs = 5: an option of a server that the run starts" in second
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"num_devices": 3}, "3 devices are not a multiple of engine.servers x pipeline_parallel_size = 2"),
+        ({"num_devices": 2, "num_nodes": 2}, "is on one machine, and this one would be on 2"),
+        ({"num_devices": 2, "offload": True}, "launcher.offload_rollout"),
+        ({"num_devices": 2, "routed_experts": True}, "train.use_rollout_routing_replay"),
+    ],
+)
+def test_what_does_not_fit_the_run_is_a_problem(layout, text):
+    (problem,) = problems_of_layout(Vllm.Config(servers=2), EngineLayout(devices_flag="--here", **layout))
+    assert text in problem
+
+
+def test_devices_are_shared_by_servers_and_stages(tmp_path):
+    options = options_for(
+        Vllm.Config(servers=2, pipeline_parallel_size=2), setup_for(tmp_path, tmp_path, num_devices=8), 1
+    )
+    assert (options["tensor_parallel_size"], options["pipeline_parallel_size"], options["seed"]) == (2, 2, 1)
+    assert options["skip_tokenizer_init"]
+
+
+def test_a_wrong_flag_names_the_nearest(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "a"')
+    slime = str(Path(sys.executable).with_name("slime"))
+    command = [slime, "run", "run.toml", "--engine", "vllm", "--vllm-max-num-sequences", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--vllm-max-num-seqs" in done.stdout + done.stderr
