@@ -15,8 +15,8 @@ async def generate(args, sample, sampling_params):
             "sampling_params": sampling_params | {"max_new_tokens": 4},
             "return_logprob": True,
         }
-        answer = await post(url, payload)
-        found = answer["meta_info"]["output_token_logprobs"]
+        response = await post(url, payload)
+        found = response["meta_info"]["output_token_logprobs"]
         tokens += [item[1] for item in found]
         log_probs += [item[0] for item in found]
         mask += [1] * len(found)

@@ -12,7 +12,7 @@ from slime_vllm.server_args import options_in
 
 HOW_TO_INSTALL: Final = (
     "Install vLLM in an environment of its own, and pass --vllm-python FOLDER/bin/python; the README of slime-vllm "
-    "says how."
+    "has the steps."
 )
 
 

@@ -54,9 +54,9 @@ def scored(reply: Any, tokens: npt.NDArray[np.int32], count: int, server: str) -
     """Returns the log-probs (count,) of the last tokens. Raises EngineError if `reply` is no valid response."""
     try:
         entries = reply["prompt_logprobs"][-count:]
-        wanted = tokens[-count:].tolist()
+        required = tokens[-count:].tolist()
         found = np.array(
-            [entry[str(token)]["logprob"] for entry, token in zip(entries, wanted, strict=True)], np.float32
+            [entry[str(token)]["logprob"] for entry, token in zip(entries, required, strict=True)], np.float32
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
