@@ -9,7 +9,7 @@ from slime_core import groups
 
 DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.BACKENDS: {"slime-fsdp": ("fsdp",), "slime-megatron": ("megatron",)},
-    groups.ENGINES: {"slime-local": ("local",), "slime-sglang": ("sglang",)},
+    groups.ENGINES: {"slime-local": ("local",), "slime-sglang": ("sglang",), "slime-vllm": ("vllm",)},
     groups.ALGORITHMS: {
         "slime-grpo": ("grpo", "dr_grpo", "dapo", "gspo", "cispo"),
         "slime-ppo": ("ppo",),
@@ -17,6 +17,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-distill": ("opd", "sft"),
     },
     groups.ADVANTAGES: {
+        "slime-compat": ("compat", "compat_ref", "compat_values"),
         "slime-grpo": ("group_norm",),
         "slime-ppo": ("gae",),
         "slime-reinforce": ("discounted_return", "group_baseline", "leave_one_out"),
@@ -28,11 +29,14 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-distill": ("sft",),
     },
     groups.KL: {"slime-estimators": ("k1", "k2", "k3", "low_var_kl")},
-    groups.CORRECTIONS: {"slime-estimators": ("tis", "icepop", "mis", "opsm")},
+    groups.CORRECTIONS: {
+        "slime-compat": ("compat", "compat_reducer"),
+        "slime-estimators": ("tis", "icepop", "mis", "opsm"),
+    },
     groups.REWARDS: {
         "slime-rm-math": ("math", "dapo", "deepscaler", "gsm8k"),
         "slime-agents": ("retool",),
-        "slime-compat": ("compat",),
+        "slime-compat": ("compat", "trl", "verl"),
         "slime-rm-hub": ("f1", "gpqa", "ifbench", "remote", "served", "random"),
     },
     groups.COLLECTORS: {
@@ -41,7 +45,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-sources": ("accepted", "pool", "replay"),
     },
     groups.FILTERS: {
-        "slime-compat": ("compat",),
+        "slime-compat": ("compat", "compat_buffer"),
         "slime-filters": (
             "nonzero_std",
             "pass_rate_band",
@@ -59,7 +63,11 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-verifiers": ("verifiers",),
         "slime-compat": ("compat",),
     },
-    groups.SOURCES: {"slime-sources": ("files", "stream", "curriculum", "sums"), "slime-verifiers": ("verifiers",)},
+    groups.SOURCES: {
+        "slime-compat": ("compat",),
+        "slime-sources": ("files", "stream", "curriculum", "sums"),
+        "slime-verifiers": ("verifiers",),
+    },
     groups.RENDERERS: {"slime-sources": ("chat",)},
     groups.MIDDLEWARES: {
         "slime-router": (
@@ -79,7 +87,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
     groups.COMMANDS: {
-        "slime-compat": ("compat", "compat.upstream"),
+        "slime-compat": ("compat", "compat.trl", "compat.upstream", "compat.verl"),
         "slime-models": ("convert", "models"),
         "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
         "slime-preflight": ("config", "doctor", "plan"),

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 from pydantic import ValidationError
+from typer import Typer
 
 from slime_core import __version__, groups
 from slime_core.cli.commands import CommandGroup, command_problem
@@ -120,7 +121,7 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
             Hooks({entry.qualified: loaded})
             return
         if entry.group == groups.COMMANDS:
-            yield from command_problems(entry, loaded)
+            yield from command_problems(registry, entry, loaded)
             return
         accepted = validate(entry, loaded, where=entry.qualified)
     except PluginError as error:
@@ -132,16 +133,27 @@ def _problems(registry: Registry, entry: Entry, status: Status, heavy: Mapping[E
         yield from driver_problems(accepted)
 
 
-def command_problems(entry: Entry, loaded: object) -> Iterable[str]:
+def command_problems(registry: Registry, entry: Entry, loaded: object) -> Iterable[str]:
     """What `slime` cannot run, or never looks at."""
     parents = [group.parent for group in (CommandGroup, PluginsGroup)]
-    if entry.name.rpartition(".")[0] not in parents:
+    parent = entry.name.rpartition(".")[0]
+    if parent not in parents and not any(
+        is_group(registry.load(of, where=of.qualified), parent)
+        for of in registry.entries(groups.COMMANDS)
+        if of.name == parent
+    ):
         yield f"nothing reads the command {entry.name}: there is {' and '.join(f'{p}.NAME'.strip('.') for p in parents)}"
     kernels = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if entry.name in kernels:
         yield f"{KERNEL} has a command {entry.name}: give it another name"
     if problem := command_problem(entry, loaded):
         yield problem
+
+
+def is_group(command: object, parent: str) -> bool:
+    """Whether this command of a plugin has the entries below `parent` as its own commands."""
+    group = command.info.cls if isinstance(command, Typer) else None
+    return isinstance(group, type) and issubclass(group, CommandGroup) and group.parent == parent
 
 
 def driver_problems(driver: type[Driver[Any]]) -> Iterable[str]:
