@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime_core.contracts.driver import Driver
-from slime_core.contracts.media import MediaRenderer
-from slime_core.types.prompt import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from slime_core.contracts.media import MediaRenderer
+    from slime_core.types.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

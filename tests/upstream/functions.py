@@ -38,7 +38,6 @@ from slime_core.config.run import DataConfig
 from slime_core.contracts.filter import Versions
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
-from slime_core.data.render import PromptRenderer
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings
 from slime_core.rollout.single_turn import SingleTurn
@@ -50,6 +49,7 @@ from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
 from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import NumberedPrompts, client_of, episode_of
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -29,7 +29,6 @@ from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import Versions
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
-from slime_core.data.render import PromptRenderer
 from slime_core.errors import PluginError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings
@@ -48,6 +47,7 @@ from slime_plugin_kit.scripted_rollout import (
     tokenizer,
     vocab_size,
 )
+from slime_sources.rendering.prompt_renderer import PromptRenderer
 
 GROUPS, SAMPLES = 2, 3
 

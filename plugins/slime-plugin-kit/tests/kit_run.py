@@ -14,7 +14,7 @@ from pathlib import Path
 
 SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"))
 WITH_A_MODEL = {"slime.backends", "slime.engines"}
-ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers"}
+ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers", "slime-vllm"}
 """What starts a server for each property, or imports for seconds, is proven by the tests of its own target."""
 
 

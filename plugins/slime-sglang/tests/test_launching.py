@@ -19,7 +19,6 @@ from slime_serving.connection import new_pool
 from slime_serving.devices import devices_of
 from slime_serving.server_process import ServerProcess
 from slime_sglang import launching
-from slime_sglang.config import SglangOptions
 from slime_sglang.launching import options_for, start_server
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
@@ -60,8 +59,8 @@ def test_options_that_the_run_decides_are_refused(setup):
     assert set_here - defaults - set(OWNED) == set()
 
 
-class WithOptions(SglangOptions):
-    """As with an SGLang that has this option."""
+class WithOptions(Sglang.Config):
+    """With this option, whether SGLang is installed or not."""
 
     chunked_prefill_size: int | None = None
 

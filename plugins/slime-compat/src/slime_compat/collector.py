@@ -21,9 +21,9 @@ from slime_compat.rollout_output import RolloutFnTrainOutput, call_rollout_fn
 from slime_compat.train_data import samples_of
 from slime_core.contracts.collector import Collector
 from slime_core.errors import PluginError, RolloutError
-from slime_core.rollout.accepted import AcceptedGroups
 from slime_core.rollout.context import RolloutContext
 from slime_core.types.sample import Sample, SampleGroup
+from slime_sources.accepted import AcceptedGroups
 
 Rejected: TypeAlias = tuple[SampleGroup, str]
 TABLE: Final = "rollout.collector"

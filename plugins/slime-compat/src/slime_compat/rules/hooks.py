@@ -107,7 +107,7 @@ def advantage(translation: Translation, of_function: dict[str, Any]) -> None:
     translation.put("algo.advantage", {"name": name, "path": path} | of_function | {"args": args})
     if in_reward:
         # Upstream computes `kl` for this function with every estimator.
-        translation.notes = [note for note in translation.notes if note.flag != "kl-coef"]
+        translation.notes = [note for note in translation.notes if note.flag != "--kl-coef"]
         translation.put("algo.kl_coef", in_reward)
         translation.put("algo.kl_reward_type", algo["kl_loss_type"])
 
