@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 LONGEST_FIRST = (
+    "tests/integration/test_killed_in_phases.py",
     "plugins/slime-plugin-kit/tests/test_planted_faults.py",
     "tests/integration/test_whole_run.py",
     "plugins/slime-plugin-kit/tests/test_shipped_plugins.py",

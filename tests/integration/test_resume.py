@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.faults
 
 STEPS = 48
-UNIFORM_KILLS = 8
-KILLS_BESIDE_WRITES = 3
+UNIFORM_KILLS = 5
+KILLS_BESIDE_WRITES = 2
 PHASES = ("start", "rollout", "train", "save", "update_weights", "eval")
 SEED = 20261121
 
