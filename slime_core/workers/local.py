@@ -91,7 +91,10 @@ class LocalLauncher(Launcher):
         threads, self._threads = self._threads, []
         # All of them, also if stopping one fails: engines first, each in the order of its start.
         async with contextlib.AsyncExitStack() as stack:
-            for rank, thread in zip(reversed(ranks), reversed(threads), strict=True):
+            # The last one has no rank if its start failed.
+            for thread in threads[len(ranks) :]:
+                stack.callback(thread.shutdown, wait=True)
+            for rank, thread in reversed(list(zip(ranks, threads, strict=False))):
                 stack.push_async_callback(end_rank, rank, thread)
             for engine in reversed(engines):
                 if engine is not None:

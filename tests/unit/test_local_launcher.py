@@ -3,6 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,3 +111,23 @@ async def test_an_engine_that_was_ended_is_ended_once(specs, tmp_path):
     successor, _ = await launcher.restart_engine(1)
     assert await successor.call("version")
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_rank_that_does_not_start_leaves_no_other_running(monkeypatch):
+    closed = []
+
+    class Worker:
+        def __init__(self, spec):
+            if spec.setup.role == "critic":
+                raise RuntimeError("no such model")
+
+        def close(self):
+            closed.append("actor")
+
+    monkeypatch.setattr(local, "TrainWorker", Worker)
+    launcher = LocalLauncher()
+    roles = [SimpleNamespace(setup=SimpleNamespace(role=role, rank=0)) for role in ("actor", "critic")]
+    with pytest.raises(RuntimeError, match="no such model"):
+        await launcher.start_trainers(roles)
+    await launcher.stop()
+    assert closed == ["actor"]
