@@ -74,7 +74,7 @@ def make_layer(*, grouped, here=True, **more):
         perform_initialization=False,
         **more,
     )
-    provider = PackedLayers(SimpleNamespace(sandwich_norms=False, interleaved_indexer=False))
+    provider = PackedLayers(SimpleNamespace(sandwich_norms=False, interleaved_indexer=False, joint_qk_norm=False))
     spec = get_mlp_module_spec_for_backend(provider, num_experts=EXPERTS, moe_grouped_gemm=grouped)
     layer = build_module(spec, config=config)
     if here:

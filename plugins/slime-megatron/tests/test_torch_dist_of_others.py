@@ -44,6 +44,10 @@ def theirs(tmp_path_factory):
     from slime_training.process_group import make_single_group
 
     use_cpu()
+    if dist.is_initialized():
+        # That of a file before.
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
     make_single_group()
     parallel_state.initialize_model_parallel()
     torch.manual_seed(3)
