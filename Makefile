@@ -88,7 +88,7 @@ test-vllm: .venv-vllm/.installed  ## The real vLLM, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs vllm plugins/slime-vllm/tests -m vllm
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
-	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests -m megatron
+	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests plugins/slime-compat/tests/test_translate.py -m megatron
 
 test-wheels: .venv/.test  ## Each wheel installs into an empty environment of its own, imports, and is listed.
 	$(BIN)/python tests/wheels/each_alone.py $(FLAGS)

@@ -10,7 +10,6 @@ and weight updates skip it. The watcher puts another engine in its place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,10 +18,10 @@ from typing import Any, Final, TypeAlias
 
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
-from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, RolloutError
-from slime_core.registry.boundary import Held, foreign, held, name_of, require
-from slime_core.registry.call_limit import CallLimit
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
+from slime_core.registry.boundary import Held, held
 from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
+from slime_core.rollout.middleware_calls import around, middleware_limit
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
@@ -388,30 +387,3 @@ class EngineClient:
 def wakes_whole(tags: Sequence[MemoryTag] | None = None) -> bool:
     """True if the engine can generate afterwards; with the weights alone it can only receive new ones."""
     return tags is None or MemoryTag.KV_CACHE in tags
-
-
-def around(middleware: RouterMiddleware, call_next: Next, limit: CallLimit | None = None) -> Next:
-    async def passed_on(request: GenerateRequest) -> Completion:
-        with contextlib.nullcontext() if limit is None else limit.passed_on():
-            return await call_next(request)
-
-    async def call(request: GenerateRequest) -> Completion:
-        where = f"request {request.request_id}"
-        async with contextlib.nullcontext() if limit is None else limit.call(where):
-            with foreign(middleware, where, error=RolloutError):
-                completion = await middleware(request, passed_on)
-                require(isinstance(completion, Completion), middleware, where, completion, "a Completion")
-        return completion
-
-    return call
-
-
-def middleware_limit(middleware: RouterMiddleware, seconds: float) -> CallLimit:
-    def error(calls: Sequence[str]) -> RolloutError:
-        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-        return RolloutError(
-            f"{name_of(middleware)}, {calls[0]}{more}: it has neither passed on nor returned any for {seconds:g} s "
-            "(--middleware-timeout)."
-        )
-
-    return CallLimit(seconds, error)

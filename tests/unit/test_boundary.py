@@ -26,8 +26,8 @@ from slime_core.contracts.source import DataSource
 from slime_core.data.buffer import DataBuffer, check_state, take_prompts
 from slime_core.errors import PluginError, RewardError, RolloutError, SlimeError, StorageError
 from slime_core.registry.boundary import error_text, foreign, held, shown, with_name
-from slime_core.rollout.client import around
 from slime_core.rollout.counters import middleware_metrics
+from slime_core.rollout.middleware_calls import around
 from slime_core.rollout.reward_worker import score_group
 from slime_core.rollout.rewards import RewardResult, verdict_on
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, rewarded_by

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -550,7 +549,7 @@ def test_the_tables_have_the_keys_of_the_plugins():
     assert len(own & set(megatron_flags.OPTIONS)) == len(own)
 
 
-@pytest.mark.skipif(find_spec("megatron") is None, reason="reads the options of the installed Megatron-core")
+@pytest.mark.megatron
 def test_every_option_of_megatron_in_the_tables_is_one_of_the_installed():
     tables = {"backend": {"name": "megatron"}}
     known = {

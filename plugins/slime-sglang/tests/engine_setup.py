@@ -20,7 +20,7 @@ def requests_of(fleet):
     """The requests in flight of an engine with these servers."""
     return RequestsInFlight(
         fleet,
-        SglangRequests(vocab_size=10, features=Features(), image_tokens=None, experts=None),
+        SglangRequests(vocab_size=10, has_tokenizer=True, features=Features(), image_tokens=None, experts=None),
         SimpleNamespace(index=0, max_context_len=100),
         expected_version=lambda: 0,
         request_timeout_s=10,

@@ -86,7 +86,7 @@ def test_without_seeds_it_is_left_to_sglang(kept):
 
 
 def test_a_penalty_is_refused():
-    check = SglangRequests(vocab_size=25, features=Features(), image_tokens=None, experts=None)
+    check = SglangRequests(vocab_size=25, has_tokenizer=True, features=Features(), image_tokens=None, experts=None)
 
     def problem(**sampling):
         params = SamplingParams(max_new_tokens=2, **sampling)

@@ -17,29 +17,9 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
 from slime_serving.connection import Connection
+from slime_serving.held_weights import HeldWeights
 from slime_serving.in_flight import RequestsInFlight
 from slime_serving.server_group import ServerGroup
-
-
-class Weights(Protocol):
-    """The weights of all servers of an engine, which are equal."""
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether a version is partly loaded."""
-
-    def expect(self) -> None:
-        """Marks the version as incomplete, because a transport is about to send one."""
-
-    async def load(self, bucket: Bucket) -> None:
-        """See `RolloutEngine.load_bucket`."""
-
-    async def complete(self, version: int) -> None:
-        """Called when all of a version is loaded and its number is set. Raises EngineError if a server has another version."""
-
-    async def version(self) -> int: ...
-
-    async def checksum(self) -> str: ...
 
 
 class Scores(Protocol):
@@ -61,7 +41,7 @@ class ServingEngine(RolloutEngine, Generic[G]):
         self._setup: EngineSetup | None = None
         self._requests: RequestsInFlight | None = None
         """None: a reward model, or a machine other than the engine's first."""
-        self._held: Weights | None = None
+        self._held: HeldWeights | None = None
         self._scores: Scores | None = None
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
@@ -227,7 +207,7 @@ class ServingEngine(RolloutEngine, Generic[G]):
         self._paused = False
         in_flight.resume()
 
-    def _weights(self) -> Weights:
+    def _weights(self) -> HeldWeights:
         self._ready()
         if self._held is None:
             raise EngineRefused(f"{self._name} takes no weights.")
@@ -241,11 +221,11 @@ class ServingEngine(RolloutEngine, Generic[G]):
         await held.load(bucket)
 
     async def version(self) -> int:
-        """See `Weights.version`."""
+        """See `HeldWeights.version`."""
         return await self._weights().version()
 
     async def checksum(self) -> str:
-        """See `Weights.checksum`."""
+        """See `HeldWeights.checksum`."""
         return await self._weights().checksum()
 
     # ---------------------------------------------------------------- what transports use

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -14,6 +14,7 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_serving.connection import Connection, ConnectionLost
+from slime_serving.requests import AcceptedRequests
 from slime_serving.running import RequestIds, Running
 
 ABORT_AGAIN_S: Final = 0.02
@@ -46,22 +47,13 @@ class Fleet(Protocol):
         """Aborts these requests on all servers, if they are there; None: all requests."""
 
 
-class Requests(Protocol):
-    """The requests that the servers of an engine accept."""
-
-    def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
-        """Why these cannot be served, as a sentence; None: they can. `running`: ids in use."""
-
-    def begin(self, request: GenerateRequest) -> Running: ...
-
-
 class RequestsInFlight:
     """Sends requests while it is open. Interrupted requests wait here, and are sent again with their tokens so far."""
 
     def __init__(
         self,
         fleet: Fleet,
-        requests: Requests,
+        requests: AcceptedRequests,
         setup: EngineSetup,
         *,
         expected_version: Callable[[], int | None],

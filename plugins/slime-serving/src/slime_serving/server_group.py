@@ -6,13 +6,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_serving.connection import Connection, allow_connections, new_pool
+from slime_serving.running import version_of
 from slime_serving.server_process import ServerProcess
 
 WATCH_S: Final = 0.25
@@ -31,6 +32,9 @@ class Started(Generic[C]):
 
 class ServerGroup(ABC, Generic[C]):
     """Call `start` once, and `stop` at the end. A subclass starts the servers of its program."""
+
+    version_path: ClassVar[str]
+    """Path of the request whose response has `weight_version`."""
 
     def __init__(self, program: str, *, control_timeout_s: float, health_timeout_s: float) -> None:
         self.name = f"engine {program}"
@@ -134,6 +138,24 @@ class ServerGroup(ABC, Generic[C]):
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """Sends the same call to all servers, and returns the responses by server."""
         return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+
+    async def versions(self) -> Sequence[int]:
+        """Weight versions by server. Raises EngineError for a version that this run did not send."""
+        path = self.version_path
+        responses = await asyncio.gather(
+            *(server.get(path, timeout_s=self._control_timeout_s) for server in self.servers)
+        )
+        held = []
+        for server, response in zip(self.servers, responses, strict=True):
+            try:
+                held.append(version_of(response["weight_version"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise EngineError(f"{server.name}: {path} has no version that slime sent: {response}") from error
+        return held
+
+    @abstractmethod
+    async def flush(self) -> None:
+        """Drops cached prefixes, which the old weights computed."""
 
     async def post_to(self, server: C, path: str, body: Mapping[str, Any]) -> Any:
         """`post` for one server. Raises EngineError also if a response reports that the call did not succeed."""

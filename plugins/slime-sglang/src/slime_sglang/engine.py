@@ -13,7 +13,7 @@ from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
-from slime_sglang.held_weights import HeldWeights
+from slime_sglang.held_weights import SglangWeights
 from slime_sglang.option_checks import problem_of_experts
 from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
@@ -41,7 +41,7 @@ class SglangEngine(ServingEngine[SglangServers]):
     async def prepare(self, setup: EngineSetup) -> None:
         """Reads the features of the servers; builds the objects that serve requests and load weights."""
         self._features = await Features.of_all(self._fleet.servers, self._config, setup)
-        weights = self._held = HeldWeights(self._fleet, self._config, setup, self._features)
+        weights = self._held = SglangWeights(self._fleet, self._config, setup, self._features)
         exact = self._config.pause_mode == "abort"
         self._requests = RequestsInFlight(
             self._fleet,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_serving.external import connect_external
-from slime_serving.running import version_of
 from slime_serving.server_group import ServerGroup
 from slime_sglang.config import SglangOptions, role_of
 from slime_sglang.connection import SglangConnection
@@ -24,6 +23,8 @@ FLUSH_TRIES: Final = 60
 
 
 class SglangServers(ServerGroup[SglangConnection]):
+    version_path: ClassVar[str] = "/model_info"
+
     def __init__(self, config: SglangOptions) -> None:
         super().__init__("sglang", control_timeout_s=config.control_timeout, health_timeout_s=config.health_timeout)
         self._config = config
@@ -109,16 +110,3 @@ class SglangServers(ServerGroup[SglangConnection]):
                 if "status 400" not in str(error) or attempt == FLUSH_TRIES - 1:
                     raise
             await asyncio.sleep(1.0)
-
-    async def versions(self) -> Sequence[int]:
-        """Weight versions by server. Raises EngineError for a version that this run did not send."""
-        responses = await asyncio.gather(
-            *(server.get("/model_info", timeout_s=self._config.control_timeout) for server in self.servers)
-        )
-        held = []
-        for server, response in zip(self.servers, responses, strict=True):
-            try:
-                held.append(version_of(response["weight_version"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise EngineError(f"{server.name}: /model_info has no version that slime sent: {response}") from error
-        return held

@@ -11,12 +11,12 @@ from slime_serving.engine import ServingEngine
 from slime_serving.in_flight import RequestsInFlight
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
-from slime_vllm.held_weights import HeldWeights
+from slime_vllm.held_weights import VllmWeights
 from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
 from slime_vllm.server_group import VllmServers
 
-CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES, Capability.REPETITION_PENALTY})
+CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
 
 
 class VllmEngine(ServingEngine[VllmServers]):
@@ -34,7 +34,7 @@ class VllmEngine(ServingEngine[VllmServers]):
 
     async def prepare(self, setup: EngineSetup) -> None:
         own = not self._config.external_engine_addrs
-        weights = self._held = HeldWeights(self._fleet, setup, shared=own)
+        weights = self._held = VllmWeights(self._fleet, setup, shared=own)
         await self._fleet.post("/init_weight_transfer_engine", {"init_info": {}})
         self._requests = RequestsInFlight(
             self._fleet,

@@ -20,9 +20,7 @@ class Vllm(EngineDriver):
 
     Config = make_config()
     transports: ClassVar[tuple[str, ...]] = ("direct",)
-    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.VERSION_SPANS, Capability.SCORES, Capability.REPETITION_PENALTY}
-    )
+    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:

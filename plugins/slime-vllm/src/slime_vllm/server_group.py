@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.errors import EngineError
 from slime_serving.external import connect_external
-from slime_serving.running import version_of
 from slime_serving.server_group import ServerGroup, Started
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
@@ -19,6 +17,7 @@ from slime_vllm.launching import start_server
 
 
 class VllmServers(ServerGroup[VllmConnection]):
+    version_path: ClassVar[str] = "/weight_info"
     routed = False
 
     def __init__(self, config: VllmOptions) -> None:
@@ -57,15 +56,5 @@ class VllmServers(ServerGroup[VllmConnection]):
             body = {} if ids is None else {"request_ids": [PREFIX + rid for rid in ids]}
             await self.post("/abort_requests", body)
 
-    async def versions(self) -> Sequence[int]:
-        """Weight versions by server. Raises EngineError for a version that this run did not send."""
-        responses = await asyncio.gather(
-            *(server.get("/weight_info", timeout_s=self._config.control_timeout) for server in self.servers)
-        )
-        held = []
-        for server, response in zip(self.servers, responses, strict=True):
-            try:
-                held.append(version_of(response["weight_version"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise EngineError(f"{server.name}: /weight_info has no version that slime sent: {response}") from error
-        return held
+    async def flush(self) -> None:
+        await self.post("/reset_prefix_cache", {})

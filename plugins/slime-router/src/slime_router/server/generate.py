@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineUnavailable, SlimeError
-from slime_core.rollout.client import around
+from slime_core.rollout.middleware_calls import around
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
 from slime_router.errors import BadRequest, BadResponse, Refused, TooManyRequests
 from slime_router.requests import Parsed, parse
