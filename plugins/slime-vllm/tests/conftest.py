@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 import threading
 import urllib.error
@@ -56,6 +57,20 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, None
 
+    async def until_generating(self, tokens=20):
+        """Waits until it has generated so many more tokens."""
+        enough = self.generated() + tokens
+        while self.generated() < enough:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+
+    def generated(self):
+        request = urllib.request.Request(self.address + "/metrics", headers={"Authorization": f"Bearer {self.token}"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read().decode()
+        return sum(
+            float(count) for count in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+        )
+
 
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("every_test_runs"):
@@ -73,7 +88,7 @@ def model(tmp_path_factory):
         num_heads=2,
         num_kv_heads=1,
         intermediate_size=96,
-        max_length=256,
+        max_length=2048,
         tie_word_embeddings=True,
     )
     new_model(folder, "qwen3", sizes, alphabet="0123456789+= abcdefghij", seed=3, initializer_range=0.3)

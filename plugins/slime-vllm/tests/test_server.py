@@ -12,8 +12,11 @@ from slime_plugin_kit.tiny_model import buckets_of, load_plain, log_probs_of, mo
 
 pytestmark = pytest.mark.vllm
 
-CLOSE = 2e-5
-"""Nats: float32 on both sides."""
+LONG = 1500
+"""Tokens of a response that is still running when something happens to it."""
+CLOSE = 1e-4
+CLOSE_MEAN = 5e-6
+"""Nats, of float32 and float64: single tokens of thousands are 2e-5 apart."""
 
 
 def asked(name, tokens, seed=0, **sampling):
@@ -22,7 +25,7 @@ def asked(name, tokens, seed=0, **sampling):
 
 
 def endless(name, seed=0):
-    return asked(name, [5, 6], seed, max_new_tokens=200, min_new_tokens=200)
+    return asked(name, [5, 6], seed, max_new_tokens=LONG, min_new_tokens=LONG)
 
 
 def differences(plain, request, response):
@@ -31,6 +34,11 @@ def differences(plain, request, response):
             plain, request.token_ids.tolist(), response.token_ids.tolist(), request.sampling.temperature
         )
     return (expected - torch.tensor(response.log_probs, dtype=torch.float64)).abs()
+
+
+def require_close(apart):
+    assert apart.max() < CLOSE
+    assert apart.mean() < CLOSE_MEAN
 
 
 async def load(engine, weights, version):
@@ -49,7 +57,7 @@ async def test_log_probs_are_the_models(attached, model):
         plain = load_plain(model)
         for request, response in zip(requests, responses, strict=True):
             assert len(response.token_ids) > 0
-            assert differences(plain, request, response).max() < CLOSE
+            require_close(differences(plain, request, response))
         (again,) = await engine.generate([asked("again", range(4, 6), 0, temperature=0.7)])
         assert again.token_ids.tolist() == responses[0].token_ids.tolist()
 
@@ -57,11 +65,11 @@ async def test_log_probs_are_the_models(attached, model):
         whole, none = await engine.score([sequence, sequence], [len(sequence) - 1, 0])
         with torch.no_grad():
             expected, _ = log_probs_of(plain, sequence[:1].tolist(), sequence[1:].tolist())
-        assert np.abs(whole - expected.numpy()).max() < CLOSE
+        require_close(np.abs(whole - expected.numpy()))
         assert len(none) == 0
 
 
-async def test_running_requests_continue_with_new_weights(attached, model):
+async def test_running_requests_continue_with_new_weights(attached, served, model):
     """Every token has the version that computed it, and the new ones' log-probs are those of the new weights: the head too,
     which no bucket has, because it is the embedding."""
     async with attached() as engine:
@@ -69,7 +77,7 @@ async def test_running_requests_continue_with_new_weights(attached, model):
         await load(engine, named_weights(plain), 1)
         requests = [endless(f"l{n}", n) for n in range(4)]
         running = asyncio.create_task(engine.generate(requests))
-        await asyncio.sleep(0.3)
+        await served.until_generating()
         changed = moved(plain, seed=1)
         await load(engine, named_weights(changed), 2)
         assert await engine.version() == 2
@@ -77,24 +85,24 @@ async def test_running_requests_continue_with_new_weights(attached, model):
         for request, response in zip(requests, await running, strict=True):
             assert [span.version for span in response.spans] == [1, 2]
             old, new = response.spans
-            assert (old.start, old.end, new.end) == (0, new.start, 200)
+            assert (old.start, old.end, new.end) == (0, new.start, LONG)
             assert response.finish_reason is FinishReason.LENGTH
             # Keys and values of the tokens before are the new weights', too.
             apart = differences(changed, request, response)
-            assert apart[new.start :].max() < CLOSE
+            require_close(apart[new.start :])
             assert apart[: old.end].max() > 100 * CLOSE
 
 
-async def test_one_request_of_several_is_aborted(attached, model):
+async def test_one_request_of_several_is_aborted(attached, served, model):
     async with attached() as engine:
         await load(engine, named_weights(load_plain(model, torch.float32)), 3)
         running = asyncio.create_task(engine.generate([endless(f"a{n}", n) for n in range(3)]))
-        await asyncio.sleep(0.2)
+        await served.until_generating()
         await engine.abort(["a1"])
         first, aborted, last = await running
         assert aborted.finish_reason is FinishReason.ABORT
-        assert len(aborted.token_ids) == len(aborted.log_probs) < 200
-        assert {len(first.token_ids), len(last.token_ids)} == {200}
+        assert len(aborted.token_ids) == len(aborted.log_probs) < LONG
+        assert {len(first.token_ids), len(last.token_ids)} == {LONG}
         await engine.health()
 
 
@@ -108,7 +116,7 @@ async def test_a_version_that_was_sent_in_part_is_sent_again(attached, model):
         await load(engine, named_weights(plain), 5)
         request = asked("whole", [4, 5])
         (response,) = await engine.generate([request])
-        assert differences(load_plain(model), request, response).max() < CLOSE
+        require_close(differences(load_plain(model), request, response))
 
 
 def test_nothing_is_open_without_the_token(served):
