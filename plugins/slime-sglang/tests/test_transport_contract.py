@@ -6,7 +6,7 @@ import pytest
 
 from slime_plugin_kit.rollout_kinds import TRANSPORTS
 from slime_plugin_kit.suites import transports
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 
 class TransportCase:

@@ -19,7 +19,7 @@ class Vllm(EngineDriver):
     """vLLM servers as subprocesses, in an interpreter of their own, or external ones."""
 
     Config = make_config()
-    transports: ClassVar[tuple[str, ...]] = ("direct",)
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
 
     @classmethod
