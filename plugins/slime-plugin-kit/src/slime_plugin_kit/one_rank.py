@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
@@ -21,8 +21,18 @@ BUCKET: Final = 4096
 class OneRank:
     """`TrainerLink` of one rank whose weights are a transformers model's, as float32; of tied ones the first."""
 
-    def __init__(self, driver: type[TransportDriver], run_dir: Path, model: nn.Module, **options: Any) -> None:
+    def __init__(
+        self,
+        driver: type[TransportDriver],
+        run_dir: Path,
+        model: nn.Module,
+        *,
+        device: Literal["cpu", "cuda"] = "cpu",
+        colocated: bool = True,
+        **options: Any,
+    ) -> None:
         self.model = model
+        self.device = device
         settings = {"update_weight_buffer_size": BUCKET, "update_weights_timeout": 30.0} | options
         self.config = driver.Config(**settings)
         sender = driver.build_sender(self.config)
@@ -30,12 +40,12 @@ class OneRank:
         self.sender = sender
         self.transport = driver.build(self.config)
         self.sender.setup(
-            SenderSetup(rank=0, world_size=1, device="cpu", model_path=run_dir, run_dir=run_dir, colocated=True)
+            SenderSetup(rank=0, world_size=1, device=device, model_path=run_dir, run_dir=run_dir, colocated=colocated)
         )
 
     def export(self, *, all_ranks: bool) -> Iterator[Mapping[str, Tensor]]:
         for name, tensor in self.model.named_parameters():
-            yield {name: tensor.detach().float()}
+            yield {name: tensor.detach().float().to(self.device)}
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> list[SentReport]:
         return [await asyncio.to_thread(self.sender.send, self.export, version, engines)]

@@ -71,7 +71,7 @@ class HeldBucket:
         for (width, start, end), (steps, values) in zip(self.runs(), changes, strict=True):
             if not steps:
                 continue
-            positions = (elements(steps, 4).view(torch.int32).flatten().to(torch.int64) & 0xFFFFFFFF).cumsum(0)
+            positions = (elements(steps, 4).flatten().view(torch.int32).to(torch.int64) & 0xFFFFFFFF).cumsum(0)
             self.data[start:end].view(-1, width)[positions] = elements(values, width)
 
 
