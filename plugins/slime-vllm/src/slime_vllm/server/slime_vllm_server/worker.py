@@ -17,7 +17,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from slime_vllm_server.folders import LoadedFolder
 from slime_vllm_server.memory_handles import opened
@@ -90,10 +92,18 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
 
     def start_weight_update(self) -> None:
         if self._open:
-            # One that failed: what vLLM had kept of it would be loaded in place of what comes now.
-            finalize_layerwise_reload(self.model, self.model_config)
+            self._discard()
         self._open = True
         initialize_layerwise_reload(self.model)
+
+    def _discard(self) -> None:
+        """Drops what vLLM keeps of an update that failed: it would be loaded in place of what comes now. Layers that were not
+        complete hold their old values again."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: SlimeUpdate) -> None:
         if update_info.folder is not None:
@@ -113,7 +123,9 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
 
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load_weights(self._with_head(named))
+        # A bucket has a part of the tensors.
+        with disable_mtp_completeness_check():
+            self.model.load_weights(self._with_head(named))
 
     def _with_head(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A tied head is in no file, but vLLM's is another parameter on a CPU, and would keep its old values."""
@@ -141,8 +153,8 @@ class WorkerExtension:
 
     def begin_weight_update(self) -> None:
         """Starts an update, also after one that was not sent to its end."""
-        if self._weight_update_active:
-            self.finish_weight_update()  # type: ignore[attr-defined]
+        # vLLM refuses to start one. It is discarded by `SlimeWeights.start_weight_update`.
+        self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
 
     def problem_of_folder(self, folder: str) -> dict[str, str]:
