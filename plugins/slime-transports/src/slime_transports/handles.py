@@ -1,4 +1,4 @@
-"""Buckets by reference: a payload tells a server where the bytes are."""
+"""Buckets by reference: a payload states where the bytes are."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Servers:
 
 
 def receiver_of(engine: EngineEndpoint) -> type[WeightReceiver]:
-    """Raises EngineError for an endpoint that does not tell how its server takes weights."""
+    """Raises EngineError for an endpoint without a receiver."""
     if not isinstance(engine, ServerEndpoint):
         raise EngineError(
             f"engine {engine.index} ({engine.url}): its endpoint is no slime_transports.receiver.ServerEndpoint, so it is not "
