@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
+from weight_server import FakeServer, serve_partner
 
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
 from slime_sglang.engine import SglangEngine
-from slime_sglang.fake_server import FakeServer, serve_partner
 
 sglang_endpoint = SglangEngine.endpoint
 

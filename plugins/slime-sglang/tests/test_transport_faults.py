@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from sent_weights import Engine, weights
+from weight_server import FakeServer
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError, StorageError
-from slime_sglang.fake_server import FakeServer
 from slime_transports import folder, ipc
 from slime_transports.broadcast import BroadcastGroup
 from slime_transports.equality import parts_held

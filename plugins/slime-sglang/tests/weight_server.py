@@ -155,13 +155,6 @@ class FakeServer:
 
 
 @contextmanager
-def serve(receive: Callable[[Bucket], None]) -> Iterator[str]:
-    """Serves a FakeServer on the loopback, and yields its URL."""
-    with serve_partner(FakeServer(receive)) as url:
-        yield url
-
-
-@contextmanager
 def serve_partner(partner: FakeServer) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
