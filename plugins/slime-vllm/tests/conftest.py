@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from slime_models.new_model import ModelSizes, new_model
-from slime_vllm.interpreter import vllm_of
+from slime_serving.interpreter import program_in
 from slime_vllm.plugin import Vllm
+from slime_vllm.program import VLLM
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vllm_setup import setup_for
-
-PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
+from vllm_setup import PYTHON, setup_for
 
 
 class Background:
@@ -42,7 +41,9 @@ class Background:
 class Served:
     """A running server, without anything of ours in between."""
 
-    def __init__(self, info, folder):
+    def __init__(self, info, folder, engine, background):
+        self.engine, self.run = engine, background.run
+        """The engine that started it, whose calls run in another thread."""
         self.address, self.token, self.pid = info.address, info.token, info.pid
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)
@@ -72,10 +73,14 @@ class Served:
         )
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name == "test_lost_servers.py")
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("every_test_runs"):
         terminalreporter.section("engines")
-        terminalreporter.line(f"{vllm_of(str(PYTHON))} {sys.version}")
+        terminalreporter.line(f"{program_in(str(PYTHON), VLLM)} {sys.version}")
 
 
 @pytest.fixture(scope="session")
@@ -99,9 +104,9 @@ def model(tmp_path_factory):
 def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     background = Background()
-    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
+    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, health_timeout=5))
     try:
-        yield Served(background.run(engine.start(setup_for(model, folder))), folder)
+        yield Served(background.run(engine.start(setup_for(model, folder))), folder, engine, background)
     finally:
         background.run(engine.stop())
         background.close()
@@ -109,12 +114,17 @@ def served(model, tmp_path_factory):
 
 @pytest.fixture
 def attached(served, model, tmp_path):
-    """`async with attached() as engine`: an engine on the server."""
+    """`async with attached() as engine`: an engine on the server, with these options."""
 
     class Attached:
+        def __init__(self, **options):
+            self.options = options
+
         async def __aenter__(self):
             config = Vllm.Config(
-                external_engine_addrs=(served.address,), external_engine_token_file=str(served.token_file)
+                external_engine_addrs=(served.address,),
+                external_engine_token_file=str(served.token_file),
+                **self.options,
             )
             self.engine = Vllm.build(config)
             await self.engine.start(setup_for(model, tmp_path))

@@ -77,7 +77,6 @@ def test_external_servers_take_no_options():
     [
         ({"num_devices": 3}, "3 devices are not a multiple of engine.servers x pipeline_parallel_size = 2"),
         ({"num_devices": 2, "num_nodes": 2}, "is on one machine, and this one would be on 2"),
-        ({"num_devices": 2, "offload": True}, "launcher.offload_rollout"),
         ({"num_devices": 2, "routed_experts": True}, "train.use_rollout_routing_replay"),
     ],
 )

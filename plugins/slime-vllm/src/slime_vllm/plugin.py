@@ -8,19 +8,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime_core.contracts.driver import Patch
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
+from slime_serving.interpreter import StartsProgram
 from slime_vllm.config import make_config
 from slime_vllm.option_checks import problems_of_layout, problems_of_options
+from slime_vllm.program import VLLM
 
 if TYPE_CHECKING:
     from slime_vllm.engine import VllmEngine
 
 
-class Vllm(EngineDriver):
+class Vllm(StartsProgram, EngineDriver):
     """vLLM servers as subprocesses, in an interpreter of their own, or external ones."""
 
     Config = make_config()
+    program = VLLM
     transports: ClassVar[tuple[str, ...]] = ("direct",)
-    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
+    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.VERSION_SPANS, Capability.SCORES, Capability.SLEEP, Capability.STRUCTURAL_TAG}
+    )
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:
