@@ -7,7 +7,15 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)  # fmt: skip
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
@@ -16,7 +24,7 @@ from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
 from slime_sglang.program import SGLANG
 from slime_sglang.renamed_options import OtherName, other_names
-from slime_sglang.server_args import OWNED, ServerOption, installed_options
+from slime_sglang.server_args import OWNED, ServerOption, installed_folder, installed_options
 
 
 class SglangOptions(DriverConfig):
@@ -89,6 +97,15 @@ class SglangOptions(DriverConfig):
         return self
 
 
+class WithoutUnset(SglangOptions):
+    """Of SGLang's options it writes those that are set. A run records its options: what is known without SGLang may change."""
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        return {name: v for name, v in written.items() if v is not None or name in SglangOptions.model_fields}
+
+
 @cache
 def options_of_server() -> tuple[ServerOption, ...]:
     """Those of ServerArgs that are not this plugin's own."""
@@ -153,7 +170,8 @@ def make_config() -> type[SglangOptions]:
         validators["refuse"] = field_validator(*sorted(refused))(refuse)
     if checked:
         validators["check"] = field_validator(*checked)(check)
-    return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
+    base = WithoutUnset if installed_folder() is None else SglangOptions
+    return create_model("SglangConfig", __base__=base, __validators__=validators, **fields)
 
 
 def under_installed_names(options: Any) -> Any:
