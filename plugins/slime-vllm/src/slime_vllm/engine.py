@@ -14,6 +14,7 @@ from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
 from slime_vllm.features import Features
 from slime_vllm.held_weights import VllmWeights
+from slime_vllm.option_checks import problem_of_device
 from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
 from slime_vllm.server_group import VllmServers
@@ -35,6 +36,10 @@ class VllmEngine(ServingEngine[VllmServers]):
         self._config = config
         self._features: Features | None = None
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
+
+    def check_setup(self, setup: EngineSetup) -> None:
+        if problem := problem_of_device(self._config, setup.device):
+            raise EngineError(f"engine {setup.index}: {problem}")
 
     async def prepare(self, setup: EngineSetup) -> None:
         own = not self._config.external_engine_addrs

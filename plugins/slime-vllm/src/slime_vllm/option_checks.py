@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
@@ -10,6 +11,9 @@ from slime_serving.interpreter import program_in
 from slime_vllm.config import server_options
 from slime_vllm.program import VLLM
 from slime_vllm.server_args import options_in
+
+AT_LOAD: Final = ("fp8", "fp8_per_tensor", "fp8_per_block")
+"""Quantizations that vLLM computes from plain weights, and again from new ones."""
 
 
 def problems_of_options(config: Any) -> list[str]:
@@ -61,3 +65,26 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
             f"pipeline_parallel_size = {parts}."
         )
     return problems
+
+
+def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+    """Problems of weight updates. `quantization`: of the loaded folder; None: plain weights."""
+    if quantization is not None:
+        return [
+            f"model.rollout_load: its weights are quantized ({quantization.get('quant_method')}), and slime-vllm sends plain "
+            "ones. Omit it, and pass --vllm-quantization fp8: vLLM quantizes plain weights itself."
+        ]
+    asked = getattr(config, "quantization", None)
+    if asked not in (None, *AT_LOAD):
+        return [
+            f'engine.quantization = "{asked}": vLLM takes no new weights then. Set one of {", ".join(AT_LOAD)}, which it '
+            "computes from plain weights, or omit it."
+        ]
+    return []
+
+
+def problem_of_device(config: Any, device: str) -> str | None:
+    asked = getattr(config, "quantization", None)
+    if device == "cpu" and asked in AT_LOAD:
+        return f'engine.quantization = "{asked}": vLLM has no float8 on a CPU. Omit it.'
+    return None

@@ -10,7 +10,7 @@ from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
 from slime_serving.interpreter import StartsProgram
 from slime_vllm.config import make_config
-from slime_vllm.option_checks import problems_of_layout, problems_of_options
+from slime_vllm.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_vllm.program import VLLM
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ class Vllm(StartsProgram, EngineDriver):
 
     @classmethod
     def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-        if quantization is None and getattr(config, "quantization", None) is None:
-            return []
-        return ["engine: slime-vllm sends new weights to servers with plain weights only. Omit the quantization."]
+        return problems_of_push(config, quantization)
 
     @classmethod
     def build(cls, config: Any) -> VllmEngine:
