@@ -27,7 +27,7 @@ class VllmOptions(DriverConfig):
     """How requests wait for new weights. `abort`: they end, and continue as new requests with the tokens so far, whose
     keys and values the new weights compute. `retract`: they wait inside vLLM, which computes their keys and values again.
     `in_place`: they keep keys and values of the old weights; prefix caching is off then. Every token's version is exact."""
-    sleep_level: Literal[1, 2] = 1
+    sleep_level: int = Field(default=1, ge=1, le=2)
     """With devices that a trainer shares: what happens to the weights while it works. 1: they are copied to the host. 2: they
     are dropped, which saves the copy and the host's memory; every weight update must be sent before the next response, so
     not for runs that skip updates (`sync.update_weights_interval` above 1). Engines without weight updates copy them anyway."""
