@@ -85,10 +85,12 @@ HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_
 def in_source(target: str, folder: Path | None = None) -> bool:
     """Whether the source of SGLang contains `target`; nothing is imported. `folder`: its package; None: the installed one."""
     package, *parts = target.split(".")
-    spec = importlib.util.find_spec(package) if folder is None else None
-    if folder is None and (spec is None or not spec.submodule_search_locations):
-        return False
-    path = folder or Path(next(iter(spec.submodule_search_locations)))
+    if folder is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            return False
+        folder = Path(next(iter(spec.submodule_search_locations)))
+    path = folder
     while parts and (path / parts[0]).is_dir():
         path /= parts.pop(0)
     if parts and (path / f"{parts[0]}.py").is_file():
