@@ -116,7 +116,7 @@ def test_weights_are_quantized_by_vllm_alone():
 
 
 async def test_float8_is_refused_on_a_cpu(tmp_path):
-    with pytest.raises(EngineError, match=r'engine\.quantization = "fp8": servers on a CPU compute in float32'):
+    with pytest.raises(EngineError, match=r'engine\.quantization = "fp8": vLLM for CPUs has no float8 kernels'):
         await Vllm.build(Vllm.Config(quantization="fp8")).start(setup_for(tmp_path, tmp_path))
 
 

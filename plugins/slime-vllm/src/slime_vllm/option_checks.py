@@ -86,9 +86,6 @@ def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> lis
 def problem_of_device(config: Any, device: str) -> str | None:
     """Why the servers cannot be started on this device; None: they can."""
     asked = getattr(config, "quantization", None)
-    if device == "cpu" and asked in AT_LOAD and getattr(config, "dtype", None) is None:
-        return (
-            f'engine.quantization = "{asked}": servers on a CPU compute in float32, which vLLM\'s float8 does not take. Omit '
-            "it."
-        )
+    if device == "cpu" and asked in AT_LOAD:
+        return f'engine.quantization = "{asked}": vLLM for CPUs has no float8 kernels. Omit it.'
     return None
