@@ -115,9 +115,16 @@ def test_weights_are_quantized_by_vllm_alone():
     assert "pass --vllm-quantization fp8" in problem
 
 
-async def test_float8_is_refused_on_a_cpu(tmp_path):
-    with pytest.raises(EngineError, match=r'engine\.quantization = "fp8": vLLM for CPUs has no float8 kernels'):
-        await Vllm.build(Vllm.Config(quantization="fp8")).start(setup_for(tmp_path, tmp_path))
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quantization": "fp8"}, 'engine.quantization = "fp8": vLLM for CPUs has no float8 kernels'),
+        ({"spec_method": "ngram"}, "engine.spec_method: with drafts, vLLM for CPUs returns log-probs that are not"),
+    ],
+)
+async def test_what_is_wrong_on_a_cpu_is_refused(options, text, tmp_path):
+    with pytest.raises(EngineError, match=re.escape(text)):
+        await Vllm.build(Vllm.Config(**options)).start(setup_for(tmp_path, tmp_path))
 
 
 def test_options_of_servers_that_share_devices(tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_vllm.server_args import OWNED, shipped_options
+
+DRAFTS: Final = ("speculative_config", "spec_method", "spec_model")
+"""Options that turn on speculative decoding."""
 
 
 class VllmOptions(DriverConfig):

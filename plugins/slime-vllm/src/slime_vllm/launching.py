@@ -16,7 +16,7 @@ from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_serving.start import RESPONSE_S, start_until_up
-from slime_vllm.config import VllmOptions, server_options
+from slime_vllm.config import DRAFTS, VllmOptions, server_options
 from slime_vllm.connection import VLLM_LOG, VllmConnection
 
 MODULE: Final = "slime_vllm_server.launch"
@@ -63,7 +63,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         options["enable_sleep_mode"] = True
     if config.pause_mode == "in_place":
         options["enable_prefix_caching"] = False
-    if "speculative_config" in chosen or "spec_method" in chosen:
+    if any(name in chosen for name in DRAFTS):
         options["per_request_spec_decode_metrics"] = "summary"
     if not has_tokenizer(setup):
         options["skip_tokenizer_init"] = True

@@ -8,7 +8,7 @@ from typing import Any, Final
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
 from slime_serving.interpreter import program_in
-from slime_vllm.config import server_options
+from slime_vllm.config import DRAFTS, server_options
 from slime_vllm.program import VLLM
 from slime_vllm.server_args import options_in
 
@@ -88,4 +88,9 @@ def problem_of_device(config: Any, device: str) -> str | None:
     asked = getattr(config, "quantization", None)
     if device == "cpu" and asked in AT_LOAD:
         return f'engine.quantization = "{asked}": vLLM for CPUs has no float8 kernels. Omit it.'
+    if device == "cpu" and (drafts := next((name for name in DRAFTS if getattr(config, name, None)), None)):
+        return (
+            f"engine.{drafts}: with drafts, vLLM for CPUs returns log-probs that are not those of its tokens (some are below "
+            "-9000). Omit it."
+        )
     return None
