@@ -36,7 +36,7 @@ async def vllm():
         yield one
 
 
-async def test_a_request_and_its_response_are_brought_into_the_others_form(vllm, route):
+async def test_a_request_and_its_response_are_converted(vllm, route):
     params = {"max_new_tokens": 8, "top_k": -1, "sampling_seed": 3, "no_stop_trim": True, "structural_tag": "{}"}
     async with route(vllm, program="vllm") as router:
         response = await router.generate({**ASKED, "rid": "a", "priority": 2, "sampling_params": params})

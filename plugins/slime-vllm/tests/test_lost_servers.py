@@ -1,4 +1,4 @@
-"""Servers that hang or die: the errors of an engine, and a run that goes on with another one. Runs last (conftest.py): it ends
+"""Servers that hang or die: the errors of an engine, and a run that continues with another one. Runs last (conftest.py): it ends
 the session's server."""
 
 import asyncio
@@ -38,7 +38,7 @@ def rollout_start(event):
 '''
 
 
-def test_a_run_goes_on_with_another_server(model, tmp_path):
+def test_a_run_continues_with_another_server(model, tmp_path):
     """From the step that it was in, with the weights of that step."""
     (tmp_path / "vandal.py").write_text(VANDAL)
     write_run(tmp_path, model)

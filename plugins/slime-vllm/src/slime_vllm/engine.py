@@ -76,7 +76,7 @@ class VllmEngine(ServingEngine[VllmServers]):
         return self._features.ranks
 
     async def health(self) -> None:
-        """vLLM's health route notices a dead engine process only; its answer to the other one comes from that process."""
+        """vLLM's health route notices a dead engine process only; that process itself responds to the other one."""
         self._ready()
         try:
             await self._fleet.ask_health("/health")

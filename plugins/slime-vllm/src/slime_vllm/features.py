@@ -63,13 +63,13 @@ class Features:
     async def of_external(cls, server: VllmConnection, setup: EngineSetup) -> Features:
         """Raises EngineError for a server with another model, or that was started without what the README lists."""
         try:
-            answer = await server.post("/collective_rpc", {"method": "served_options"}, timeout_s=TIMEOUT_S)
+            response = await server.post("/collective_rpc", {"method": "served_options"}, timeout_s=TIMEOUT_S)
         except EngineUnavailable:
             raise
         except EngineError as error:
             raise EngineError(f"{error} Was this server started with --worker-extension-cls {EXTENSION}?") from error
         try:
-            given = answer["results"][0]
+            given = response["results"][0]
             missing = [
                 text
                 for text, fits in {
@@ -91,7 +91,7 @@ class Features:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(
                 f"{server.name} does not respond like vLLM with slime's extension: {type(error).__name__}: {error}. It is "
-                f"{str(answer)[:300]}"
+                f"{str(response)[:300]}"
             ) from error
         if missing:
             raise EngineError(f"{server.name}: start this server {', '.join(missing)}.")

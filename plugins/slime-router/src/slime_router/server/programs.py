@@ -1,4 +1,4 @@
-"""What serves behind the router: SGLang, whose form of requests the router has, or vLLM, into whose form they are brought."""
+"""What serves behind the router: SGLang, whose form of requests the router has, or vLLM, to whose form they are converted."""
 
 from __future__ import annotations
 
