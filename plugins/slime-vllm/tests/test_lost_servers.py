@@ -1,5 +1,5 @@
-"""Servers that hang or die: the errors of an engine, and a run that continues with another one. Runs last (conftest.py): it ends
-the session's server."""
+"""Servers that hang or die: the errors of an engine, and a run that continues with another one. Runs last (conftest.py): it
+ends the session's server."""
 
 import asyncio
 import json

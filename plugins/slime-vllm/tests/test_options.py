@@ -12,6 +12,7 @@ from vllm_setup import setup_for
 
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import EngineError
+from slime_transports.plugin import Disk
 from slime_vllm.features import Features
 from slime_vllm.generation import drafts_of
 from slime_vllm.launching import options_for
@@ -187,3 +188,9 @@ def test_counts_of_drafts():
     counts = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 3, "mean_acceptance_length": 2.5}
     assert drafts_of(counts).metrics == {"spec_verify_ct": 2, "spec_accept_length": 2.5, "spec_accept_rate": 0.75}
     assert drafts_of({}).metrics == {}
+
+
+def test_weights_of_vllm_are_not_compared():
+    (problem,) = Disk.problems(Disk.Config(check_weight_update_equal=True), Vllm.Config())
+    assert problem.startswith("sync.check_weight_update_equal = true: this engine's servers rearrange weights")
+    assert Disk.problems(Disk.Config(), Vllm.Config()) == []

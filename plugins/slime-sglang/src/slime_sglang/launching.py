@@ -28,7 +28,7 @@ from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
-PACKAGES: Final = ("slime_sglang", "slime_training", "slime_core")
+PACKAGES: Final = ("slime_sglang", "slime_transports", "slime_training", "slime_core")
 """What a server imports of slime. Of other packages it needs those that SGLang needs, and zstandard for deltas."""
 OF_INTERPRETER: Final = frozenset({"PYTHONHOME", "VIRTUAL_ENV"})
 """Environment variables that are right for one interpreter."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
@@ -15,6 +15,8 @@ DRAFTS: Final = ("speculative_config", "spec_method", "spec_model")
 
 
 class VllmOptions(DriverConfig):
+    compares_weights: ClassVar[bool] = False
+    """See `slime_transports.plugin`."""
     python: RunPath | None = None
     """Interpreter that starts the servers, such as `.venv-vllm/bin/python`: it needs vLLM, and nothing of slime. By default the
     run's own."""
