@@ -4,14 +4,16 @@ import asyncio
 import json
 import re
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_models.new_model import ModelSizes, new_model
+from slime_plugin_kit.event_loop import BackgroundLoop
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_vllm.interpreter import vllm_of
 from slime_vllm.plugin import Vllm
 
@@ -23,27 +25,12 @@ from vllm_setup import setup_for
 PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
 
 
-class Background:
-    """An event loop in a thread, for what outlives a test."""
-
-    def __init__(self):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine, timeout_s=600):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-    def close(self):
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-
 class Served:
     """A running server, without anything of ours in between."""
 
-    def __init__(self, info, folder):
+    def __init__(self, info, model, folder, background):
         self.address, self.token, self.pid = info.address, info.token, info.pid
+        self.model, self._folder, self._background = model, folder, background
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)
 
@@ -56,6 +43,26 @@ class Served:
                 return response.status, json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, None
+
+    def renew(self):
+        """The weights of the folder and the version of a start, no requests, no pause."""
+        self._background.run(self._load_folder(), 60)
+        self.ask("/update_weight_version", {"new_version": "default"})
+
+    async def _load_folder(self):
+        engine = self.engine()
+        await engine.start(setup_for(self.model, self._folder))
+        try:
+            await engine.pause()
+            await engine.load_bucket(*buckets_of(named_weights(load_plain(self.model, torch.float32)), 0, 1))
+            await engine.resume()
+        finally:
+            await engine.stop()
+
+    def engine(self, **options):
+        """An engine, not started, on the server."""
+        attached = {"external_engine_addrs": (self.address,), "external_engine_token_file": str(self.token_file)}
+        return Vllm.build(Vllm.Config(**(attached | options)))
 
     async def until_generating(self, tokens=20):
         """Waits until it has generated so many more tokens."""
@@ -98,12 +105,12 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    background = Background()
+    background = BackgroundLoop()
     engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
     try:
-        yield Served(background.run(engine.start(setup_for(model, folder))), folder)
+        yield Served(background.run(engine.start(setup_for(model, folder)), 600), model, folder, background)
     finally:
-        background.run(engine.stop())
+        background.run(engine.stop(), 60)
         background.close()
 
 
@@ -113,10 +120,7 @@ def attached(served, model, tmp_path):
 
     class Attached:
         async def __aenter__(self):
-            config = Vllm.Config(
-                external_engine_addrs=(served.address,), external_engine_token_file=str(served.token_file)
-            )
-            self.engine = Vllm.build(config)
+            self.engine = served.engine()
             await self.engine.start(setup_for(model, tmp_path))
             return self.engine
 

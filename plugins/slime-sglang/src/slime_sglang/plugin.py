@@ -31,6 +31,7 @@ class Sglang(EnginePlanner, EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SLEEP,
             Capability.SCORES,
+            Capability.CHECKSUM,
             Capability.HTTP,
             Capability.IMAGES,
             Capability.STRUCTURAL_TAG,
