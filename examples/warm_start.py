@@ -228,9 +228,7 @@ def write_images(task: SeesImages, folder: Path, row: Row) -> list[bytes]:
     return [files[name] for name in row["images"]]
 
 
-def make(
-    task: Task, folder: Path, *, seed: int, teacher: float | None = None, num_heads: int | None = None
-) -> None:
+def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None, num_heads: int | None = None) -> None:
     """Writes the model and the data files that the run files of the task name. `num_heads`: attention heads, two for each
     head of keys; None: the task's."""
     sizes = task.sizes

@@ -75,10 +75,10 @@ def served(tiny, tmp_path_factory):
     background = BackgroundLoop()
     engine = Sglang.build(Sglang.Config(start_timeout=240))
     try:
-        info = background.run(engine.start(setup_for(tiny, run_dir, transport="delta")), 240)
+        info = background.run(engine.start(setup_for(tiny, run_dir, transport="delta")))
         yield Served(info, tiny, run_dir / "logs" / "sglang-0-0.log")
     finally:
-        background.run(engine.stop(), 240)
+        background.run(engine.stop())
         background.close()
 
 

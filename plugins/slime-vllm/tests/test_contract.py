@@ -14,7 +14,7 @@ HAS, LACKS = properties_of(Vllm)
 def test_property(name, served, model):
     def build():
         served.renew()
-        return served.engine()
+        return served.attach()
 
     AttachedCase(Vllm, build).keep(name, model)
 
@@ -26,5 +26,4 @@ def test_what_it_lacks():
         "the_seed_decides_the_tokens",
         "company_changes_no_draw",
         "its_checksum_is_that_of_the_weights",
-        "sleep_loses_nothing",
     ]

@@ -33,7 +33,7 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 600.0) -> T:
         """What the coroutine returns; TimeoutError if it takes longer."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 

@@ -79,3 +79,19 @@ class WorkerExtension:
     def num_parameters(self) -> int:
         model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
         return sum(parameter.numel() for parameter in model.parameters())
+
+    def served_options(self) -> dict[str, Any]:
+        """What the server was started with, as far as a run must know it."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
+        return {
+            "model": model.model,
+            "logprobs_mode": model.logprobs_mode,
+            "skip_tokenizer_init": model.skip_tokenizer_init,
+            "ranks": parallel.world_size,
+            "replicas": parallel.data_parallel_size,
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+            "grammar_backend": config.structured_outputs_config.backend,
+            "scheduling_policy": config.scheduler_config.policy,
+            "weight_transfer_backend": None if transfer is None else transfer.backend,
+        }
