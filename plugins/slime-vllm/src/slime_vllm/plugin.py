@@ -27,6 +27,7 @@ class Vllm(StartsProgram, EngineDriver):
         {
             Capability.VERSION_SPANS,
             Capability.SCORES,
+            Capability.HTTP,
             Capability.SLEEP,
             Capability.STRUCTURAL_TAG,
             Capability.REPETITION_PENALTY,
