@@ -34,6 +34,7 @@ class Sglang(EnginePlanner, StartsProgram, EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SLEEP,
             Capability.SCORES,
+            Capability.CHECKSUM,
             Capability.HTTP,
             Capability.IMAGES,
             Capability.STRUCTURAL_TAG,

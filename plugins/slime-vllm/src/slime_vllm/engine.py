@@ -22,7 +22,7 @@ from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
 from slime_vllm.server_group import VllmServers
 
-CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
+CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES, Capability.HTTP, Capability.REPETITION_PENALTY})
 ASLEEP: Final[Mapping[MemoryTag, str]] = {MemoryTag.WEIGHTS: "weights", MemoryTag.KV_CACHE: "kv_cache"}
 """vLLM's names of what it wakes up one by one. Its graphs wake up with either."""
 

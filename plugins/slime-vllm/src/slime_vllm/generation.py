@@ -29,6 +29,8 @@ class VllmRunning(Running):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),
+            # vLLM penalizes the tokens of prompt and response, as transformers does.
+            "repetition_penalty": sampling.repetition_penalty,
             # Each part draws anew: with the request's seed alone a part would repeat the draws of the one before.
             "seed": (self.request.seed + written) & SEED_BITS,
             "logprobs": 0,

@@ -24,7 +24,14 @@ class Vllm(StartsProgram, EngineDriver):
     program = VLLM
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.VERSION_SPANS, Capability.SCORES, Capability.SLEEP, Capability.STRUCTURAL_TAG}
+        {
+            Capability.VERSION_SPANS,
+            Capability.SCORES,
+            Capability.HTTP,
+            Capability.SLEEP,
+            Capability.STRUCTURAL_TAG,
+            Capability.REPETITION_PENALTY,
+        }
     )
 
     @classmethod

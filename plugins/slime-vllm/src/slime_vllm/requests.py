@@ -23,11 +23,6 @@ class VllmRequests(AcceptedRequests):
         return VllmRunning(request=request, vocab_size=self.vocab_size)
 
     def refuses_sampling(self, params: SamplingParams) -> str | None:
-        if params.repetition_penalty != 1:
-            return (
-                f"repetition_penalty = {params.repetition_penalty:g}: its log-probs with vLLM were not compared with "
-                "transformers. Set it to 1, or use another engine."
-            )
         if params.structural_tag is not None and not self.features.guided_decoding:
             return (
                 "it has no guided decoding (structural_tag): this needs a tokenizer in the model folder, and xgrammar, vLLM's "
