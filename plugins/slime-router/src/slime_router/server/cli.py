@@ -16,6 +16,7 @@ from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
+from slime_router.server.settings import ProgramName
 from slime_serving.command import run_command
 from slime_serving.listener import is_loopback, listen, shown
 from slime_serving.token_file import token_from
@@ -38,7 +39,7 @@ def serve(
             "'{ name = \"retry\", attempts = 5 }'; outermost first."
         ),
     ] = None,
-    program: Annotated[str, typer.Option(help="What the upstreams are: sglang, or vllm.")] = "sglang",
+    program: Annotated[ProgramName, typer.Option(help="What the upstreams are.")] = ProgramName.SGLANG,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 30000,
     token_file: Annotated[
@@ -60,8 +61,6 @@ def serve(
     parts = bind_middlewares(middleware or [])
     if log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
-    if program not in ("sglang", "vllm"):
-        raise ConfigError(f'--program "{program}": unknown. Pass sglang or vllm.')
     if no_token and not is_loopback(host):
         raise ConfigError(
             f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
@@ -78,7 +77,7 @@ def serve(
         connect_timeout_s=connect_timeout,
         health_interval_s=health_interval,
         max_in_flight=max_in_flight,
-        program="vllm" if program == "vllm" else "sglang",
+        program=program,
         token=None if no_token else token_from(token_file, create=True),
         upstream_token=None if upstream_token_file is None else token_from(upstream_token_file, create=False),
     )

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from slime_router.errors import BadRequest, BadResponse
+from slime_router.server.settings import ProgramName
 from slime_router.wire import READ, WireRequest, fields_decoder
 
 
@@ -112,8 +113,8 @@ def abort_of_vllm(asked: Abort) -> bytes:
     return msgspec.json.encode({} if asked.abort_all or asked.rid is None else {"request_ids": [PREFIX + asked.rid]})
 
 
-PROGRAMS: Final[Mapping[str, Program]] = {
-    "sglang": Program(
+PROGRAMS: Final[Mapping[ProgramName, Program]] = {
+    ProgramName.SGLANG: Program(
         generate="/generate",
         abort="/abort_request",
         streams=True,
@@ -121,7 +122,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
         incoming=lambda body: body,
         abort_body=msgspec.json.encode,
     ),
-    "vllm": Program(
+    ProgramName.VLLM: Program(
         generate="/inference/v1/generate",
         abort="/abort_requests",
         streams=False,

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
+
+
+class ProgramName(StrEnum):
+    SGLANG = "sglang"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +26,7 @@ class Settings:
     max_in_flight: int = 10_000
     """Further requests get status 503."""
     max_body_bytes: int = 64 * 2**20
-    program: Literal["sglang", "vllm"] = "sglang"
+    program: ProgramName = ProgramName.SGLANG
     """What the upstreams are."""
     token: str | None = None
     """Bearer token that callers must send. None: no token is required."""
