@@ -59,13 +59,7 @@ def serve(
 ) -> None:
     """Middlewares in front of engines of SGLang or vLLM, or of sglang-router."""
     parts = bind_middlewares(middleware or [])
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
-    if no_token and not is_loopback(host):
-        raise ConfigError(
-            f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
-        )
-
+    check(log_level, no_token=no_token, host=host)
     from slime_router.server.app import RouterApp
     from slime_router.server.serve import BACKLOG, run
     from slime_router.server.settings import Settings
@@ -86,6 +80,16 @@ def serve(
     token = "no token required" if no_token else f"token in {token_file}"
     print(f"slime-router listens on {shown(socket, host)}, {token}", flush=True)
     run(asgi, socket, log_level=log_level)
+
+
+def check(log_level: str, *, no_token: bool, host: str) -> None:
+    """Raises ConfigError for options that exclude each other."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
+    if no_token and not is_loopback(host):
+        raise ConfigError(
+            f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
+        )
 
 
 def bind_middlewares(texts: list[str]) -> tuple[BoundPlugin, ...]:
