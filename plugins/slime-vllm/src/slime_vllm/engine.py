@@ -40,6 +40,8 @@ class VllmEngine(ServingEngine[VllmServers]):
         super().__init__("vllm", VllmServers(config))
         self._config = config
         self._features: Features | None = None
+        self._dropped = False
+        """The weights were dropped when it slept."""
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
 
     def check_setup(self, setup: EngineSetup) -> None:
@@ -99,6 +101,16 @@ class VllmEngine(ServingEngine[VllmServers]):
             # With clear_cache, vLLM would compute the keys and values of waiting requests again.
             await self._fleet.post("/pause?mode=keep&clear_cache=false", {})
 
+    async def resume(self) -> None:
+        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
+        if self._dropped and self._weights().incomplete:
+            raise EngineError(
+                f"{self._name}: its weights were dropped when it slept (engine.sleep_level = 2), and no whole version was sent "
+                "since. Set sleep_level = 1 for runs that skip weight updates."
+            )
+        self._dropped = False
+        await super().resume()
+
     async def resume_servers(self) -> None:
         await self._fleet.post("/resume", {})
 
@@ -115,6 +127,7 @@ class VllmEngine(ServingEngine[VllmServers]):
             # It releases keys and values too, and cannot keep them.
             level = self._config.sleep_level if setup.transport is not None else 1
             if level == 2 and self._held is not None:
+                self._dropped = True
                 self._held.expect()
             await self._fleet.post(f"/sleep?level={level}&mode=abort", {})
             gone = list(MemoryTag)
