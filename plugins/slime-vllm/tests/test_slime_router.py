@@ -46,9 +46,15 @@ async def test_a_conversation_as_text_has_the_tokens_of_vllm(served, model):
 
         long = {"rid": "left", "input_ids": prompt, "sampling_params": params | {"max_new_tokens": 1500}}
         start = served.generated()
-        left = asyncio.create_task(router.post("/generate", json=long))
+
+        async def ask():
+            async with router.post("/generate", json=long) as response:
+                await response.read()
+
+        left = asyncio.create_task(ask())
         await served.until_generating()
         left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
         before = served.generated()
         while (now := served.generated()) > before:
             before = now
