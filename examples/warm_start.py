@@ -19,6 +19,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -227,8 +228,12 @@ def write_images(task: SeesImages, folder: Path, row: Row) -> list[bytes]:
     return [files[name] for name in row["images"]]
 
 
-def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -> None:
-    """Writes the model and the data files that the run files of the task name."""
+def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None, num_heads: int | None = None) -> None:
+    """Writes the model and the data files that the run files of the task name. `num_heads`: attention heads, two for each
+    head of keys; None: the task's."""
+    sizes = task.sizes
+    if num_heads is not None:
+        sizes = replace(sizes, num_heads=num_heads, num_kv_heads=max(1, num_heads // 2))
     train, held_out = task.rows(seed)
     trained = {json.dumps([row["prompt"], row.get("images")]) for row in train}
     if seen := [row["prompt"] for row in held_out if json.dumps([row["prompt"], row.get("images")]) in trained]:
@@ -255,10 +260,10 @@ def make(task: Task, folder: Path, *, seed: int, teacher: float | None = None) -
     }
     images: list[list[bytes]] = []
     if isinstance(task, SeesImages):
-        new_vision_model(start, task.sizes, task.vision, **common)
+        new_vision_model(start, sizes, task.vision, **common)
         images = [write_images(task, folder, row) for row in [*train, *held_out]][: len(train)]
     else:
-        new_model(start, "qwen3", task.sizes, **common)
+        new_model(start, "qwen3", sizes, **common)
     stages = {folder / "base": task.enough}
     if teacher is not None:
         stages[folder / "teacher"] = teacher
@@ -270,10 +275,11 @@ def main() -> None:
     parser.add_argument("task", type=Path, help="Python file with a TASK")
     parser.add_argument("--seed", type=int, default=2, help="of the weights, the data and the warm-up")
     parser.add_argument("--folder", type=Path, help="by default `generated` beside the task")
+    parser.add_argument("--num-heads", type=int, help="attention heads; by default the task's")
     parser.add_argument("--teacher", type=float, help="train further, to this probability, and save `teacher` too")
     asked = parser.parse_args()
     folder = asked.folder or asked.task.parent / "generated"
-    make(load_task(asked.task), folder, seed=asked.seed, teacher=asked.teacher)
+    make(load_task(asked.task), folder, seed=asked.seed, teacher=asked.teacher, num_heads=asked.num_heads)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class Capability(StrEnum):
     """Accepts requests with videos, passed as frames (`Image.frames`)."""
     HTTP = "http"
     """Serves a reward model over HTTP, at `EngineInfo.address`."""
+    CHECKSUM = "checksum"
+    """Computes `checksum`; an engine whose servers rearrange weights for their kernels cannot, and raises EngineRefused."""
     REPLAY = "replay"
     """Records its events with their decode steps (`drain_events`) and can replay them (`replay_events`)."""
     TRUE_ON_POLICY = "true_on_policy"
@@ -155,7 +157,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def checksum(self) -> str:
-        """xxh3-64 over all weights in the order of their names, in hex; equal to the trainer's if nothing was lost."""
+        """xxh3-64 over all weights in the order of their names, in hex; equal to the trainer's if nothing was lost. Requires
+        `Capability.CHECKSUM`."""
 
     @abstractmethod
     async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:

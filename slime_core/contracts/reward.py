@@ -62,6 +62,8 @@ class ServedModel:
     """Bearer token of its requests."""
     model_path: str
     """Hugging Face folder of the served model."""
+    engine: str = ""
+    """Name of the engine that serves it, such as `sglang`; programs differ in their requests."""
 
 
 class Reward(ABC):

@@ -74,6 +74,8 @@ RENAMES: Final = Renames(
         ("generate", "ignored_parameters"): ("fork_threshold", []),
         ("engine", "prefill_options"): ("prefill_servers", {}),
         ("engine", "decode_options"): ("prefill_servers", {}),
+        ("engine", "python"): ("prefill_servers", None),
+        ("reward", "rm_program"): ("rm_model", None),
         ("generate", "sample_hook_paths"): ("missing_log_probs", []),
     },
     became_plugins={

@@ -204,7 +204,14 @@ def layout_keys(run: BoundRun) -> tuple[KeyPath, ...]:
     backends: dict[KeyPath, BoundPlugin] = {("backend",): run.backend}
     backends |= {("roles", role, "backend"): part for role, part in run.role_backends.items()}
     options = [(*path, option) for path, part in backends.items() for option in sorted(part.driver.layout_options)]
-    return (("launcher",), *options)
+    return (("launcher",), *options, *serving_keys(run))
+
+
+def serving_keys(run: BoundRun) -> tuple[KeyPath, ...]:
+    """The keys of engines and of the transport to them: what other engines decide is rounding and draws."""
+    rows = [("engines", row.name, key) for row in run.served for key in ("engine", "num_gpus", "num_gpus_per_engine")]
+    options = [] if run.transport is None else [("sync", option) for option in options_of(run.transport)]
+    return (("engine",), ("sync", "transport"), *rows, *options)
 
 
 def without(config: Mapping[str, Any], paths: tuple[KeyPath, ...]) -> dict[str, Any]:

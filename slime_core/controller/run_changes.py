@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from slime_core import groups
 from slime_core.controller.manifest import MAY_CHANGE, Manifest, deciding_plugins, differing, without
 
 SHOWN: Final = 5
@@ -22,11 +23,15 @@ class ChangeKind(StrEnum):
     TUNING = "tuning"
     """A key of the same kind that a start may change if it names the run (--resume)."""
     LAYOUT = "layout"
-    """Where roles run: sums are rounded in another order, so a start must name the run too."""
+    """Where roles run, and which engines generate: sums are rounded in another order, so a start must name the run too."""
     PLUGINS = "plugins"
     """Versions of plugins, texts of single-file plugins, and what other versions changed in their own tables."""
     DATA = "data"
 
+
+SERVING: Final = ("engine.", "engines.", "sync.")
+"""Where keys of engines and transports begin."""
+SERVING_GROUPS: Final = (f"{groups.ENGINES}:", f"{groups.TRANSPORTS}:")
 
 ACCEPTABLE: Final = (ChangeKind.PLUGINS,)
 """Kinds that --accept-changes takes. A position has no meaning in other data, and another key is another training."""
@@ -54,11 +59,12 @@ def changes_since(found: Mapping[str, Any], manifest: Manifest) -> list[Change]:
     tables = changed_tables(found, manifest)
     may_differ = [".".join(path) for path in manifest.may_differ]
     for key, old, new in differing(without(found["config"], MAY_CHANGE), without(manifest.config, MAY_CHANGE)):
-        kind = ChangeKind.CONFIG
-        if is_below(key, may_differ):
-            is_layout = key.startswith("launcher.") or "backend." in key
+        kind, serves = ChangeKind.CONFIG, key.startswith(SERVING)
+        of_version = is_below(key, tables) and names_in(key, old) == names_in(key, new)
+        if is_below(key, may_differ) and not (serves and of_version):
+            is_layout = serves or key.startswith("launcher.") or "backend." in key
             kind = ChangeKind.LAYOUT if is_layout else ChangeKind.TUNING
-        elif is_below(key, tables) and names_in(key, old) == names_in(key, new):
+        elif of_version:
             kind = ChangeKind.PLUGINS
         changes.append(Change(kind=kind, what=key, old=repr(old), new=repr(new)))
     if found["data"] != manifest.data:
@@ -71,6 +77,9 @@ def plugin_changes(found: Mapping[str, Any], manifest: Manifest) -> list[Change]
     """One change for all distributions that went from one version to the same other one, and one for each file."""
     dists: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for entry, old, new in differing(entries(found["plugins"]), entries(manifest.plugins)):
+        if entry.startswith(SERVING_GROUPS) and None in (old, new):
+            # Another engine, which its key reports.
+            continue
         dist = entry.partition(":")[2].rpartition("/")[0]
         if dist not in manifest.plugin_files:
             dists[old or "not used", new or "not used"].add(dist)
@@ -93,7 +102,7 @@ def changed_tables(found: Mapping[str, Any], manifest: Manifest) -> set[str]:
     return {
         where.rpartition(" ")[0].partition("[")[0]
         for where, entry in in_use.items()
-        if old.get(entry) != new.get(entry)
+        if entry in old and old[entry] != new[entry]
     }
 
 

@@ -15,13 +15,14 @@ class ServedEngines:
     """Engines of one row of the engines table. The client knows which are in service, and replaces lost ones."""
 
     def __init__(
-        self, client: EngineClient, infos: Sequence[EngineInfo], model_path: Path, *, first_index: int
+        self, client: EngineClient, infos: Sequence[EngineInfo], model_path: Path, *, engine: str, first_index: int
     ) -> None:
-        """`first_index`: index of the first one among all engines of the run."""
+        """`engine`: its name. `first_index`: index of the first one among all engines of the run."""
         self.client = client
         self.first_index = first_index
         self._infos = dict(enumerate(infos))
         self._model_path = str(model_path)
+        self._engine = engine
         self._examination = asyncio.Lock()
 
     def replaced(self, index: int, info: EngineInfo) -> None:
@@ -33,7 +34,7 @@ class ServedEngines:
         await self.client.serving()
         infos = [self._infos[index] for index in self.client.indices]
         return tuple(
-            ServedModel(url=info.address, token=info.token, model_path=self._model_path)
+            ServedModel(url=info.address, token=info.token, model_path=self._model_path, engine=self._engine)
             for info in infos
             if info.address is not None
         )

@@ -67,7 +67,13 @@ async def start_served(specs: EngineSpecs, row: BoundEngines, launcher: Launcher
     of_row = specs.of_row(row)
     engines, infos = await launcher.start_engines(of_row)
     require(of_row, infos)
-    return ServedEngines(client_of(specs.run, engines, {}), infos, row.model_path, first_index=of_row[0].setup.index)
+    return ServedEngines(
+        client_of(specs.run, engines, {}),
+        infos,
+        row.model_path,
+        engine=row.engine.entry.name,
+        first_index=of_row[0].setup.index,
+    )
 
 
 def client_of(

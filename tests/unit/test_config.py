@@ -491,6 +491,17 @@ def test_an_unknown_renderer_is_named_beside_what_there_is(complaints):
     only(complaints("--set", "data.renderer={name='chat', x=1}"), r"^data\.renderer\.x: unknown option")
 
 
+def test_a_run_resumes_on_another_engine_with_resume(bound):
+    """The engine, and how weights reach it: neither is another training. How often they do is."""
+    words = ("--engine", "vllm", "--vllm-external-engine-addrs", "there:8000")
+    here, there = (build_manifest(bound(*given), data_fingerprint="d") for given in ((), words))
+    changes = changes_since(asdict(here), there)
+    assert {change.kind for change in changes} == {ChangeKind.LAYOUT}
+    assert "engine.name: 'fake' -> 'vllm'" in map(str, changes)
+    less_often = build_manifest(bound(*words, "--update-weights-interval", "2"), data_fingerprint="d")
+    assert {change.kind for change in changes_since(asdict(there), less_often)} == {ChangeKind.CONFIG}
+
+
 def test_a_run_resumes_under_another_launcher_with_resume(bound):
     here, there = (build_manifest(bound(*words), data_fingerprint="d") for words in ((), ("--launcher", "ray")))
     assert {change.kind for change in changes_since(asdict(here), there)} == {ChangeKind.LAYOUT}

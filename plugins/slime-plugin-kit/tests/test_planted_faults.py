@@ -268,6 +268,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "log_probs_equal_those_of_transformers",
             "an_abort_returns_what_there_is",
             "new_weights_are_used_under_their_version",
+            "a_damaged_bucket_is_refused",
             "spans_separate_versions",
         },
         "careless_sampling": {
@@ -288,6 +289,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
         "careless_versions": {
             "responses_come_in_the_order_of_requests",
             "new_weights_are_used_under_their_version",
+            "its_checksum_is_that_of_the_weights",
             "a_damaged_bucket_is_refused",
             "an_abort_returns_what_there_is",
             "an_abort_at_once_does_no_harm",

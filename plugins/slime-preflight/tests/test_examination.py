@@ -2,12 +2,16 @@
 
 import importlib.metadata
 import importlib.util
+import sys
 
 import torch
 
 from slime_core.registry import Registry
 from slime_preflight import examination
-from slime_preflight.examination import State, examine
+from slime_preflight.engine_programs import engine_programs
+from slime_preflight.examination import examine
+from slime_preflight.found import State
+from slime_serving import interpreter
 
 UNFIT = {
     "slime-rl": ["numpy>=2.0", "slime-core>=0.1", "torch>=99", "no-such-thing>=1", "ray>=99; extra == 'ray'"],
@@ -67,3 +71,31 @@ def test_a_foreign_kernel_and_distributions_that_require_it_are_reported(tmp_pat
     ]
     (foreign,) = [one for one in found if one.detail.startswith("slime-core 3.1 is installed beside slime-rl")]
     assert foreign.advice.startswith("pip uninstall slime-core && ")
+
+
+def test_interpreters_that_start_engines_are_looked_at(tmp_path, monkeypatch):
+    """A tested version, another one, an interpreter without any, and a torch that sees fewer GPUs than the run's own."""
+    folder = tmp_path / "site"
+    for version, package in (("0.32.0+cpu", "vllm"), ("9.9", "sglang")):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+        info = folder / f"{package}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    gpus = interpreter.TorchDevices(version="2.13", cuda="13.0", gpus=("H100",))
+    own = interpreter.torch_in
+    monkeypatch.setattr("slime_preflight.engine_programs.torch_in", lambda path: gpus if path is None else own(path))
+    found = list(engine_programs(Registry(), [str(python), str(tmp_path / "none")]))
+    (vllm,) = [one for one in by(found, "vllm") if str(python) in one.detail]
+    assert (vllm.state, vllm.detail) == (State.GOOD, f"vLLM 0.32.0+cpu, started with --vllm-python {python}")
+    (sglang,) = [one for one in by(found, "sglang") if str(python) in one.detail]
+    assert (sglang.state, sglang.advice) == (State.NOTE, "slime was tested with SGLang 0.5.20, 0.5.16.")
+    (there,) = by(found, str(python))
+    assert there.state is State.BAD
+    assert f"torch {torch.__version__} for CPUs, which sees no GPU" in there.detail
+    (missing,) = by(found, str(tmp_path / "none"))
+    assert missing.state is State.BAD
+    assert "cannot be run" in missing.detail

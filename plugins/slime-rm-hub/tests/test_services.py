@@ -156,6 +156,26 @@ def test_a_response_without_a_score_is_reported(scripted: Any, make_group: Any, 
     assert "in which there is no score" in failure.message
 
 
+def test_a_classifier_of_vllm(scripted: Any, make_group: Any) -> None:
+    """Its score is asked for before the sigmoid."""
+    scripted.script = lambda path, body, tries: (200, '{"data": [{"index": 0, "probs": [-3.5]}]}', 0.0)
+    reward = Served.build(Served.Config(rm_url=scripted.url, rm_program="vllm"))
+    assert reward.score(make_group("4", "r", text="q")) == [-3.5]
+    ((path, body, _),) = scripted.asked
+    assert (path, body) == ("/classify", {"input": "qr", "use_activation": False})
+    reward = Served.build(Served.Config(rm_url=scripted.url, rm_program="vllm", rm_model="mine"))
+    reward.score(make_group("4", "r", text="q"))
+    assert scripted.asked[-1][1]["model"] == "mine"
+
+
+def test_what_vllm_does_not_serve_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SGLang's route /generate, which vLLM does not have"):
+        Served.build(Served.Config(rm_url="http://x", kind="judge", rm_program="vllm"))
+    unknown = ServedModel(url="http://x", model_path=str(tmp_path), engine="mine")
+    with pytest.raises(ConfigError, match="the requests of engine 'mine' are not known. Set rm_program"):
+        Served.build_with_servers(Served.Config(), [unknown])
+
+
 class Words:
     """A tokenizer with a template."""
 
@@ -213,7 +233,8 @@ def test_engines_of_the_run_are_asked_in_turn_and_the_next_one_when_one_fails(
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     servers = [
-        ServedModel(url=f"{scripted.url}/{name}", token=f"secret-{name}", model_path=str(tmp_path)) for name in "ab"
+        ServedModel(url=f"{scripted.url}/{name}", token=f"secret-{name}", model_path=str(tmp_path), engine="sglang")
+        for name in "ab"
     ]
     config = Served.Config(first_pause=0.01)
     assert Served.needs_reward_model(config)

@@ -39,6 +39,8 @@ def response_to(body, token_ids=(1, 2, 9), version="5"):
 class FakeSglang:
     """`reply(body)` may return a dict, bytes, a web.Response, or raise; `hold` keeps responses back until it is set."""
 
+    generate_path, abort_path = "/generate", "/abort_request"
+
     def __init__(self, health=None):
         if health is not None:
             self.health = health
@@ -56,8 +58,8 @@ class FakeSglang:
 
     async def __aenter__(self):
         app = web.Application()
-        app.router.add_post("/generate", self.generate)
-        app.router.add_post("/abort_request", self.abort)
+        app.router.add_post(self.generate_path, self.generate)
+        app.router.add_post(self.abort_path, self.abort)
         app.router.add_get("/health", self.health)
         app.router.add_get("/workers", self.workers)
         self.runner = web.AppRunner(app, handler_cancellation=True)

@@ -1,10 +1,8 @@
 """One SGLang server for the whole session: it takes half a minute to start. Tests attach to it as an external one."""
 
-import asyncio
 import json
 import re
 import sys
-import threading
 import urllib.request
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime_plugin_kit.event_loop import BackgroundLoop
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_sglang.plugin import Sglang
 
@@ -20,22 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_setup import setup_for
 from sent_weights import Ranks
-
-
-class Background:
-    """An event loop in a thread, for what outlives a test."""
-
-    def __init__(self):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine, timeout_s=240):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-    def close(self):
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
 
 class Served:
@@ -89,7 +72,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(tiny, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
-    background = Background()
+    background = BackgroundLoop()
     engine = Sglang.build(Sglang.Config(start_timeout=240))
     try:
         info = background.run(engine.start(setup_for(tiny, run_dir, transport="delta")))

@@ -9,21 +9,20 @@ import sys
 
 import pytest
 
-from slime_plugin_kit.model_kinds import ENGINES
-from slime_plugin_kit.suites import engines
+from slime_plugin_kit.attached_case import AttachedCase, properties_of
+from slime_sglang.plugin import Sglang
 
-
-class AttachedCase:
-    """The parts of a case that the suite requires: a new engine."""
-
-    def __init__(self, build):
-        self.build = build
+HAS, LACKS = properties_of(Sglang)
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("name", [prop.name for prop in ENGINES.properties])
+@pytest.mark.parametrize("name", HAS)
 def test_property(name, attached, tiny):
-    getattr(engines, f"test_{name}")(AttachedCase(attached), tiny)
+    AttachedCase(Sglang, attached).keep(name, tiny)
+
+
+def test_what_it_lacks():
+    assert LACKS == []
 
 
 def test_the_contract_without_a_server(tmp_path):

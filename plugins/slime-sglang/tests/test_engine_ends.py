@@ -111,7 +111,7 @@ async def test_memory_is_shared_with_a_server_of_one_stage(stages, tiny, tmp_pat
     server.server_info = {"version": "0.0", "tp_size": 1, "pp_size": stages}
     threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.02}).start()
 
-    async def found(config, setup, place, pool, *, common_token):
+    async def found(config, setup, place, pool, **more):
         connection = SglangConnection(pool, f"http://{server.address}", "tok", "engine 0")
         return SimpleNamespace(connection=connection, bootstrap_port=None, process=Process())
 

@@ -112,7 +112,7 @@ async def test_a_router_drops_the_request_for_expert_ids(tmp_path):
 
 
 async def test_an_sglang_that_pins_memory_of_expert_ids_has_none_on_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime_sglang.engine.in_source", lambda name: False)
+    monkeypatch.setattr("slime_sglang.engine.in_source", lambda *given: False)
     (tmp_path / "config.json").write_text(
         json.dumps({"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2})
     )

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from slime_core.errors import ConfigError, EngineError
 from slime_core.registry import Registry
 from slime_preflight.schema import run_schema
 from slime_serving.external import read_token
+from slime_serving.interpreter import Installed
 from slime_sglang import launching
 from slime_sglang.config import SglangOptions, make_config, options_of_role, role_of, server_options
 from slime_sglang.option_choices import NamedLists
@@ -60,6 +62,13 @@ LISTS = """
 CHOICES = ["auto", "dummy"]
 add_load_format_choices = CHOICES.extend
 """
+
+
+def with_sglang(monkeypatch, options):
+    """As on a machine with an SGLang that has these options."""
+    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: options)
+    monkeypatch.setattr("slime_sglang.config.names_of_other_versions", tuple)
+    monkeypatch.setattr("slime_sglang.option_checks.program_in", lambda *given: Installed(Path(), "0.6"))
 
 
 def test_both_forms_of_the_record_are_read():
@@ -125,7 +134,7 @@ def test_config(monkeypatch):
         ServerOption("modules", list[str], "Doc.", ("a", "b")),
         ServerOption("dp_size", int, "Doc.", aliases=("data_parallel_size",)),
     )
-    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: options)
+    with_sglang(monkeypatch, options)
     config = make_config()
     assert server_options(config(mem_fraction_static="0.5")) == {"mem_fraction_static": 0.5}
     assert server_options(config()) == {}
@@ -194,7 +203,7 @@ class WithOptions(SglangOptions):
 def test_options_that_exclude_each_other(options, words, monkeypatch):
     known = {"cache_threshold": ServerOption("cache_threshold", float, "Doc.")}
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: known)
-    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    with_sglang(monkeypatch, (ServerOption("model_path", str, "Doc."),))
     monkeypatch.setitem(sys.modules, "mooncake", module_of("mooncake"))
     (problem,) = Sglang.problems(WithOptions(**options))
     assert words in problem
@@ -230,7 +239,7 @@ def test_the_package_that_hands_keys_and_values_over(monkeypatch):
     def problems(**more):
         return Sglang.problems(Options(prefill_servers=1, servers=2, router_policy="random", **more))
 
-    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: (ServerOption("model_path", str, "Doc."),))
+    with_sglang(monkeypatch, (ServerOption("model_path", str, "Doc."),))
     monkeypatch.setattr("slime_sglang.router_args.router_options", lambda: {"policy": None})
     for package in ("mooncake", "nixl"):
         monkeypatch.setitem(sys.modules, package, module_of(package))
@@ -295,7 +304,7 @@ def test_options_of_the_router_at_its_start():
 def test_a_missing_router_is_a_problem(monkeypatch):
     monkeypatch.setattr("slime_sglang.router_args.router_options", dict)
     options = (ServerOption("model_path", str, "Doc."),)
-    monkeypatch.setattr("slime_sglang.config.options_of_server", lambda: options)
+    with_sglang(monkeypatch, options)
     (problem,) = Sglang.problems(SglangOptions(router_policy="random", router_options={"anything": 1}))
     assert 'engine.router_policy = "random": sglang-router is not installed here' in problem
 
@@ -350,10 +359,10 @@ def test_servers_that_could_be_compared_with_nothing(options, layout, words):
 
 
 def test_a_missing_sglang_is_a_problem(monkeypatch):
-    monkeypatch.setattr("slime_sglang.config.options_of_server", tuple)
-    (problem,) = Sglang.problems(SglangOptions())
+    monkeypatch.setattr("slime_sglang.option_checks.program_in", lambda *given: "SGLang is not installed here.")
+    (problem,) = Sglang.problems(Sglang.Config())
     assert "not installed" in problem
-    assert Sglang.problems(SglangOptions(external_engine_addrs=("host:1",))) == []
+    assert Sglang.problems(Sglang.Config(external_engine_addrs=("host:1",))) == []
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta])

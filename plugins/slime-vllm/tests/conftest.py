@@ -4,46 +4,34 @@ import asyncio
 import json
 import re
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from slime_models.new_model import ModelSizes, new_model
-from slime_vllm.interpreter import vllm_of
+from slime_plugin_kit.event_loop import BackgroundLoop
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
+from slime_serving.interpreter import program_in
 from slime_vllm.plugin import Vllm
+from slime_vllm.program import VLLM
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from vllm_setup import setup_for
-
-PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
-
-
-class Background:
-    """An event loop in a thread, for what outlives a test."""
-
-    def __init__(self):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine, timeout_s=600):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-    def close(self):
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+from vllm_setup import PYTHON, setup_for
 
 
 class Served:
     """A running server, without anything of ours in between."""
 
-    def __init__(self, info, folder):
+    def __init__(self, info, model, folder, engine, background):
+        self.engine, self.run = engine, background.run
+        """The engine that started it, whose calls run in another thread."""
         self.address, self.token, self.pid = info.address, info.token, info.pid
+        self.model, self._folder = model, folder
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)
 
@@ -56,6 +44,26 @@ class Served:
                 return response.status, json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, None
+
+    def renew(self):
+        """The weights of the folder and the version of a start, no requests, no pause."""
+        self.run(self._load_folder())
+        self.ask("/update_weight_version", {"new_version": "default"})
+
+    async def _load_folder(self):
+        engine = self.attach()
+        await engine.start(setup_for(self.model, self._folder))
+        try:
+            await engine.pause()
+            await engine.load_bucket(*buckets_of(named_weights(load_plain(self.model, torch.float32)), 0, 1))
+            await engine.resume()
+        finally:
+            await engine.stop()
+
+    def attach(self, **options):
+        """An engine, not started, on the server."""
+        attached = {"external_engine_addrs": (self.address,), "external_engine_token_file": str(self.token_file)}
+        return Vllm.build(Vllm.Config(**(attached | options)))
 
     async def until_generating(self, tokens=20):
         """Waits until it has generated so many more tokens."""
@@ -72,10 +80,14 @@ class Served:
         )
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name == "test_lost_servers.py")
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("every_test_runs"):
         terminalreporter.section("engines")
-        terminalreporter.line(f"{vllm_of(str(PYTHON))} {sys.version}")
+        terminalreporter.line(f"{program_in(str(PYTHON), VLLM)} {sys.version}")
 
 
 @pytest.fixture(scope="session")
@@ -98,10 +110,10 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    background = Background()
-    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
+    background = BackgroundLoop()
+    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, health_timeout=5))
     try:
-        yield Served(background.run(engine.start(setup_for(model, folder))), folder)
+        yield Served(background.run(engine.start(setup_for(model, folder))), model, folder, engine, background)
     finally:
         background.run(engine.stop())
         background.close()
@@ -109,14 +121,14 @@ def served(model, tmp_path_factory):
 
 @pytest.fixture
 def attached(served, model, tmp_path):
-    """`async with attached() as engine`: an engine on the server."""
+    """`async with attached() as engine`: an engine on the server, with these options."""
 
     class Attached:
+        def __init__(self, **options):
+            self.options = options
+
         async def __aenter__(self):
-            config = Vllm.Config(
-                external_engine_addrs=(served.address,), external_engine_token_file=str(served.token_file)
-            )
-            self.engine = Vllm.build(config)
+            self.engine = served.attach(**self.options)
             await self.engine.start(setup_for(model, tmp_path))
             return self.engine
 

@@ -1,5 +1,7 @@
 """Options of vLLM's servers, and what is wrong with some, as a user types them."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,10 @@ from pydantic import ValidationError
 from vllm_setup import setup_for
 
 from slime_core.contracts.setup import EngineLayout
+from slime_core.errors import EngineError
 from slime_transports.plugin import Disk
+from slime_vllm.features import Features
+from slime_vllm.generation import drafts_of
 from slime_vllm.launching import options_for
 from slime_vllm.option_checks import problems_of_layout, problems_of_options
 from slime_vllm.plugin import Vllm
@@ -78,7 +83,6 @@ def test_external_servers_take_no_options():
     [
         ({"num_devices": 3}, "3 devices are not a multiple of engine.servers x pipeline_parallel_size = 2"),
         ({"num_devices": 2, "num_nodes": 2}, "is on one machine, and this one would be on 2"),
-        ({"num_devices": 2, "offload": True}, "launcher.offload_rollout"),
         ({"num_devices": 2, "routed_experts": True}, "train.use_rollout_routing_replay"),
     ],
 )
@@ -104,9 +108,89 @@ def test_a_wrong_flag_names_the_nearest(tmp_path):
     assert "--vllm-max-num-seqs" in done.stdout + done.stderr
 
 
-def test_weights_of_vllm_are_not_compared_nor_quantized():
+def test_weights_are_quantized_by_vllm_alone():
+    assert Vllm.push_problems(Vllm.Config(quantization="fp8"), None) == []
+    (problem,) = Vllm.push_problems(Vllm.Config(quantization="awq"), None)
+    assert 'engine.quantization = "awq": vLLM takes no new weights then. Set one of fp8, ' in problem
+    (problem,) = Vllm.push_problems(Vllm.Config(), {"quant_method": "fp8"})
+    assert "pass --vllm-quantization fp8" in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quantization": "fp8"}, 'engine.quantization = "fp8": vLLM for CPUs has no float8 kernels'),
+        ({"spec_method": "ngram"}, "engine.spec_method: with drafts, vLLM for CPUs returns log-probs that are not"),
+    ],
+)
+async def test_what_is_wrong_on_a_cpu_is_refused(options, text, tmp_path):
+    with pytest.raises(EngineError, match=re.escape(text)):
+        await Vllm.build(Vllm.Config(**options)).start(setup_for(tmp_path, tmp_path))
+
+
+def test_options_of_servers_that_share_devices(tmp_path):
+    gpu = setup_for(tmp_path, tmp_path, device="cuda", offload=True)
+    options = options_for(Vllm.Config(pause_mode="in_place"), gpu, 0)
+    assert (options["enable_sleep_mode"], options["enable_prefix_caching"]) == (True, False)
+    assert "enable_sleep_mode" not in options_for(Vllm.Config(), setup_for(tmp_path, tmp_path, offload=True), 0)
+    (problem,) = problems_of_layout(
+        Vllm.Config(pause_mode="retract"), EngineLayout(num_devices=1, devices_flag="--here", offload=True)
+    )
+    assert 'engine.pause_mode = "retract", launcher.offload_rollout' in problem
+    with pytest.raises(ValidationError, match="needs enable_prefix_caching = false"):
+        Vllm.Config(pause_mode="in_place", enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "start this server with --logprobs-mode processed_logprobs."),
+        ({"weight_transfer_backend": None}, '--weight-transfer-config \'{"backend": "slime"}\''),
+        ({"replicas": 2}, "without --data-parallel-size"),
+        ({"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
+        ({"model": "other"}, "vocab_size 9 instead of 7"),
+        ({"grammar_backend": None, "ranks": "two"}, "does not respond like vLLM with slime's extension"),
+    ],
+)
+async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_path):
+    for name, size in (("own", 7), ("other", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+    options = {
+        "model": "own",
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": False,
+        "ranks": 1,
+        "replicas": 1,
+        "enable_prefix_caching": False,
+        "grammar_backend": "auto",
+        "scheduling_policy": "fcfs",
+        "weight_transfer_backend": "slime",
+    }
+
+    class Server:
+        name = "engine 0 (http://there)"
+
+        async def post(self, path, body, *, timeout_s):
+            given = options | changes
+            return {"results": [given | {"model": str(tmp_path / given["model"])}]}
+
+    config = Vllm.Config(external_engine_addrs=("a:1",), pause_mode="in_place")
+    setup = setup_for(tmp_path / "own", tmp_path)
+    with pytest.raises(EngineError, match=re.escape(text)):
+        await Features.of_all([Server()], config, setup)
+    changes.clear()
+    assert (await Features.of_all([Server()], config, setup)).guided_decoding
+
+
+def test_counts_of_drafts():
+    """Two steps, of which one accepted both of its drafts and the other one of two."""
+    counts = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 3, "mean_acceptance_length": 2.5}
+    assert drafts_of(counts).metrics == {"spec_verify_ct": 2, "spec_accept_length": 2.5, "spec_accept_rate": 0.75}
+    assert drafts_of({}).metrics == {}
+
+
+def test_weights_of_vllm_are_not_compared():
     (problem,) = Disk.problems(Disk.Config(check_weight_update_equal=True), Vllm.Config())
     assert problem.startswith("sync.check_weight_update_equal = true: this engine's servers rearrange weights")
     assert Disk.problems(Disk.Config(), Vllm.Config()) == []
-    (problem,) = Vllm.push_problems(Vllm.Config(quantization="fp8"), None)
-    assert "quantizes each layer again" in problem

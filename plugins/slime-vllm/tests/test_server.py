@@ -5,47 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from vllm_setup import CLOSE, LONG, asked, differences, endless, load, require_close
 
-from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_core.types.completion import FinishReason
 from slime_plugin_kit.listening_sockets import listening_sockets
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, log_probs_of, moved, named_weights
 
 pytestmark = pytest.mark.vllm
-
-LONG = 1500
-"""Tokens of a response that is still running when something happens to it."""
-CLOSE = 1e-4
-CLOSE_MEAN = 5e-6
-"""Nats, of float32 and float64: single tokens of thousands are 2e-5 apart."""
-
-
-def asked(name, tokens, seed=0, **sampling):
-    params = SamplingParams(**({"max_new_tokens": 24} | sampling))
-    return GenerateRequest(request_id=name, token_ids=np.array(tokens, np.int32), sampling=params, seed=seed)
-
-
-def endless(name, seed=0):
-    return asked(name, [5, 6], seed, max_new_tokens=LONG, min_new_tokens=LONG)
-
-
-def differences(plain, request, response):
-    with torch.no_grad():
-        expected, _ = log_probs_of(
-            plain, request.token_ids.tolist(), response.token_ids.tolist(), request.sampling.temperature
-        )
-    return (expected - torch.tensor(response.log_probs, dtype=torch.float64)).abs()
-
-
-def require_close(apart):
-    assert apart.max() < CLOSE
-    assert apart.mean() < CLOSE_MEAN
-
-
-async def load(engine, weights, version):
-    await engine.pause()
-    for bucket in buckets_of(weights, version, 3):
-        await engine.load_bucket(bucket)
-    await engine.resume()
 
 
 async def test_log_probs_are_the_models(attached, model):

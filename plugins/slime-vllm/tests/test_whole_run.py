@@ -23,10 +23,14 @@ checkpoint = {{ save_hf = false }}
 """
 
 
-def test_a_run_trains_on_responses_of_vllm(served, model, tmp_path):
+def write_run(folder, model):
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(2) for b in range(4)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "run.toml").write_text(RUN.format(model=model))
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "run.toml").write_text(RUN.format(model=model))
+
+
+def test_a_run_trains_on_responses_of_vllm(served, model, tmp_path):
+    write_run(tmp_path, model)
     words = ["--engine", "vllm", "--vllm-external-engine-addrs", served.address]
     words += ["--vllm-external-engine-token-file", str(served.token_file)]
     command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]

@@ -15,6 +15,7 @@ CAPABILITIES: Final = frozenset(
         Capability.VERSION_SPANS,
         Capability.SLEEP,
         Capability.SCORES,
+        Capability.CHECKSUM,
         Capability.REPLAY,
         Capability.REPETITION_PENALTY,
     }

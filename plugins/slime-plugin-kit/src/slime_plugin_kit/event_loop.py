@@ -1,8 +1,9 @@
-"""Scenes that play in an event loop of their own, with an end."""
+"""Event loops of tests: a scene that must end, and a loop in a thread for what outlives a test."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
@@ -22,3 +23,20 @@ def run(work: Coroutine[Any, Any, T], patience_s: float = PATIENCE_S) -> T:
             raise AssertionError(f"it has not ended within {patience_s:g} s") from None
 
     return asyncio.run(soon())
+
+
+class BackgroundLoop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 600.0) -> T:
+        """What the coroutine returns; TimeoutError if it takes longer."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

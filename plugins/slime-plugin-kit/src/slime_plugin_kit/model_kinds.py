@@ -108,6 +108,11 @@ ENGINES: Final = Kind(
             "new_weights_are_used_under_their_version",
             "after the last bucket, tokens are the new weights', with the new version",
         ),
+        prop(
+            "its_checksum_is_that_of_the_weights",
+            "its checksum over all weights is that of the exported ones",
+            applies=offers(Capability.CHECKSUM),
+        ),
         prop("a_damaged_bucket_is_refused", "a wrong checksum is an EngineError, and changes nothing"),
         prop(
             "spans_separate_versions",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +26,15 @@ FIRST_TOKEN: Final = 2
 """Padding and the end come before."""
 
 
-def make_tiny_model(folder: Path) -> Path:
+TINY: Final = ModelSizes(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, max_length=MAX_LENGTH
+)
+SERVED: Final = replace(TINY, hidden_size=64, num_heads=2, num_kv_heads=1)
+"""With heads of 32 elements, the smallest that attention kernels of serving programs take on a CPU."""
+
+
+def make_tiny_model(folder: Path, sizes: ModelSizes = TINY) -> Path:
     """A Qwen3 with weights far from zero, so that a wrong attention or norm shows."""
-    sizes = ModelSizes(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, max_length=MAX_LENGTH
-    )
     new_model(folder, "qwen3", sizes, alphabet=ALPHABET, seed=3, initializer_range=0.3)
     return folder
 

@@ -162,7 +162,7 @@ class CarelessControl(Engine):
 
 
 class CarelessVersions(Engine):
-    """Returns no spans, reports no version but the first, and returns an abort as a full budget."""
+    """Returns no spans, reports no version but the first and no checksum but one, and returns an abort as a full budget."""
 
     def after(self, completion):
         if completion.finish_reason is FinishReason.ABORT:
@@ -171,6 +171,9 @@ class CarelessVersions(Engine):
 
     async def version(self):
         return -1
+
+    async def checksum(self):
+        return 16 * "0"
 
 
 class Blocks(Engine):

@@ -8,9 +8,8 @@ import platform
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +20,8 @@ from slime_core.errors import PluginError
 from slime_core.registry import Registry, Status
 from slime_core.registry.entry import KERNEL, OLD_KERNEL, normalized
 from slime_core.registry.installed import requires_old_kernel
+from slime_preflight.engine_programs import engine_programs
+from slime_preflight.found import Found, State
 
 PYTHONS: Final = ((3, 11), (3, 13))
 FEW_FILES: Final = 4096
@@ -29,33 +30,11 @@ LITTLE_SHARED: Final = 2 * 2**30
 SHARED: Final = Path("/dev/shm")
 
 
-class State(StrEnum):
-    GOOD = "ok"
-    NOTE = "note"
-    """Fine for some runs."""
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The result of one check."""
-
-    what: str
-    state: State
-    detail: str
-    """Key `told` of the JSON output."""
-    advice: str = ""
-    """What to type."""
-
-
-def found_json(found: Found) -> dict[str, str]:
-    return {"told" if name == "detail" else name: value for name, value in asdict(found).items()}
-
-
-def examine(registry: Registry) -> list[Found]:
-    """All results, in the order in which they are printed."""
+def examine(registry: Registry, engine_pythons: Sequence[str] = ()) -> list[Found]:
+    """All results, in the order in which they are printed. `engine_pythons`: interpreters that start engines' servers."""
     checks: tuple[Callable[[Registry], Iterable[Found]], ...] = (
-        python, packages, old_kernel, devices, cluster, plugins, machine,
+        python, packages, old_kernel, devices, cluster, plugins,
+        partial(engine_programs, pythons=engine_pythons), machine,
     )  # fmt: skip
     return [found for check in checks for found in check(registry)]
 

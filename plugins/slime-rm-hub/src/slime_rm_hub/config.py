@@ -58,6 +58,9 @@ class ServedConfig(AskingConfig):
     most two tries of a request: the run replaces an engine that fails."""
     kind: Literal["classifier", "judge"] = "classifier"
     """A reward model with a score head (/classify), or a language model that answers yes or no (/generate)."""
+    rm_program: Literal["sglang", "vllm"] | None = None
+    """The program that serves, whose requests are sent; by default the engine of engines.reward, and sglang with rm_url. vLLM
+    serves classifiers."""
     rm_model: str = "default"
     """Name of the model, if the server requires one."""
     rm_tokenizer: RunPath | None = None

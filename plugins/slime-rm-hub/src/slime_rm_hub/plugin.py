@@ -125,7 +125,9 @@ class Served(RewardDriver):
 
         assert config.rm_url is not None, "without it the kernel calls build_with_servers"
         place = Place(url=config.rm_url.rstrip("/"), token=read_token(config))
-        return served_reward(config, Service.from_config(config, (place,)), config.rm_tokenizer)
+        return served_reward(
+            config, Service.from_config(config, (place,)), config.rm_tokenizer, program=config.rm_program or "sglang"
+        )
 
     @classmethod
     def build_with_servers(cls, config: ServedConfig, servers: Sequence[ServedModel]) -> Reward:
@@ -138,7 +140,10 @@ class Served(RewardDriver):
             )
         places = tuple(Place(url=server.url, token=server.token) for server in servers)
         return served_reward(
-            config, Service.from_config(twice(config), places), config.rm_tokenizer or servers[0].model_path
+            config,
+            Service.from_config(twice(config), places),
+            config.rm_tokenizer or servers[0].model_path,
+            program=config.rm_program or servers[0].engine,
         )
 
     @classmethod

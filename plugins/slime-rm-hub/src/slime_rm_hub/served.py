@@ -16,8 +16,22 @@ from slime_rm_hub.config import ServedConfig
 from slime_rm_hub.service import Service
 
 
-def served_reward(config: ServedConfig, service: Service, folder: str | None) -> Reward:
-    """`folder`: of the served model's tokenizer. ConfigError if the options of a judge are incomplete or invalid."""
+SGLANG, VLLM = "sglang", "vllm"
+
+
+def served_reward(config: ServedConfig, service: Service, folder: str | None, *, program: str) -> Reward:
+    """`folder`: of the served model's tokenizer. `program`: what serves, see `rm_program`. ConfigError if the options of a judge
+    are incomplete or invalid, or if requests of this program are not known."""
+    if program not in (SGLANG, VLLM):
+        raise ConfigError(
+            f"reward 'served': the requests of engine {program!r} are not known. Set rm_program to the program that it starts: "
+            f"{SGLANG} or {VLLM}."
+        )
+    if config.kind == "judge" and program == VLLM:
+        raise ConfigError(
+            "reward 'served', kind = \"judge\": it asks a judge over SGLang's route /generate, which vLLM does not have. Pass "
+            "--engines.reward.engine sglang."
+        )
     tokenizer = None
     if folder is not None:
         from transformers import AutoTokenizer
@@ -30,6 +44,7 @@ def served_reward(config: ServedConfig, service: Service, folder: str | None) ->
             service=service.under("/classify"),
             render=Joined() if joined else Conversation(tokenizer),
             model=config.rm_model,
+            of_vllm=program == VLLM,
         )
     if tokenizer is None or config.question is None:
         raise ConfigError(
@@ -63,15 +78,25 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierReward(Reward):
-    """POST {text, model} to /classify; the score is the first number of `embedding` in each response."""
+    """POST the text to /classify; the score is what the score head returns, before any sigmoid: SGLang has it as the first
+    number of `embedding`, vLLM as that of `probs`."""
 
     service: Service
     render: Render
     model: str
+    of_vllm: bool
 
     def score(self, group: SampleGroup) -> Sequence[RewardValue]:
-        answers = self.service.ask([{"model": self.model, "text": self.render(sample)} for sample in group.samples])
-        return [checked(self.service.name, answer, first_of_embedding) for answer in answers]
+        answers = self.service.ask([self._body(self.render(sample)) for sample in group.samples])
+        read = first_of_probs if self.of_vllm else first_of_embedding
+        return [checked(self.service.name, answer, read) for answer in answers]
+
+    def _body(self, text: str) -> dict[str, Any]:
+        if not self.of_vllm:
+            return {"model": self.model, "text": text}
+        # vLLM refuses a name that is not its model's; without one it takes its only model.
+        named = {} if self.model == ServedConfig.model_fields["rm_model"].default else {"model": self.model}
+        return {**named, "input": text, "use_activation": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +131,11 @@ class JudgeReward(Reward):
 def first_of_embedding(answer: Any) -> float:
     one = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     return float(one["embedding"][0])
+
+
+def first_of_probs(answer: Any) -> float:
+    (one,) = answer["data"]
+    return float(one["probs"][0])
 
 
 def share_of(yes: float, no: float) -> float:

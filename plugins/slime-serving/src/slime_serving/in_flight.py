@@ -11,11 +11,12 @@ from typing import Final, Protocol
 import xxhash
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.errors import EngineError, EngineRefused
+from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
-from slime_serving.connection import Connection, ConnectionLost
+from slime_serving.connection import Connection, ConnectionLost, NoResponse
 from slime_serving.requests import AcceptedRequests
 from slime_serving.running import RequestIds, Running
+from slime_serving.server_group import WATCH_S
 
 ABORT_AGAIN_S: Final = 0.02
 """An abort that overtakes its request has no effect; it is sent again until there is a response, each time after twice the
@@ -157,12 +158,19 @@ class RequestsInFlight:
                 wait.cancel()
 
     async def _ask(self, run: Running, room: int) -> FinishReason:
-        """Requests one part of the response. If the connection was lost, the part is requested once more on a new one."""
+        """Requests one part of the response. If the connection was lost, the part is requested once more on a new one. Of a
+        process that has just died, its own error from the watch should come first, so others are raised a moment later."""
+        late: tuple[type[EngineError], ...] = (NoResponse,)
         try:
-            return await self._ask_once(run, room)
-        except ConnectionLost:
-            self._check_alive()
-            return await self._ask_once(run, room)
+            try:
+                return await self._ask_once(run, room)
+            except ConnectionLost:
+                self._check_alive()
+                late = (NoResponse, EngineUnavailable)
+                return await self._ask_once(run, room)
+        except late:
+            await asyncio.sleep(2 * WATCH_S)
+            raise
 
     async def _ask_once(self, run: Running, room: int) -> FinishReason:
         session = run.request.session_id

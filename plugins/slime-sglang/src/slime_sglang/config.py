@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)  # fmt: skip
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
 from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
+from slime_sglang.program import SGLANG
 from slime_sglang.renamed_options import OtherName, other_names
-from slime_sglang.server_args import OWNED, ServerOption, installed_options
+from slime_sglang.server_args import OWNED, ServerOption, installed_folder, installed_options
 
 
 class SglangOptions(DriverConfig):
+    python: RunPath | None = None
+    """Interpreter that starts the servers, such as `.venv-sglang/bin/python`: it needs SGLang, and nothing of slime. By default
+    the run's own."""
     servers: int = Field(default=1, ge=1)
     """Servers of one engine, each with an equal share of its devices. Several are used through one router, or round robin."""
     router_policy: Literal["none", "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"] = (
@@ -85,6 +97,15 @@ class SglangOptions(DriverConfig):
         return self
 
 
+class WithoutUnset(SglangOptions):
+    """Of SGLang's options it writes those that are set. A run records its options: what is known without SGLang may change."""
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        return {name: v for name, v in written.items() if v is not None or name in SglangOptions.model_fields}
+
+
 @cache
 def options_of_server() -> tuple[ServerOption, ...]:
     """Those of ServerArgs that are not this plugin's own."""
@@ -97,14 +118,10 @@ def names_of_other_versions() -> tuple[OtherName, ...]:
     return tuple(other_names({option.name for option in options_of_server()} - set(OWNED)))
 
 
-def is_installed() -> bool:
-    return bool(options_of_server())
-
-
 def may_return_experts() -> bool:
-    """Whether servers may support expert ids. True if SGLang is not installed; external servers may have another version."""
-    names = {option.name for option in options_of_server()}
-    return not names or "enable_return_routed_experts" in names
+    """Whether servers may support expert ids. True if SGLang is not installed here; servers elsewhere may have another
+    version."""
+    return "enable_return_routed_experts" in {option.name for option in options_of_server()}
 
 
 def make_config() -> type[SglangOptions]:
@@ -153,7 +170,8 @@ def make_config() -> type[SglangOptions]:
         validators["refuse"] = field_validator(*sorted(refused))(refuse)
     if checked:
         validators["check"] = field_validator(*checked)(check)
-    return create_model("SglangConfig", __base__=SglangOptions, __validators__=validators, **fields)
+    base = WithoutUnset if installed_folder() is None else SglangOptions
+    return create_model("SglangConfig", __base__=base, __validators__=validators, **fields)
 
 
 def under_installed_names(options: Any) -> Any:
@@ -171,10 +189,18 @@ def under_installed_names(options: Any) -> Any:
     return renamed
 
 
+def known_version() -> str:
+    """The version whose options are known."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return SGLANG.tested[0]
+
+
 def rename_notices(config: Any) -> list[str]:
     """A sentence for each option that is set under the name of another version."""
     return [
-        f"engine.{other.name}: SGLang {version('sglang')} calls it {other.current}, which is set to "
+        f"engine.{other.name}: SGLang {known_version()} calls it {other.current}, which is set to "
         f"{json.dumps(getattr(config, other.current))}."
         for other in names_of_other_versions()
         if getattr(config, other.name) and getattr(config, other.current) is not None

@@ -11,12 +11,14 @@ from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_serving.engine import ServingEngine
 from slime_serving.in_flight import RequestsInFlight
+from slime_serving.interpreter import Installed, program_in
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import SglangWeights
 from slime_sglang.option_checks import problem_of_experts
+from slime_sglang.program import SGLANG
 from slime_sglang.receiver import SglangReceiver
 from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
@@ -133,7 +135,9 @@ def expert_sizes(config: SglangOptions, setup: EngineSetup) -> ExpertSizes:
     if problem := problem_of_experts(config):
         raise EngineError(f"engine {setup.index}: {problem}")
     sizes = ExpertSizes.of(setup.model_path)
-    if setup.device == "cpu" and not config.external_engine_addrs and not in_source(UNPINNED_EXPERTS):
+    installed = None if config.python is None else program_in(config.python, SGLANG)
+    folder = installed.folder if isinstance(installed, Installed) else None
+    if setup.device == "cpu" and not config.external_engine_addrs and not in_source(UNPINNED_EXPERTS, folder):
         raise EngineError(
             f"engine {setup.index}: train.use_rollout_routing_replay: the installed SGLang pins the memory for expert ids, "
             "which requires a GPU. Install 0.5.20, which does not."

@@ -107,6 +107,9 @@ class Features:
             offered.add(Capability.SLEEP)
         if self.images:
             offered.add(Capability.IMAGES)
+        if not config.external_engine_addrs:
+            # Their extension computes it.
+            offered.add(Capability.CHECKSUM)
         if self.guided_decoding:
             offered.add(Capability.STRUCTURAL_TAG)
         if self.routed_experts:

@@ -12,6 +12,7 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.routed_experts import RoutedExperts
 from slime_serving.running import Part, Running, covering_spans, version_of
+from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.image_data import ImageTokens, encoded
 
@@ -19,43 +20,14 @@ BAD_REQUEST: Final = 400
 SEED_BITS: Final = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SpecDecodeStats:
-    """Counts of speculative decoding for a response, or for a part of it: parts can be added."""
-
-    verified: int = 0
-    """Forward passes of the model itself."""
-    proposed: int = 0
-    accepted: int = 0
-    written: int = 0
-    """Tokens that those passes produced, including one per pass that the model itself sampled."""
-
-    @classmethod
-    def of(cls, meta: Mapping[str, Any], written: int) -> SpecDecodeStats:
-        """All counts are 0 if the server does not speculate. Servers before 0.5.20 use other names for the counts."""
-        verified = int(meta.get("spec_verify_ct") or 0)
-        if not verified:
-            return cls()
-        proposed = first_of(meta, "spec_num_proposed_drafts", "spec_proposed_drafts")
-        accepted = first_of(meta, "spec_num_correct_drafts", "spec_accepted_drafts")
-        return cls(verified=verified, proposed=proposed, accepted=accepted, written=written)
-
-    def __add__(self, other: SpecDecodeStats) -> SpecDecodeStats:
-        return SpecDecodeStats(
-            self.verified + other.verified,
-            self.proposed + other.proposed,
-            self.accepted + other.accepted,
-            self.written + other.written,
-        )
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        if not self.verified:
-            return {}
-        found = {"spec_verify_ct": float(self.verified), "spec_accept_length": self.written / self.verified}
-        if self.proposed:
-            found["spec_accept_rate"] = self.accepted / self.proposed
-        return found
+def drafts_of(meta: Mapping[str, Any], written: int) -> SpecDecodeStats:
+    """All counts are 0 if the server does not speculate. Servers before 0.5.20 use other names for the counts."""
+    verified = int(meta.get("spec_verify_ct") or 0)
+    if not verified:
+        return SpecDecodeStats()
+    proposed = first_of(meta, "spec_num_proposed_drafts", "spec_proposed_drafts")
+    accepted = first_of(meta, "spec_num_correct_drafts", "spec_accepted_drafts")
+    return SpecDecodeStats(verified=verified, proposed=proposed, accepted=accepted, written=written)
 
 
 def first_of(meta: Mapping[str, Any], *names: str) -> int:
@@ -156,7 +128,7 @@ class SglangRunning(Running):
                 "not disable SGLANG_MM_AVOID_RETOKENIZE."
             )
         self.add(part, expected_version=expected_version, server=server)
-        self.drafts = self.drafts + SpecDecodeStats.of(meta, len(pairs))
+        self.drafts = self.drafts + drafts_of(meta, len(pairs))
         self.routed_experts += routed
         return reason
 

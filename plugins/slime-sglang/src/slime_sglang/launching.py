@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,6 +28,10 @@ from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
+PACKAGES: Final = ("slime_sglang", "slime_transports", "slime_training", "slime_core")
+"""What a server imports of slime. Of other packages it needs those that SGLang needs, and zstandard for deltas."""
+OF_INTERPRETER: Final = frozenset({"PYTHONHOME", "VIRTUAL_ENV"})
+"""Environment variables that are right for one interpreter."""
 
 CHECKED_TRANSPORTS: Final = ("disk", "delta")
 """Transports whose weights are checked inside the server."""
@@ -119,8 +124,14 @@ def tokens_in_flight(setup: EngineSetup) -> int:
     return min(max(setup.max_batch * setup.max_context_len, 20_000), 200_000)
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str], tp_size: int) -> dict[str, str]:
+def environment_for(
+    setup: EngineSetup, devices: Sequence[str], tp_size: int, packages: str | None = None
+) -> dict[str, str]:
+    """`packages`: folder with `PACKAGES` for another interpreter; None: the run's own, which has them."""
     environment = dict(os.environ)
+    if packages is not None:
+        environment = {name: value for name, value in os.environ.items() if name not in OF_INTERPRETER}
+        environment["PYTHONPATH"] = packages
     # Allows MARGIN.
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     # By default it closes connections that were idle for five seconds, even if a request has just arrived.
@@ -156,14 +167,16 @@ async def start_server(
     pool: aiohttp.ClientSession,
     *,
     common_token: str | None = None,
+    packages: str | None = None,
 ) -> SglangStarted:
-    """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. On a machine that is not
+    """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. `packages`: see
+    `environment_for`. On a machine that is not
     the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
     dies, or does not respond in time."""
     options = options_for(config, setup, place)
     hooks = hooks_for(setup, options)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
-    environment = environment_for(setup, devices, options["tp_size"])
+    environment = environment_for(setup, devices, options["tp_size"], packages)
     name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
     log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
     serves = not setup.node_rank
@@ -175,7 +188,13 @@ async def start_server(
         if bootstrap_port is not None:
             own["disaggregation_bootstrap_port"] = bootstrap_port
         process = ServerProcess(
-            MODULE, options | own, log=log, form=SGLANG_LOG, environment=environment, arguments=hooks
+            MODULE,
+            options | own,
+            log=log,
+            form=SGLANG_LOG,
+            environment=environment,
+            arguments=hooks,
+            python=config.python or sys.executable,
         )
         connection = SglangConnection(pool, address_of(setup.host, port), token, name)
         return SglangStarted(connection=connection, process=process, bootstrap_port=bootstrap_port)

@@ -7,23 +7,24 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from slime_core.contracts.setup import EngineLayout
+from slime_core.errors import near_matches
+from slime_serving.interpreter import program_in
 from slime_sglang import router_args
-from slime_sglang.config import SglangOptions, is_installed, options_of_role, server_options
+from slime_sglang.config import SglangOptions, no_choice, options_of_role, server_options
+from slime_sglang.program import SGLANG
+from slime_sglang.renamed_options import other_names
+from slime_sglang.server_args import options_of
 
 ROLES: Final[tuple[Literal["prefill", "decode"], ...]] = ("prefill", "decode")
 SHARED: Final = frozenset({"pp_size", "quantization", "kv_cache_dtype", "page_size", "disaggregation_transfer_backend"})
 """Options that servers of one engine share: they hold the same weights, and send each other keys and values."""
-HOW_TO_INSTALL: Final = (
-    'SGLang is not installed here: `pip install "slime-sglang[server]"` on a GPU machine; on a CPU see the README of '
-    "slime-sglang."
-)
 
 
 def problems_of_options(config: Any) -> list[str]:
     """Problems of options that exclude each other, each a sentence for the user."""
     problems = []
-    if not config.external_engine_addrs and not is_installed():
-        problems.append(f'engine.name = "sglang": {HOW_TO_INSTALL}')
+    if not config.external_engine_addrs:
+        problems += problems_of_program(config)
     count = len(config.external_engine_addrs)
     if count % config.servers:
         problems.append(
@@ -49,6 +50,31 @@ def problems_of_options(config: Any) -> list[str]:
     problems += problems_of_replicas("engine", given)
     for role in ROLES:
         problems += problems_of_role(config, role, given)
+    return problems
+
+
+def problems_of_program(config: Any) -> list[str]:
+    """Problems of the SGLang that starts the servers: there is none, or it has not all options under these names."""
+    installed = program_in(config.python, SGLANG)
+    if isinstance(installed, str):
+        where = "engine.name" if config.python is None else "engine.python"
+        return [f"{where}: {installed} {SGLANG.install}"]
+    if config.python is None:
+        # The options are those of this one.
+        return []
+    known = {option.name: option for option in options_of(installed.folder)}
+    renamed = {other.current: other.name for other in other_names(known)} | {
+        other.name: other.current for other in other_names(known)
+    }
+    problems = []
+    given = server_options(config) | config.prefill_options | config.decode_options
+    for name, value in given.items():
+        if name not in known:
+            close = [renamed[name]] if name in renamed else near_matches(name, known)
+            hint = f" Close: {', '.join(close)}." if close else ""
+            problems.append(f"engine.{name}: SGLang {installed.version} of {config.python} has no such option.{hint}")
+        elif (choices := known[name].choices) and not isinstance(value, list) and value not in choices:
+            problems.append(f"engine.{name} = {value!r}: {no_choice(value, choices)}.")
     return problems
 
 
@@ -132,7 +158,7 @@ def problems_of_prefill(config: SglangOptions) -> list[str]:
         problems.append(f'{given}, engine.pause_mode = "{config.pause_mode}": a request is on two servers. Set abort.')
     # SGLang's own default.
     backend = getattr(config, "disaggregation_transfer_backend", None) or "mooncake"
-    if backend in TRANSFER_PACKAGES and importlib.util.find_spec(backend) is None:
+    if config.python is None and backend in TRANSFER_PACKAGES and importlib.util.find_spec(backend) is None:
         problems.append(
             f'{given}: the KV cache is sent over "{backend}", which is not installed here: {TRANSFER_PACKAGES[backend]}. Or '
             "set another engine.disaggregation_transfer_backend."

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime_core.contracts.driver import Patch, TableOptions
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
+from slime_serving.interpreter import StartsProgram
 from slime_sglang import router_args
 from slime_sglang.config import make_config, may_return_experts, rename_notices
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
+from slime_sglang.program import SGLANG
 from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_training.memory_plan import EnginePlanner
 
@@ -19,10 +21,11 @@ if TYPE_CHECKING:
     from slime_training.memory_plan import EngineLoad, EngineMemory
 
 
-class Sglang(EnginePlanner, EngineDriver):
+class Sglang(EnginePlanner, StartsProgram, EngineDriver):
     """SGLang servers as subprocesses, or external ones; optionally behind sglang-router."""
 
     Config = make_config()
+    program = SGLANG
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
@@ -31,6 +34,7 @@ class Sglang(EnginePlanner, EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SLEEP,
             Capability.SCORES,
+            Capability.CHECKSUM,
             Capability.HTTP,
             Capability.IMAGES,
             Capability.STRUCTURAL_TAG,

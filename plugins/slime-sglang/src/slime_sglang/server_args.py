@@ -1,9 +1,15 @@
-"""The options of the installed SGLang's ServerArgs, read from its source: importing it takes seconds."""
+"""The options of SGLang's ServerArgs, read from its source: importing it takes seconds, and it may be in another interpreter.
+
+options.json has those of the version that this plugin was tested with, for machines without SGLang:
+`python -m slime_sglang.server_args FOLDER_OF_SGLANG > options.json` writes it.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,12 +65,30 @@ class ServerOption:
     """Other names of the option on SGLang's command line."""
 
 
-def installed_options() -> tuple[ServerOption, ...]:
-    """The options of the installed SGLang; empty if it is not installed."""
+def installed_folder() -> Path | None:
+    """The package of this interpreter; None: it is not installed here."""
     spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    srt = Path(next(iter(spec.submodule_search_locations))) / "srt"
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+def installed_options() -> tuple[ServerOption, ...]:
+    """The options of the installed SGLang; those of the tested version if it is not installed here."""
+    folder = installed_folder()
+    return shipped_options() if folder is None else options_of(folder)
+
+
+def shipped_options() -> tuple[ServerOption, ...]:
+    rows = json.loads((Path(__file__).parent / "options.json").read_text())
+    return tuple(
+        # Its choices are those of one version: the SGLang that starts the servers is asked for them.
+        ServerOption(row["name"], type_of(row["type"]), row["doc"], aliases=tuple(row["aliases"]))
+        for row in rows
+    )
+
+
+def options_of(folder: Path) -> tuple[ServerOption, ...]:
+    """The options of the SGLang in this folder."""
+    srt = folder / "srt"
     record, lists = srt / "server_args.py", srt / "arg_groups" / "choices.py"
     sources = [*sorted((srt / "arg_groups" / "fields").glob("*.py")), record]
     trees = {path: ast.parse(path.read_bytes()) for path in (*sources, lists) if path.is_file()}
@@ -150,3 +174,16 @@ def help_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return " ".join(node.value.split())
     return ""
+
+
+def type_name(option: ServerOption) -> str:
+    """What `type_of` reads."""
+    return option.type.__name__ if option.type in (bool, int, float, str) else str(option.type)
+
+
+if __name__ == "__main__":
+    written = [
+        {"name": o.name, "type": type_name(o), "doc": o.doc, "aliases": o.aliases}
+        for o in options_of(Path(sys.argv[1]))
+    ]
+    print("[\n" + ",\n".join(map(json.dumps, written)) + "\n]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 
 import aiohttp
@@ -12,10 +13,11 @@ import aiohttp
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_serving.external import connect_external
+from slime_serving.interpreter import linked_packages
 from slime_serving.server_group import ServerGroup
 from slime_sglang.config import SglangOptions, role_of
 from slime_sglang.connection import SglangConnection
-from slime_sglang.launching import SglangStarted, start_server
+from slime_sglang.launching import PACKAGES, SglangStarted, start_server
 from slime_sglang.router import Router, WorkerRole, start_router
 
 FLUSH_TRIES: Final = 60
@@ -32,6 +34,8 @@ class SglangServers(ServerGroup[SglangConnection]):
         self._bootstrap_ports: dict[int, int | None] = {}
         # sglang-router forwards the caller's own token to paired servers.
         self._common_token = secrets.token_urlsafe(24) if config.prefill_servers else None
+        self._packages: TemporaryDirectory[str] | None = None
+        """Of slime, for an interpreter of its own."""
 
     @property
     def size(self) -> int:
@@ -51,9 +55,22 @@ class SglangServers(ServerGroup[SglangConnection]):
         )
 
     async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted:
-        started = await start_server(self._config, setup, place, pool, common_token=self._common_token)
+        if self._config.python is not None and self._packages is None:
+            self._packages = linked_packages(*PACKAGES)
+        packages = None if self._packages is None else self._packages.name
+        started = await start_server(
+            self._config, setup, place, pool, common_token=self._common_token, packages=packages
+        )
         self._bootstrap_ports[place] = started.bootstrap_port
         return started
+
+    async def stop(self) -> None:
+        try:
+            await super().stop()
+        finally:
+            packages, self._packages = self._packages, None
+            if packages is not None:
+                packages.cleanup()
 
     def _role_of(self, place: int) -> WorkerRole:
         role = role_of(self._config, place)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_vllm.server_args import OWNED, shipped_options
+
+DRAFTS: Final = ("speculative_config", "spec_method", "spec_model")
+"""Options that turn on speculative decoding."""
 
 
 class VllmOptions(DriverConfig):
@@ -25,6 +28,14 @@ class VllmOptions(DriverConfig):
     order. Their workers must have the extension `slime_vllm_server.worker`."""
     external_engine_token_file: RunPath | None = None
     """File with the bearer token of the external servers."""
+    pause_mode: Literal["abort", "retract", "in_place"] = "abort"
+    """How requests wait for new weights. `abort`: they end, and continue as new requests with the tokens so far, whose
+    keys and values the new weights compute. `retract`: they wait inside vLLM, which computes their keys and values again.
+    `in_place`: they keep keys and values of the old weights; prefix caching is off then. Every token's version is exact."""
+    sleep_level: int = Field(default=1, ge=1, le=2)
+    """With devices that a trainer shares: what happens to the weights while it works. 1: they are copied to the host. 2: they
+    are dropped, which saves the copy and the host's memory; every weight update must be sent before the next response, so
+    not for runs that skip updates (`sync.update_weights_interval` above 1). Engines without weight updates copy them anyway."""
     start_timeout: float = Field(default=900.0, gt=0)
     """Seconds until a server must respond. On a GPU the first start compiles kernels for minutes."""
     request_timeout: float = Field(default=14400.0, gt=0)
@@ -33,6 +44,15 @@ class VllmOptions(DriverConfig):
     """Seconds for a call that is no generation: loading one bucket, pausing."""
     health_timeout: float = Field(default=30.0, gt=0)
     """Seconds within which a healthy server responds."""
+
+    @model_validator(mode="after")
+    def _of_pause(self) -> VllmOptions:
+        if self.pause_mode == "in_place" and getattr(self, "enable_prefix_caching", None):
+            raise ValueError(
+                'pause_mode = "in_place" needs enable_prefix_caching = false: prefixes of old weights could not be dropped '
+                "while requests wait"
+            )
+        return self
 
 
 def make_config() -> type[VllmOptions]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from slime_core.contracts.engine import Capability, MemoryTag
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup
@@ -14,18 +14,21 @@ from slime_serving.in_flight import RequestsInFlight
 from slime_transports.receiver import ServerEndpoint
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
+from slime_vllm.features import Features
 from slime_vllm.held_weights import VllmWeights
+from slime_vllm.option_checks import problem_of_device
 from slime_vllm.receiver import VllmReceiver
 from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
 from slime_vllm.server_group import VllmServers
 
-CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
+CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES, Capability.HTTP, Capability.REPETITION_PENALTY})
+ASLEEP: Final[Mapping[MemoryTag, str]] = {MemoryTag.WEIGHTS: "weights", MemoryTag.KV_CACHE: "kv_cache"}
+"""vLLM's names of what it wakes up one by one. Its graphs wake up with either."""
 
 
 class VllmEngine(ServingEngine[VllmServers]):
-    """For new weights running requests are aborted and continue as new ones with the tokens so far, whose keys and values the
-    new weights compute: every token's version is exact.
+    """`engine.pause_mode` sets how running requests wait for new weights. vLLM reports the version of each token.
 
     Log-probs are those of the distribution that was sampled from (`processed_logprobs`), except if 0 < min_new_tokens <
     max_new_tokens: then vLLM removes the end tokens from the first tokens' distribution.
@@ -36,23 +39,38 @@ class VllmEngine(ServingEngine[VllmServers]):
     def __init__(self, config: VllmOptions) -> None:
         super().__init__("vllm", VllmServers(config))
         self._config = config
+        self._features: Features | None = None
+        self._dropped = False
+        """The weights were dropped when it slept."""
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
+
+    def check_setup(self, setup: EngineSetup) -> None:
+        if problem := problem_of_device(self._config, setup.device):
+            raise EngineError(f"engine {setup.index}: {problem}")
 
     async def prepare(self, setup: EngineSetup) -> None:
         own = not self._config.external_engine_addrs
+        features = self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._held = VllmWeights(self._fleet, setup, shared=own)
+        exact = self._config.pause_mode == "abort"
         await self._fleet.post("/init_weight_transfer_engine", {"init_info": {}})
         self._requests = RequestsInFlight(
             self._fleet,
-            VllmRequests.of(setup, has_priorities=getattr(self._config, "scheduling_policy", None) == "priority"),
+            VllmRequests.of(setup, features),
             setup,
-            expected_version=lambda: weights.given,
+            # In the other modes weights change while requests run.
+            expected_version=lambda: weights.given if exact else None,
             request_timeout_s=self._config.request_timeout,
             control_timeout_s=self._config.control_timeout,
         )
 
     def capabilities(self, setup: EngineSetup) -> frozenset[Capability]:
-        return CAPABILITIES
+        offered = set(CAPABILITIES)
+        if setup.device == "cpu" or (setup.offload and not self._config.external_engine_addrs):
+            offered.add(Capability.SLEEP)
+        if self._features is not None and self._features.guided_decoding:
+            offered.add(Capability.STRUCTURAL_TAG)
+        return frozenset(offered)
 
     @property
     def entrance(self) -> VllmConnection:
@@ -60,28 +78,71 @@ class VllmEngine(ServingEngine[VllmServers]):
 
     @property
     def ranks_of_server(self) -> int:
-        setup = self._ready()
-        return setup.num_devices // self._config.servers
+        self._ready()
+        assert self._features is not None
+        return self._features.ranks
 
     async def health(self) -> None:
-        """vLLM's health route fails when its engine process has died."""
+        """vLLM's health route notices a dead engine process only; that process itself responds to the other one."""
         self._ready()
         try:
             await self._fleet.ask_health("/health")
+            await self._fleet.ask_health(self._fleet.version_path)
         except EngineError:
             self._ready()
             raise
 
     async def pause_servers(self, in_flight: RequestsInFlight) -> None:
-        await in_flight.interrupt()
-        await self._fleet.post("/pause?mode=abort", {})
+        """See `engine.pause_mode`."""
+        if self._config.pause_mode == "abort":
+            await in_flight.interrupt()
+            await self._fleet.post("/pause?mode=abort", {})
+        else:
+            # With clear_cache, vLLM would compute the keys and values of waiting requests again.
+            await self._fleet.post("/pause?mode=keep&clear_cache=false", {})
+
+    async def resume(self) -> None:
+        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
+        if self._dropped and self._weights().incomplete:
+            raise EngineError(
+                f"{self._name}: its weights were dropped when it slept (engine.sleep_level = 2), and no whole version was sent "
+                "since. Set sleep_level = 1 for runs that skip weight updates."
+            )
+        self._dropped = False
+        await super().resume()
 
     async def resume_servers(self) -> None:
         await self._fleet.post("/resume", {})
 
     async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        raise EngineRefused(f"{self._name}: slime-vllm does not release the memory of its servers.")
+        """Releases vLLM's memory of `tags`; see `engine.sleep_level` for the weights."""
+        setup = self._ready()
+        running = 0 if self._requests is None else len(self._requests)
+        gone = [tag for tag in (MemoryTag if tags is None else tags) if tag not in self._absent]
+        if not gone:
+            return
+        if running and not (self._paused and self._config.pause_mode == "abort"):
+            raise EngineRefused(f"{self._name}: sleep while {running} requests run. Abort them first.")
+        if MemoryTag.WEIGHTS in gone:
+            # It releases keys and values too, and cannot keep them.
+            level = self._config.sleep_level if setup.transport is not None else 1
+            if level == 2 and self._held is not None:
+                self._dropped = True
+                self._held.expect()
+            await self._fleet.post(f"/sleep?level={level}&mode=abort", {})
+            gone = list(MemoryTag)
+        elif MemoryTag.KV_CACHE in gone:
+            await self._fleet.post("/pause?mode=abort", {})
+            if setup.device != "cpu":
+                await self._fleet.post("/release_kv_cache_memory", {})
+        self._absent.update(gone)
 
     async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Nothing is released."""
+        """Allocates the memory of `tags` again; None: all. With all of it vLLM schedules requests again; while the engine is
+        paused none are sent."""
         self._ready()
+        missing = [tag for tag in (MemoryTag if tags is None else tags) if tag in self._absent]
+        named = [f"tags={ASLEEP[tag]}" for tag in missing if tag in ASLEEP]
+        if named:
+            await self._fleet.post(f"/wake_up?{'&'.join(named)}", {})
+        self._absent.difference_update(missing)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from slime_core.errors import EngineError
-from slime_core.types.completion import FinishReason
+from slime_core.types.completion import Completion, FinishReason
 from slime_serving.running import Part, Running, covering_spans
+from slime_serving.spec_decode_stats import SpecDecodeStats
 
 SEED_BITS: Final = (1 << 63) - 1
 PREFIX: Final = "generate-tokens-"
@@ -16,6 +18,8 @@ PREFIX: Final = "generate-tokens-"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmRunning(Running):
+    drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+
     def body(self, room: int) -> dict[str, Any]:
         sampling, written = self.request.sampling, len(self.token_ids)
         budget = min(sampling.max_new_tokens - written, room)
@@ -25,6 +29,8 @@ class VllmRunning(Running):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),
+            # vLLM penalizes the tokens of prompt and response, as transformers does.
+            "repetition_penalty": sampling.repetition_penalty,
             # Each part draws anew: with the request's seed alone a part would repeat the draws of the one before.
             "seed": (self.request.seed + written) & SEED_BITS,
             "logprobs": 0,
@@ -34,6 +40,8 @@ class VllmRunning(Running):
             "include_stop_str_in_output": True,
             "detokenize": bool(sampling.stop),
         }
+        if sampling.structural_tag is not None:
+            params["structured_outputs"] = {"structural_tag": sampling.structural_tag}
         if least >= budget:
             # No token may end it early. min_tokens would remove the end tokens from the distribution, and the log-probs would
             # be those of another policy.
@@ -66,12 +74,26 @@ class VllmRunning(Running):
                 log_probs=[float(entry["logprob"]) for entry in content],
                 spans=covering_spans(choice["weight_versions"] or (), len(token_ids)),
             )
+            drafts = drafts_of((reply.get("metrics") or {}).get("speculative_decoding") or {})
         except EngineError:
             raise
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self.invalid(server, reply, error) from error
         self.add(part, expected_version=expected_version, server=server)
+        self.drafts = self.drafts + drafts
         return reason
+
+    def completion(self, reason: FinishReason, engine_index: int) -> Completion:
+        return replace(Running.completion(self, reason, engine_index), extra=self.drafts.metrics)
+
+
+def drafts_of(counts: Mapping[str, Any]) -> SpecDecodeStats:
+    """`counts`: vLLM's `speculative_decoding`; empty if the server does not speculate."""
+    if not counts:
+        return SpecDecodeStats()
+    verified, accepted = int(counts["num_spec_steps"]), int(counts["num_accepted_draft_tokens"])
+    # Tokens of steps without a draft are no part of these counts.
+    return SpecDecodeStats(verified, int(counts["num_draft_tokens"]), accepted, accepted + verified)
 
 
 def finish_reason(reason: str | None, server: str) -> FinishReason:

@@ -16,7 +16,7 @@ from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_serving.start import RESPONSE_S, start_until_up
-from slime_vllm.config import VllmOptions, server_options
+from slime_vllm.config import DRAFTS, VllmOptions, server_options
 from slime_vllm.connection import VLLM_LOG, VllmConnection
 
 MODULE: Final = "slime_vllm_server.launch"
@@ -24,6 +24,9 @@ FOLDER: Final = Path(__file__).parent / "server"
 """On the module search path of the server."""
 TOKEN: Final = "SLIME_VLLM_TOKEN"
 """See slime_vllm_server.auth."""
+EXTENSION: Final = "slime_vllm_server.worker.WorkerExtension"
+BACKEND: Final = "slime"
+"""Of vLLM's weight transfers, the one that the extension registers."""
 MAX_SEQUENCES_ON_CPU: Final = 256
 
 
@@ -45,8 +48,8 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "max_logprobs": 1,
         # Routes with tokens in and tokens out.
         "enable_scale_out": True,
-        "worker_extension_cls": "slime_vllm_server.worker.WorkerExtension",
-        "weight_transfer_config": {"backend": "slime"},
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
@@ -56,9 +59,20 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
             "max_num_seqs": min(setup.max_batch, MAX_SEQUENCES_ON_CPU),
             "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
         }
-    if not (setup.model_path / "tokenizer_config.json").exists():
+    if setup.offload and not on_cpu:
+        options["enable_sleep_mode"] = True
+    if config.pause_mode == "in_place":
+        options["enable_prefix_caching"] = False
+    if any(name in chosen for name in DRAFTS):
+        options["per_request_spec_decode_metrics"] = "summary"
+    if not has_tokenizer(setup):
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def has_tokenizer(setup: EngineSetup) -> bool:
+    """Whether the servers are started with the model's tokenizer."""
+    return (setup.model_path / "tokenizer_config.json").exists()
 
 
 def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:

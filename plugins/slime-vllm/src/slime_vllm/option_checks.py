@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
-from slime_vllm.config import server_options
-from slime_vllm.interpreter import vllm_of
+from slime_serving.interpreter import program_in
+from slime_vllm.config import DRAFTS, server_options
+from slime_vllm.program import VLLM
 from slime_vllm.server_args import options_in
 
-HOW_TO_INSTALL: Final = (
-    "Install vLLM in an environment of its own, and pass --vllm-python FOLDER/bin/python; the README of slime-vllm "
-    "has the steps."
-)
+AT_LOAD: Final = ("fp8", "fp8_per_tensor", "fp8_per_block")
+"""Quantizations that vLLM computes from plain weights, and again from new ones."""
 
 
 def problems_of_options(config: Any) -> list[str]:
@@ -22,10 +22,10 @@ def problems_of_options(config: Any) -> list[str]:
     given = server_options(config)
     count = len(config.external_engine_addrs)
     if not count:
-        installed = vllm_of(config.python)
+        installed = program_in(config.python, VLLM)
         if isinstance(installed, str):
             where = "engine.name" if config.python is None else "engine.python"
-            problems.append(f"{where}: {installed} {HOW_TO_INSTALL}")
+            problems.append(f"{where}: {installed} {VLLM.install}")
         else:
             known = {option.name for option in options_in(installed.folder)}
             for name in sorted(set(given) - known):
@@ -51,10 +51,10 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
         problems.append(
             f"{layout.devices_flag}: an engine of slime-vllm is on one machine, and this one would be on {layout.num_nodes}."
         )
-    if layout.offload:
+    if layout.offload and config.pause_mode != "abort":
         problems.append(
-            "launcher.offload_rollout: slime-vllm does not release the memory of its servers. Give engine and trainer devices "
-            "of their own (no --colocate), or use engine sglang."
+            f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
+            "which cannot release their memory then. Set abort, or pass --no-offload-rollout."
         )
     if layout.routed_experts:
         problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
@@ -65,3 +65,32 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
             f"pipeline_parallel_size = {parts}."
         )
     return problems
+
+
+def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
+    """Problems of weight updates. `quantization`: of the loaded folder; None: plain weights."""
+    if quantization is not None:
+        return [
+            f"model.rollout_load: its weights are quantized ({quantization.get('quant_method')}), and slime-vllm sends plain "
+            "ones. Omit it, and pass --vllm-quantization fp8: vLLM quantizes plain weights itself."
+        ]
+    asked = getattr(config, "quantization", None)
+    if asked not in (None, *AT_LOAD):
+        return [
+            f'engine.quantization = "{asked}": vLLM takes no new weights then. Set one of {", ".join(AT_LOAD)}, which it '
+            "computes from plain weights, or omit it."
+        ]
+    return []
+
+
+def problem_of_device(config: Any, device: str) -> str | None:
+    """Why the servers cannot be started on this device; None: they can."""
+    asked = getattr(config, "quantization", None)
+    if device == "cpu" and asked in AT_LOAD:
+        return f'engine.quantization = "{asked}": vLLM for CPUs has no float8 kernels. Omit it.'
+    if device == "cpu" and (drafts := next((name for name in DRAFTS if getattr(config, name, None)), None)):
+        return (
+            f"engine.{drafts}: with drafts, vLLM for CPUs returns log-probs that are not those of its tokens (some are below "
+            "-9000). Omit it."
+        )
+    return None

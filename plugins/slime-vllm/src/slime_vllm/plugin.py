@@ -8,19 +8,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime_core.contracts.driver import Patch
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
+from slime_serving.interpreter import StartsProgram
 from slime_vllm.config import make_config
-from slime_vllm.option_checks import problems_of_layout, problems_of_options
+from slime_vllm.option_checks import problems_of_layout, problems_of_options, problems_of_push
+from slime_vllm.program import VLLM
 
 if TYPE_CHECKING:
     from slime_vllm.engine import VllmEngine
 
 
-class Vllm(EngineDriver):
+class Vllm(StartsProgram, EngineDriver):
     """vLLM servers as subprocesses, in an interpreter of their own, or external ones."""
 
     Config = make_config()
+    program = VLLM
     transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
-    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
+    optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.VERSION_SPANS,
+            Capability.SCORES,
+            Capability.HTTP,
+            Capability.SLEEP,
+            Capability.STRUCTURAL_TAG,
+            Capability.REPETITION_PENALTY,
+        }
+    )
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:
@@ -36,12 +48,7 @@ class Vllm(EngineDriver):
 
     @classmethod
     def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-        if quantization is None and getattr(config, "quantization", None) is None:
-            return []
-        return [
-            "engine: with quantized weights, vLLM quantizes each layer again that it loads again, which was not tried with "
-            "slime-vllm. Omit engine.quantization and model.rollout_load, or use engine sglang."
-        ]
+        return problems_of_push(config, quantization)
 
     @classmethod
     def build(cls, config: Any) -> VllmEngine:

@@ -57,4 +57,9 @@ class VllmServers(ServerGroup[VllmConnection]):
             await self.post("/abort_requests", body)
 
     async def flush(self) -> None:
-        await self.post("/reset_prefix_cache", {})
+        """Drops cached prefixes. Requests that wait inside vLLM compute theirs again, unless they keep them by the pause mode,
+        in which no prefixes are cached."""
+        if self._config.pause_mode == "abort":
+            await self.post("/reset_prefix_cache", {})
+        elif self._config.pause_mode == "retract":
+            await self.post("/reset_prefix_cache?reset_running_requests=true", {})

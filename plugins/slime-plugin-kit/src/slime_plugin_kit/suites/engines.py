@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.tiny_model import (
+    SERVED,
     buckets_of,
     checksum_of,
     load_plain,
@@ -52,7 +54,7 @@ WAYS: Sequence[dict[str, Any]] = ({}, {"temperature": 0.0}, {"temperature": 0.7}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", SERVED)
 
 
 def test_log_probs_equal_those_of_transformers(case: Case, model: Path) -> None:
@@ -211,7 +213,8 @@ def test_stop_strings_end_a_response(case: Case, model: Path) -> None:
 
         for number, prompt in enumerate(prompts(4, seed=5)):
             (free,) = await engine.generate([ask(number, prompt, max_new_tokens=24)])
-            tokens = [token for token in tokens_of(free) if token in TEXT]
+            # Up to the first token without text, which an engine may write into the text or not.
+            tokens = list(takewhile(TEXT.__contains__, tokens_of(free)))
             if len(tokens) < 3:
                 continue
             stop = text(tokens[1:3])
@@ -302,7 +305,6 @@ def test_new_weights_are_used_under_their_version(case: Case, model: Path) -> No
                 await engine.load_bucket(bucket)
             await engine.resume()
             assert await engine.version() == version, f"loaded {version}, it reports {await engine.version()}"
-            assert await engine.checksum() == checksum_of(weights), "the checksum over all weights is another one"
             requests = [ask(n, prompt) for n, prompt in enumerate(prompts(4, seed=7))]
             for request, got in zip(requests, await engine.generate(requests), strict=True):
                 require_true_log_probs(new.double(), request, got, what=f"log-probs under version {version}")
@@ -312,17 +314,35 @@ def test_new_weights_are_used_under_their_version(case: Case, model: Path) -> No
     play(case, model, scene)
 
 
+def test_its_checksum_is_that_of_the_weights(case: Case, model: Path) -> None:
+    async def scene(engine: RolloutEngine) -> None:
+        for version in (1, 2):
+            weights = named_weights(moved(load_plain(model, torch.float32), version))
+            await engine.pause()
+            for bucket in buckets_of(weights, version, 2):
+                await engine.load_bucket(bucket)
+            await engine.resume()
+            assert await engine.checksum() == checksum_of(weights), "the checksum over all weights is another one"
+
+    play(case, model, scene)
+
+
 def test_a_damaged_bucket_is_refused(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
-        weights = named_weights(moved(load_plain(model, torch.float32), 3))
-        good = buckets_of(weights, 6, 2)
-        await engine.pause()
-        before = await engine.checksum()
+        good = buckets_of(named_weights(moved(load_plain(model, torch.float32), 3)), 6, 2)
         data = good[0].data.copy()
-        data[100] ^= 1
+        # The sign of every hundredth number.
+        data[3::400] ^= 0x80
+        await engine.pause()
         with pytest.raises(EngineError):
             await engine.load_bucket(replace(good[0], data=data))
-        assert await engine.checksum() == before, "the damaged bucket has changed its weights"
+        await engine.resume()
+        request = ask(0, prompts(1, seed=11)[0])
+        (got,) = await engine.generate([request])
+        require_true_log_probs(
+            load_plain(model), request, got, what="after a damaged bucket, log-probs of the old weights"
+        )
+        await engine.pause()
         for bucket in good:
             await engine.load_bucket(bucket)
         assert await engine.version() == 6, "after a refusal the version cannot be loaded"
@@ -367,13 +387,13 @@ def test_spans_separate_versions(case: Case, model: Path) -> None:
 def test_sleep_loses_nothing(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         requests = [ask(n, prompt) for n, prompt in enumerate(prompts(4, seed=8))]
-        before = [tokens_of(response) for response in await engine.generate(requests)]
-        checksum = await engine.checksum()
+        before = await engine.generate(requests)
         await engine.sleep()
         await engine.wake_up()
-        assert await engine.checksum() == checksum, "after sleep and wake the weights are others"
-        after = [tokens_of(response) for response in await engine.generate(requests)]
-        assert after == before, "after sleep and wake it gives other tokens"
+        for one, two in zip(before, await engine.generate(requests), strict=True):
+            assert tokens_of(one) == tokens_of(two), "after sleep and wake it gives other tokens"
+            off = float(np.abs(one.log_probs - two.log_probs).max(initial=0.0))
+            assert off <= NATS, f"after sleep and wake log-probs are off by {off:.3g} nats: the weights are others"
 
     play(case, model, scene)
 

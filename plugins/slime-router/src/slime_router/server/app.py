@@ -20,6 +20,7 @@ from slime_router.server.engines import Engines
 from slime_router.server.generate import Generate
 from slime_router.server.json_response import json_error, json_response
 from slime_router.server.metrics import Metrics, MiddlewareCollector, UpstreamCollector
+from slime_router.server.programs import Abort
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstream, Upstreams
 from slime_serving.bearer_auth import BearerAuth
@@ -37,13 +38,6 @@ class NewWorker(msgspec.Struct):
 
     url: str
     worker_type: str = "regular"
-
-
-class Abort(msgspec.Struct):
-    """Body of POST /abort_request, as in SGLang."""
-
-    rid: str | None = None
-    abort_all: bool = False
 
 
 class RouterApp:
@@ -114,13 +108,12 @@ class RouterApp:
         return json_response({"status": "accepted", "worker_id": upstream.id}, 202)
 
     async def _abort(self, request: Request) -> Response:
-        body = await request.body()
         try:
-            asked = msgspec.json.decode(body, type=Abort)
+            asked = msgspec.json.decode(await request.body(), type=Abort)
         except msgspec.MsgspecError as error:
             return json_error(422, f'{error}. Send {{"rid": "NAME"}} or {{"abort_all": true}}')
         self._generate.abort(asked.rid or "", everything=asked.abort_all)
-        self._engines.abort_everywhere(body)
+        self._engines.abort_everywhere(asked)
         return json_response({"status": "accepted"})
 
 

@@ -16,6 +16,7 @@ from slime_core.config.part import BoundPlugin
 from slime_core.config.plugin_table import PluginTable
 from slime_core.errors import ConfigError
 from slime_core.registry import Registry
+from slime_router.server.settings import ProgramName
 from slime_serving.command import run_command
 from slime_serving.listener import is_loopback, listen, shown
 from slime_serving.token_file import token_from
@@ -38,6 +39,7 @@ def serve(
             "'{ name = \"retry\", attempts = 5 }'; outermost first."
         ),
     ] = None,
+    program: Annotated[ProgramName, typer.Option(help="What the upstreams are.")] = ProgramName.SGLANG,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 30000,
     token_file: Annotated[
@@ -55,15 +57,9 @@ def serve(
     ] = 10_000,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Middlewares in front of SGLang engines, or of sglang-router."""
+    """Middlewares in front of engines of SGLang or vLLM, or of sglang-router."""
     parts = bind_middlewares(middleware or [])
-    if log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
-    if no_token and not is_loopback(host):
-        raise ConfigError(
-            f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
-        )
-
+    check(log_level, no_token=no_token, host=host)
     from slime_router.server.app import RouterApp
     from slime_router.server.serve import BACKLOG, run
     from slime_router.server.settings import Settings
@@ -75,6 +71,7 @@ def serve(
         connect_timeout_s=connect_timeout,
         health_interval_s=health_interval,
         max_in_flight=max_in_flight,
+        program=program,
         token=None if no_token else token_from(token_file, create=True),
         upstream_token=None if upstream_token_file is None else token_from(upstream_token_file, create=False),
     )
@@ -83,6 +80,16 @@ def serve(
     token = "no token required" if no_token else f"token in {token_file}"
     print(f"slime-router listens on {shown(socket, host)}, {token}", flush=True)
     run(asgi, socket, log_level=log_level)
+
+
+def check(log_level: str, *, no_token: bool, host: str) -> None:
+    """Raises ConfigError for options that exclude each other."""
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f'--log-level "{log_level}": unknown level. Pass one of debug, info, warning, error.')
+    if no_token and not is_loopback(host):
+        raise ConfigError(
+            f"--no-token with --host {host}: all callers that reach this machine could use the engines. Omit --no-token."
+        )
 
 
 def bind_middlewares(texts: list[str]) -> tuple[BoundPlugin, ...]:

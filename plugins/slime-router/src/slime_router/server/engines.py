@@ -13,8 +13,9 @@ import msgspec
 
 from slime_core.errors import EngineError, EngineUnavailable
 from slime_core.types.completion import Completion, GenerateRequest
-from slime_router.errors import BadResponse, Refused
+from slime_router.errors import BadRequest, BadResponse, Refused
 from slime_router.server.events import Stream
+from slime_router.server.programs import PROGRAMS, Abort
 from slime_router.server.session_key import SESSION_KEY
 from slime_router.server.settings import Settings
 from slime_router.server.upstreams import Upstream, Upstreams
@@ -56,6 +57,7 @@ class Engines:
     def __init__(self, upstreams: Upstreams, settings: Settings) -> None:
         self._upstreams = upstreams
         self._settings = settings
+        self._program = PROGRAMS[settings.program]
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
         self.aborted = 0
@@ -123,8 +125,10 @@ class Engines:
     async def _post(self, upstream: Upstream, request: WireRequest, call: Call) -> Completion:
         assert self._session is not None
         headers = {} if request.session_id is None else {SESSION_KEY: request.session_id}
-        url = f"{upstream.url}/generate"
-        async with self._session.post(url, data=request.outgoing(), headers=headers) as response:
+        url = upstream.url + self._program.generate
+        if call.stream and not self._program.streams:
+            raise BadRequest(f"request {request.request_id}: no streams with --program {self._settings.program}")
+        async with self._session.post(url, data=self._program.outgoing(request), headers=headers) as response:
             if response.status != 200:
                 raise refusal(upstream, response, await response.read())
             if call.stream and response.content_type == "text/event-stream":
@@ -135,7 +139,7 @@ class Engines:
                 f"{upstream.url}: the response to request {request.request_id} is not a JSON object. It begins with "
                 f"{body[:80].decode(errors='replace')!r}"
             )
-        return self._received(upstream, request, call, [body])
+        return self._received(upstream, request, call, [self._program.incoming(body)])
 
     async def _pass_on(
         self, upstream: Upstream, request: WireRequest, call: Call, response: aiohttp.ClientResponse
@@ -154,16 +158,16 @@ class Engines:
         call.received = WireCompletion.of(parts or [b""], request_id=request.request_id, engine_index=upstream.number)
         return call.received
 
-    def abort_everywhere(self, body: bytes) -> None:
+    def abort_everywhere(self, asked: Abort) -> None:
         for upstream in self._upstreams:
-            self._keep(asyncio.create_task(self._send_abort(upstream, body)))
+            self._keep(asyncio.create_task(self._send_abort(upstream, self._program.abort_body(asked))))
 
     async def _abort(self, upstream: Upstream, request_id: str) -> None:
         self.aborted += 1
-        await self._send_abort(upstream, msgspec.json.encode({"rid": request_id}))
+        await self._send_abort(upstream, self._program.abort_body(Abort(rid=request_id)))
 
     async def _send_abort(self, upstream: Upstream, body: bytes) -> None:
-        """POST /abort_request. sglang-router has no such route, so behind it the request is sent to each engine."""
+        """Sends an abort. sglang-router has no such route, so behind it the request is sent to each engine."""
         assert self._session is not None
         try:
             if await self._post_abort(upstream.url, body) != 404:
@@ -179,7 +183,7 @@ class Engines:
     async def _post_abort(self, url: str, body: bytes) -> int:
         assert self._session is not None
         timeout = aiohttp.ClientTimeout(total=self._settings.health_timeout_s)
-        async with self._session.post(f"{url}/abort_request", data=body, timeout=timeout) as response:
+        async with self._session.post(url + self._program.abort, data=body, timeout=timeout) as response:
             return response.status
 
     def _keep(self, task: asyncio.Task[None]) -> None:

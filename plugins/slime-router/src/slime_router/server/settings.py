@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ProgramName(StrEnum):
+    SGLANG = "sglang"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +26,8 @@ class Settings:
     max_in_flight: int = 10_000
     """Further requests get status 503."""
     max_body_bytes: int = 64 * 2**20
+    program: ProgramName = ProgramName.SGLANG
+    """What the upstreams are."""
     token: str | None = None
     """Bearer token that callers must send. None: no token is required."""
     upstream_token: str | None = None

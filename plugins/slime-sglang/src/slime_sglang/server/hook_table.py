@@ -82,13 +82,15 @@ ONE_ADDRESS: Final = ServerHook(
 HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS)
 
 
-def in_source(target: str) -> bool:
-    """Whether the source of the installed SGLang contains `target`; nothing is imported."""
+def in_source(target: str, folder: Path | None = None) -> bool:
+    """Whether the source of SGLang contains `target`; nothing is imported. `folder`: its package; None: the installed one."""
     package, *parts = target.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    path = Path(next(iter(spec.submodule_search_locations)))
+    if folder is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            return False
+        folder = Path(next(iter(spec.submodule_search_locations)))
+    path = folder
     while parts and (path / parts[0]).is_dir():
         path /= parts.pop(0)
     if parts and (path / f"{parts[0]}.py").is_file():

@@ -160,3 +160,19 @@ class WorkerExtension:
     def problem_of_folder(self, folder: str) -> dict[str, str]:
         """See `LoadedFolder.problem`."""
         return {"problem": self.weight_transfer_engine.loaded.problem(Path(folder)) if folder else ""}
+
+    def served_options(self) -> dict[str, Any]:
+        """What the server was started with, as far as a run must know it."""
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
+        return {
+            "model": model.model,
+            "logprobs_mode": model.logprobs_mode,
+            "skip_tokenizer_init": model.skip_tokenizer_init,
+            "ranks": parallel.world_size,
+            "replicas": parallel.data_parallel_size,
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+            "grammar_backend": config.structured_outputs_config.backend,
+            "scheduling_policy": config.scheduler_config.policy,
+            "weight_transfer_backend": None if transfer is None else transfer.backend,
+        }

@@ -1,0 +1,97 @@
+"""Servers that hang or die: the errors of an engine, and a run that continues with another one. Runs last (conftest.py): it
+ends the session's server."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from test_whole_run import write_run
+from vllm_setup import PYTHON, asked
+
+from slime_core.errors import EngineError
+
+pytestmark = pytest.mark.vllm
+
+VANDAL = '''
+"""Kills the server and all its processes when step 1 begins, while its requests run."""
+import os, signal, threading
+from pathlib import Path
+import psutil
+from slime_core.plugin import hook
+
+
+@hook
+def rollout_start(event):
+    if event.rollout_id != 1:
+        return
+    children = psutil.Process().children(recursive=True)
+    (server,) = [child.pid for child in children if child.cmdline()[1:3] == ["-m", "slime_vllm_server.launch"]]
+    (event.run.run_dir / "killed").write_text(str(server))
+    os.killpg(server, signal.SIGSTOP)
+    threading.Timer(0.5, os.killpg, (server, signal.SIGKILL)).start()
+'''
+
+
+def test_a_run_continues_with_another_server(model, tmp_path):
+    """From the step that it was in, with the weights of that step."""
+    (tmp_path / "vandal.py").write_text(VANDAL)
+    write_run(tmp_path, model)
+    words = ["--engine", "vllm", "--vllm-python", str(PYTHON), "--plugin", "vandal.py"]
+    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "carried"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    (lost,), (restarted,), (recovered,) = (
+        [event for event in events if event["event"] == f"engine_{what}"] for what in ("lost", "restarted", "recovered")
+    )
+    killed = int((run / "killed").read_text())
+    assert f"its process {killed} was killed by SIGKILL" in json.dumps(lost)
+    assert restarted["pid"] != killed
+    assert recovered["version"] == 1
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rollouts = [line["metrics"] for line in logged if line["axis"] == "rollout/step"]
+    assert [row["rollout/staleness/max"] for row in rollouts] == [0, 0, 0]
+    steps = [line["metrics"] for line in logged if line["axis"] == "train/step"]
+    assert len(steps) == 3
+    assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in steps)
+
+
+def test_an_engine_notices_that_its_servers_process_hangs_or_dies(served):
+    """vLLM's engine process, whose parent still responds."""
+    core = next(child for child in psutil.Process(served.pid).children() if "EngineCore" in "".join(child.cmdline()))
+    served.run(served.engine.health())
+    core.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"/weight_info got no response in"):
+        served.run(served.engine.health())
+    core.send_signal(signal.SIGCONT)
+    served.run(served.engine.health())
+
+    async def lose():
+        waiting = asyncio.create_task(served.engine.generate([asked("lost", [4, 5], max_new_tokens=1500)]))
+        await served.until_generating(1)
+        core.kill()
+        with pytest.raises(EngineError):
+            await waiting
+        while True:
+            await served.engine.health()
+            await asyncio.sleep(0.05)
+
+    # vLLM's main process notices it after a while, and ends.
+    errors = (
+        f"its process {served.pid}",
+        "weight_info got no response",
+        "status 50",
+        "no server responds",
+        "closed the connection",
+    )
+    noticed = "|".join(errors)
+    with pytest.raises(EngineError, match=noticed):
+        served.run(lose())
