@@ -1,4 +1,4 @@
-"""The arithmetic example's task for the sizes of the model that the tests' server serves, which writes the box letter by letter."""
+"""The arithmetic example's task for a model of the sizes that the tests' server serves. It writes the box letter by letter."""
 
 import importlib.util
 from pathlib import Path

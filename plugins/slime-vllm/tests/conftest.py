@@ -105,7 +105,9 @@ def served(model, tmp_path_factory):
     background = BackgroundLoop()
     engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, health_timeout=5))
     try:
-        yield Served(background.run(engine.start(setup_for(model, folder, max_batch=128))), model, folder, engine, background)
+        yield Served(
+            background.run(engine.start(setup_for(model, folder, max_batch=128))), model, folder, engine, background
+        )
     finally:
         background.run(engine.stop())
         background.close()
