@@ -18,7 +18,7 @@ reward = "math"
 algo = { name = "grpo", eps_clip_high = 0.28, get_mismatch_metrics = true }
 model = { hf_checkpoint = "made/base" }
 data = { prompt_data = "made/train.jsonl", input_key = "prompt", label_key = "label", rollout_shuffle = true }
-rollout = { rollout_batch_size = 64, n_samples_per_prompt = 8, rollout_max_response_len = 18, concurrency = 512 }
+rollout = { rollout_batch_size = 128, n_samples_per_prompt = 8, rollout_max_response_len = 18, concurrency = 1024 }
 checkpoint = { save_hf = false }
 
 [train]

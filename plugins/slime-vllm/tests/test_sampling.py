@@ -58,7 +58,6 @@ async def test_log_probs_are_of_what_was_sampled_from(attached, model):
             plain, request.token_ids.tolist(), response.token_ids.tolist(), 0.8, WAYS[request.request_id][1]
         )
         assert np.abs(response.log_probs - true).max() < CLOSE, request.request_id
-        assert np.exp(response.log_probs).max() < 1
 
 
 async def test_a_penalty_counts_the_tokens_from_before_an_update(attached, served, model):
