@@ -7,6 +7,7 @@ evaluation sets. Draws all curves in one figure. Arguments after `--` are passed
 
     python benchmarks/learn.py
     python benchmarks/learn.py --algos grpo gspo --seeds 0 1 2 -- --num-rollout 30
+    python benchmarks/learn.py --run-file examples/vllm/run.toml --algos grpo -- --launcher ray
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ class Learned:
         return all(self.after[name] >= accuracy for name, accuracy in self.required.items())
 
 
-def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
+def usable_algorithms(run_file: Path, extra: Sequence[str], console: Console) -> list[str]:
     """Registered algorithms that can use the run file unchanged, then those with a run file of their own. Prints why others
     cannot."""
     names = {entry.name for entry in Registry.from_environment().entries(groups.ALGORITHMS)}
     usable = []
     for name in sorted(names - OWN_RUN_FILES.keys()):
         tried = subprocess.run(
-            [str(SLIME), "run", str(RUN_FILE), "--algo", name, "--dry-run", *extra], capture_output=True, text=True
+            [str(SLIME), "run", str(run_file), "--algo", name, "--dry-run", *extra], capture_output=True, text=True
         )
         if tried.returncode == 0:
             usable.append(name)
@@ -82,10 +83,10 @@ def usable_algorithms(extra: Sequence[str], console: Console) -> list[str]:
     return [*usable, *OWN_RUN_FILES]
 
 
-def learn(algo: str, seed: int, teacher: Path | None, runs_dir: Path, extra: Sequence[str]) -> Learned:
+def learn(run_file: Path, algo: str, seed: int, teacher: Path | None, runs_dir: Path, extra: Sequence[str]) -> Learned:
     """Runs `slime run` from the start, even if its folder exists."""
     name = f"{algo}-{seed}"
-    command = [str(SLIME), "run", str(OWN_RUN_FILES.get(algo, RUN_FILE)), "--seed", str(seed)]
+    command = [str(SLIME), "run", str(OWN_RUN_FILES.get(algo, run_file)), "--seed", str(seed)]
     if algo not in OWN_RUN_FILES:
         command += ["--algo", algo]
     if algo == OPD and teacher is not None:
@@ -198,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algos", nargs="+", metavar="NAME", help="by default all that the example can be run with")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    parser.add_argument("--run-file", type=Path, default=RUN_FILE, help="another one of the same task")
     parser.add_argument("--goal", type=float, default=0.8, help="accuracy to reach on every evaluation set")
     parser.add_argument("--behind", type=float, default=0.05, help="how far opd may stay behind its teacher")
     parser.add_argument("--picture", type=Path, default=PICTURE)
@@ -207,9 +209,9 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     runs: list[Learned] = []
     teachers: dict[int, Path] = {}
-    for algo in asked.algos or usable_algorithms(extra, console):
+    for algo in asked.algos or usable_algorithms(asked.run_file, extra, console):
         for seed in asked.seeds:
-            run = learn(algo, seed, teachers.get(seed), asked.runs_dir, extra)
+            run = learn(asked.run_file, algo, seed, teachers.get(seed), asked.runs_dir, extra)
             console.print(line_of(run), markup=False)
             runs.append(run)
             if algo not in OWN_RUN_FILES and run.after:

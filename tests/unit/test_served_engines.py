@@ -31,7 +31,9 @@ def info(port):
 
 
 def served(*ports):
-    return tuple(ServedModel(url=f"http://127.0.0.1:{port}", token="t", model_path="/judge", engine="e") for port in ports)
+    return tuple(
+        ServedModel(url=f"http://127.0.0.1:{port}", token="t", model_path="/judge", engine="e") for port in ports
+    )
 
 
 @pytest.fixture
@@ -41,7 +43,9 @@ def engines():
 
 @pytest.fixture
 def served_engines(engines):
-    return ServedEngines(EngineClient(engines, concurrency=1), [info(1), info(2)], Path("/judge"), engine="e", first_index=4)
+    return ServedEngines(
+        EngineClient(engines, concurrency=1), [info(1), info(2)], Path("/judge"), engine="e", first_index=4
+    )
 
 
 async def test_healthy_engines_have_not_changed(served_engines):
@@ -108,7 +112,9 @@ class Teacher:
 
 
 def scorer(*teachers, max_losses=3):
-    engines = ServedEngines(EngineClient(teachers, concurrency=1), [info(1)] * len(teachers), Path("/t"), engine="e", first_index=2)
+    engines = ServedEngines(
+        EngineClient(teachers, concurrency=1), [info(1)] * len(teachers), Path("/t"), engine="e", first_index=2
+    )
     return TeacherClient("teacher", engines, max_losses=max_losses), engines.client
 
 

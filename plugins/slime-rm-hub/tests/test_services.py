@@ -172,7 +172,7 @@ def test_what_vllm_does_not_serve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SGLang's route /generate, which vLLM does not have"):
         Served.build(Served.Config(rm_url="http://x", kind="judge", rm_program="vllm"))
     unknown = ServedModel(url="http://x", model_path=str(tmp_path), engine="mine")
-    with pytest.raises(ConfigError, match="the requests of engine 'mine' are not known. Set rm_program"):
+    with pytest.raises(ConfigError, match=r"the requests of engine 'mine' are not known\. Set rm_program"):
         Served.build_with_servers(Served.Config(), [unknown])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_models.new_model import ModelSizes, new_model
+from slime_models.new_model import new_model
 from slime_plugin_kit.event_loop import BackgroundLoop
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_serving.interpreter import program_in
@@ -21,6 +21,7 @@ from slime_vllm.program import VLLM
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from addition import CHARACTERS, SIZES
 from vllm_setup import PYTHON, setup_for
 
 
@@ -92,18 +93,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """With tied embeddings: vLLM's head is a parameter of its own. Heads of 32, the smallest on a CPU."""
+    """With tied embeddings: vLLM's head is a parameter of its own. Runs with other weights of these sizes attach too."""
     folder = tmp_path_factory.mktemp("model") / "tied"
-    sizes = ModelSizes(
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        intermediate_size=96,
-        max_length=2048,
-        tie_word_embeddings=True,
-    )
-    new_model(folder, "qwen3", sizes, alphabet="0123456789+= abcdefghij", seed=3, initializer_range=0.3)
+    new_model(folder, "qwen3", SIZES, alphabet=CHARACTERS, seed=3, initializer_range=0.3)
     return folder
 
 
@@ -113,7 +105,9 @@ def served(model, tmp_path_factory):
     background = BackgroundLoop()
     engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, health_timeout=5))
     try:
-        yield Served(background.run(engine.start(setup_for(model, folder))), model, folder, engine, background)
+        yield Served(
+            background.run(engine.start(setup_for(model, folder, max_batch=128))), model, folder, engine, background
+        )
     finally:
         background.run(engine.stop())
         background.close()

@@ -20,6 +20,7 @@ WAYS = {
 }
 
 
+@torch.no_grad()
 def expected(plain, prompt, response, temperature, processors):
     """Log-probs of the response: logits, penalties, temperature, then what cuts the distribution."""
     tokens = [*prompt, *response]
@@ -36,7 +37,6 @@ def expected(plain, prompt, response, temperature, processors):
     return np.array(found)
 
 
-@torch.no_grad()
 async def test_log_probs_are_of_what_was_sampled_from(attached, model):
     plain = load_plain(model)
     requests = [
@@ -58,10 +58,8 @@ async def test_log_probs_are_of_what_was_sampled_from(attached, model):
             plain, request.token_ids.tolist(), response.token_ids.tolist(), 0.8, WAYS[request.request_id][1]
         )
         assert np.abs(response.log_probs - true).max() < CLOSE, request.request_id
-        assert np.exp(response.log_probs).max() < 1
 
 
-@torch.no_grad()
 async def test_a_penalty_counts_the_tokens_from_before_an_update(attached, served, model):
     """After new weights the response so far is a prompt to the server."""
     weights = named_weights(load_plain(model, torch.float32))

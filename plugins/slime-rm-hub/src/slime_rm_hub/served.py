@@ -15,13 +15,12 @@ from slime_core.types.sample import Sample, SampleGroup
 from slime_rm_hub.config import ServedConfig
 from slime_rm_hub.service import Service
 
-
 SGLANG, VLLM = "sglang", "vllm"
 
 
 def served_reward(config: ServedConfig, service: Service, folder: str | None, *, program: str) -> Reward:
-    """`folder`: of the served model's tokenizer. `program`: what serves, see `rm_program`. ConfigError if the options of a judge
-    are incomplete or invalid, or if requests of this program are not known."""
+    """`folder`: of the served model's tokenizer. `program`: what serves (`rm_program`). ConfigError if the options of a judge
+    are incomplete or invalid, or if the requests of this program are not known."""
     if program not in (SGLANG, VLLM):
         raise ConfigError(
             f"reward 'served': the requests of engine {program!r} are not known. Set rm_program to the program that it starts: "
