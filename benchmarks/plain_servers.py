@@ -32,7 +32,9 @@ class PlainServer:
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        return dict(os.environ)
+        """An interpreter of its own finds its own packages."""
+        apart = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if "python" in self.options else set()
+        return {name: value for name, value in os.environ.items() if name not in apart}
 
     def body(self, place: int, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
         """A request that ends with `new_tokens` tokens; `place` differs between requests."""

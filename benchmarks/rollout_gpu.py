@@ -172,7 +172,7 @@ def ask_server(
     server = subprocess.Popen(plain.command(port), stdout=sys.stderr, env=environment, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until_up(url)
+        wait_until_up(url, server)
         direct = asyncio.run(rounds(asked, plain, url, url, prompts))
         if not plain.routed:
             return direct, []
@@ -189,7 +189,7 @@ def routed(upstream: str) -> Iterator[str]:
     port = str(free_port())
     router = subprocess.Popen(["slime-router", "--port", port, "--no-token", "--upstream", upstream], stdout=sys.stderr)
     try:
-        wait_until_up(f"http://127.0.0.1:{port}")
+        wait_until_up(f"http://127.0.0.1:{port}", router)
         yield f"http://127.0.0.1:{port}"
     finally:
         router.kill()
@@ -222,9 +222,11 @@ async def rounds(
     return seconds
 
 
-def wait_until_up(url: str) -> None:
+def wait_until_up(url: str, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server of {url} ended with exit code {server.returncode}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=30).status_code == 200:
                 return
@@ -250,7 +252,9 @@ def main() -> None:
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
     )
-    parser.add_argument("--run-only", action="store_true", help="without the plain server")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--run-only", action="store_true", help="without the plain server")
+    only.add_argument("--server-only", action="store_true", help="the plain server alone")
     parser.add_argument(
         "--end-early", action="store_true", help="kill the run before its last checkpoint, which takes minutes at 4B"
     )
@@ -261,7 +265,7 @@ def main() -> None:
         write_model(folder / "model", asked)
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        steps = run_slime(asked, folder)
+        steps = [] if asked.server_only else run_slime(asked, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
@@ -293,10 +297,9 @@ def compare(
     asked: argparse.Namespace, steps: list[dict[str, float]], raw: list[float], behind_router: list[float]
 ) -> dict[str, Any]:
     direct = tokens_per_second(asked, raw)
-    compared = {
-        "server_tok_s": [round(value) for value in direct],
-        "ratio": round(statistics.median(through_slime(asked, steps)) / statistics.median(direct), 3),
-    }
+    compared: dict[str, Any] = {"server_tok_s": [round(value) for value in direct]}
+    if steps:
+        compared["ratio"] = round(statistics.median(through_slime(asked, steps)) / statistics.median(direct), 3)
     if behind_router:
         through_router = tokens_per_second(asked, behind_router)
         compared |= {
