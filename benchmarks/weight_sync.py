@@ -278,7 +278,7 @@ def shares_devices(transport: str, asked: argparse.Namespace) -> bool:
 
 async def measure(asked: argparse.Namespace, folder: Path, ranks: Ranks, colocated: bool) -> None:
     """Measures all cases on one server, which is on the trainer's devices or on those after them."""
-    engine = Registry().resolve(groups.ENGINES, "sglang", where="benchmark")
+    engine = Registry().resolve(groups.ENGINES, asked.program, where="benchmark")
     built: RolloutEngine = engine.driver.build(bind(engine, asked.engine, where="engine"))
     index = 0 if colocated or asked.device == "cpu" else -(-asked.trainer_ranks // asked.engine_ranks)
     setup = EngineSetup(
@@ -334,6 +334,7 @@ def show(
     print(
         json.dumps(
             {
+                "program": asked.program,
                 "shape": asked.shape,
                 "source": asked.source,
                 "to": asked.to,
@@ -367,6 +368,7 @@ def main() -> None:
     parser.add_argument("--engine-ranks", type=int, default=1, help="devices of the engine (tensor parallel)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--to", help="format of the engine's weights, by the name of a converter")
+    parser.add_argument("--program", default="sglang", help="name of the engine: sglang or vllm")
     parser.add_argument("--engine", type=json.loads, default={}, help="the engine's options as JSON")
     asked = parser.parse_args()
     if asked.source == "whole" and asked.trainer_ranks > 1:

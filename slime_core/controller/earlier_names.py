@@ -54,6 +54,10 @@ RENAMES: Final = Renames(
         "slime.collectors:slime-rl/accepted": "slime.collectors:slime-sources/accepted",
         "slime.collectors:slime-core/pool": "slime.collectors:slime-sources/pool",
         "slime.collectors:slime-core/replay": "slime.collectors:slime-sources/replay",
+    }
+    | {
+        f"slime.transports:slime-sglang/{name}": f"slime.transports:slime-transports/{name}"
+        for name in ("delta", "disk", "distributed", "ipc")
     },
     distributions={"slime-core": "slime-rl"},
     keys=RENAMED,

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
-from slime_sglang.transports.fake_server import FakeServer, serve_partner
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, flatten
-from slime_sglang.transports.handles import DeviceMemory
-from slime_sglang.transports.ipc import Turn
-from slime_sglang.transports.plugin import Ipc
+from slime_sglang.receiver import SglangReceiver
+from slime_transports.flattened_bucket import FlattenedBucket, flatten
+from slime_transports.handles import DeviceMemory
+from slime_transports.in_process_server import endpoint, serve
+from slime_transports.ipc import Turn
+from slime_transports.plugin import Ipc
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_a_reader_that_ends(before: int, killed: bool) -> None:
         try:
             assert reader.stdin is not None
             assert reader.stdout is not None
-            reader.stdin.write(memory.payload + "\n")
+            reader.stdin.write(memory.payload(SglangReceiver) + "\n")
             reader.stdin.flush()
             assert reader.stdout.readline() == "7\n"
             assert in_use() >= before + SIZE
@@ -101,8 +101,8 @@ def test_a_weight_update_of_another_ranks_engine(before: int, tmp_path: Path) ->
             yield {f"layers.{number}.w": torch.ones(SIZE, dtype=torch.uint8, device="cuda")}
 
     try:
-        with serve_partner(FakeServer(lambda received: None)) as url:
-            assert sender.send(export, 1, [EngineEndpoint(index=1, url=url)]).buckets == 0
+        with serve(lambda received: None) as url:
+            assert sender.send(export, 1, [endpoint(index=1, url=url)]).buckets == 0
     finally:
         sender.close()
     assert in_use() == before

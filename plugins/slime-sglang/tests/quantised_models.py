@@ -23,7 +23,7 @@ from slime_core import groups
 from slime_core.config.part import PluginSpec
 from slime_core.registry import Registry
 from slime_plugin_kit.converted_folder import converted_folder
-from slime_sglang.transports.flattened_bucket import flat_buckets
+from slime_transports.flattened_bucket import flat_buckets
 
 BLOCK = 8
 WIDE = SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

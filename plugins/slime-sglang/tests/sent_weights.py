@@ -2,11 +2,13 @@
 
 import numpy as np
 import torch
+from weight_server import FakeServer, serve_partner
 
-from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
-from slime_sglang.transports.fake_server import FakeServer, serve_partner
+from slime_sglang.engine import SglangEngine
+
+sglang_endpoint = SglangEngine.endpoint
 
 
 def weights(seed, dtype=torch.bfloat16):
@@ -25,7 +27,7 @@ class Engine:
         self.refuse = None
         self.partner = FakeServer(self.receive)
         url = stack.enter_context(serve_partner(self.partner))
-        self.endpoint = EngineEndpoint(index=index, url=url, incarnation="first")
+        self.endpoint = sglang_endpoint(index=index, url=url, incarnation="first")
 
     def receive(self, bucket):
         if self.refuse == bucket.index:

@@ -33,12 +33,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_sglang.server.checksum import checksum_of_weights, places_of_weights
 from slime_sglang.server.loading import apply
-from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
-from slime_sglang.transports.delta_code import compare
-from slime_sglang.transports.equality import Digests
-from slime_sglang.transports.flattened_bucket import flat_buckets, flatten
-from slime_sglang.transports.folder import FileEntry
-from slime_sglang.transports.server_shards import ServerShards
+from slime_sglang.server.shard_actions import DIGESTS, PARTS, REFUSED, SKIPPED
+from slime_transports.delta_code import compare
+from slime_transports.equality import Digests
+from slime_transports.flattened_bucket import flat_buckets, flatten
+from slime_transports.folder import FileEntry
+from slime_transports.places import Place
+from slime_transports.server_shards import ServerShards
 
 SMALL = {
     "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

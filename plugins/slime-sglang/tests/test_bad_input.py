@@ -12,8 +12,8 @@ import pytest
 from fake_sglang import FakeSglang
 
 from slime_sglang.plugin import Sglang
-from slime_sglang.transports.config import SentConfig
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.config import SentConfig
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 SLIME = Path(sys.executable).with_name("slime")
 

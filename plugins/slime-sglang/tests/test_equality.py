@@ -1,16 +1,22 @@
 """Comparison of the trainer's weights with those that servers report."""
 
+import asyncio
+from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
-from slime_sglang.server.places import DIGESTS, PARTS, REFUSED, SKIPPED, Place
-from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flattened_bucket import checksum, flatten
-from slime_sglang.transports.servers import Refused
+from slime_sglang.receiver import OWN_ACTION, SglangReceiver
+from slime_sglang.server.shard_actions import REFUSED, SKIPPED
+from slime_transports.equality import EqualityCheck
+from slime_transports.flattened_bucket import checksum, flatten
+from slime_transports.places import Place
+from slime_transports.receiver import Refused
 
 SENT = {"w": torch.arange(24.0).view(6, 4), "norm": torch.arange(4.0), "lm_head.weight": torch.ones(2)}
 """The head is tied: no server holds it."""
@@ -33,20 +39,29 @@ def ranks(*found):
 class Checked:
     """`Servers` that respond to /weights_checker: what each rank holds, or refusals; and SGLang's own sums."""
 
+    parallelism: Mapping = {}
+
     def __init__(self, named, own=()):
         self.named, self.own = named, own
 
-    def call_all(self, engines, path, body, *, what=""):
+    def call_all(self, engines, step, *, what=""):
         calls = []
         for engine in engines:
             calls.append(Future())
-            if body["action"] not in (PARTS, DIGESTS):
-                calls[-1].set_result({"ranks": [{"per_gpu_checksum": self.own[engine.index]}]})
-            elif self.named[engine.index] is None:
-                calls[-1].set_exception(Refused("Unsupported action"))
-            else:
-                calls[-1].set_result({"ranks": self.named[engine.index]})
+            server = SimpleNamespace(name=f"engine {engine.index} ({engine.url})", post=partial(self.post, engine))
+            try:
+                calls[-1].set_result(asyncio.run(step(SglangReceiver(server, 1, 5.0))))
+            except EngineError as error:
+                calls[-1].set_exception(Refused(str(error)))
         return calls
+
+    async def post(self, engine, path, body, *, timeout_s):
+        if body["action"] == OWN_ACTION:
+            rank = {"per_gpu_checksum": self.own[engine.index], "parallelism_info": self.parallelism}
+            return {"success": True, "ranks": [rank]}
+        if self.named[engine.index] is None:
+            raise EngineError("Unsupported action")
+        return {"success": True, "ranks": self.named[engine.index]}
 
     def wait(self, calls):
         return [call.result() for call in calls]
@@ -82,12 +97,7 @@ def test_the_report_names_what_weights_were_compared_with():
 class Staged(Checked):
     """Servers with pipeline stages, of which the first responds."""
 
-    def call_all(self, engines, path, body, *, what=""):
-        calls = super().call_all(engines, path, body, what=what)
-        if body["action"] not in (PARTS, DIGESTS):
-            for call in calls:
-                call.result()["ranks"][0]["parallelism_info"] = {"rank": 0, "size": 2, "pp_size": 2}
-        return calls
+    parallelism: Mapping = {"rank": 0, "size": 2, "pp_size": 2}
 
 
 def test_equal_first_stages_are_not_taken_for_equal_weights():

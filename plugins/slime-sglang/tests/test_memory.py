@@ -8,9 +8,9 @@ from engine_setup import setup_for
 
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model
 from slime_sglang.plugin import Sglang
-from slime_sglang.transports.config import DeltaConfig, DistributedConfig, IpcConfig
-from slime_sglang.transports.plugin import Delta, Distributed, Ipc
 from slime_training.memory_plan import EngineLoad, MemoryPhase, bytes_at
+from slime_transports.config import DeltaConfig, DistributedConfig, IpcConfig
+from slime_transports.plugin import Delta, Distributed, Ipc
 
 pytestmark = pytest.mark.sglang
 

@@ -23,7 +23,7 @@ from slime_sglang.plugin import Sglang
 from slime_sglang.router import chosen_options
 from slime_sglang.router_args import router_options
 from slime_sglang.server_args import ServerOption, arguments_in, installed_options, options_in, with_arguments
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 OLD = """
 @dataclasses.dataclass

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from sent_weights import Engine, weights
+from weight_server import FakeServer
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError, StorageError
-from slime_sglang.transports import folder, ipc
-from slime_sglang.transports.broadcast import BroadcastGroup
-from slime_sglang.transports.fake_server import FakeServer
-from slime_sglang.transports.handles import SharedMemory
-from slime_sglang.transports.loading import servers_that_verify
-from slime_sglang.transports.plugin import Delta, Disk, Ipc
-from slime_sglang.transports.server_shards import parts_held
-from slime_sglang.transports.servers import Servers
+from slime_transports import folder, ipc
+from slime_transports.broadcast import BroadcastGroup
+from slime_transports.equality import parts_held
+from slime_transports.handles import SharedMemory
+from slime_transports.loading import servers_that_verify
+from slime_transports.plugin import Delta, Disk, Ipc
+from slime_transports.servers import Servers
 
 
 class Rank:
@@ -360,7 +360,7 @@ def test_engines_may_have_ipv6_addresses():
 def test_a_broadcast_that_hangs_does_not_keep_the_process(tmp_path):
     code = (
         "import time\n"
-        "from slime_sglang.transports.broadcast_thread import BroadcastThread\n"
+        "from slime_transports.broadcast_thread import BroadcastThread\n"
         "thread = BroadcastThread()\n"
         "assert thread.submit(max, 1, 2).result() == 2\n"
         "failed = thread.submit(int, 'x').exception()\n"

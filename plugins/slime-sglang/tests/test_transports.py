@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sent_weights import Engine, weights
+from sent_weights import Engine, sglang_endpoint, weights
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError, StorageError
 from slime_sglang.server import loading
-from slime_sglang.transports import folder, handles
-from slime_sglang.transports.broadcast import BroadcastError, BroadcastGroup
-from slime_sglang.transports.delta_code import changed as changed_in
-from slime_sglang.transports.delta_code import compare, compress, decompress
-from slime_sglang.transports.flattened_bucket import flat_buckets, flatten
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
-from slime_sglang.transports.servers import Servers
+from slime_transports import folder, handles
+from slime_transports.broadcast import BroadcastError, BroadcastGroup
+from slime_transports.delta_code import changed as changed_in
+from slime_transports.delta_code import compare, compress, decompress
+from slime_transports.flattened_bucket import flat_buckets, flatten
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.servers import Servers
 
 DRIVERS = [Ipc, Distributed, Disk, Delta]
 
@@ -152,7 +152,7 @@ def test_a_server_applies_a_delta_through_its_own_loader(tmp_path):
     # A second time it is a delta to other weights.
     loaded, message = loading.load_from_disk(None, original, str(path), "safetensors")
     assert not loaded
-    assert loading.WRONG_BASE in message
+    assert folder.WRONG_BASE in message
     loading.forget_base(lambda updater: None, original)
     assert model.slime_weights_identity is None
 
@@ -266,7 +266,7 @@ def test_an_engine_that_leaves_in_a_broadcast_is_an_error_of_engines(stack):
 def test_an_engines_error_comes_before_that_of_its_group(stack, late, monkeypatch):
     """In either order: both end at the same timeout."""
     # Longer than the engine's error takes.
-    monkeypatch.setattr("slime_sglang.transports.servers.EXPLAINED_S", 60.0)
+    monkeypatch.setattr("slime_transports.servers.EXPLAINED_S", 60.0)
     servers = Servers(5.0)
     stack.callback(servers.close)
     calls = [Future(), Future(), Future()]
@@ -484,7 +484,7 @@ def test_ipc_needs_the_trainers_devices(tmp_path):
 def test_engines_keep_their_devices_when_others_are_out_of_service(tmp_path):
     """Two engines of two servers of one rank each; engine 0 is lost before the first push."""
     where = {"world_size": 4, "device": "cuda", "model_path": tmp_path, "run_dir": tmp_path, "colocated": True}
-    engines = [EngineEndpoint(index=index, url=f"http://e{index}-{n}") for index in range(2) for n in range(2)]
+    engines = [sglang_endpoint(index=index, url=f"http://e{index}-{n}") for index in range(2) for n in range(2)]
     for rank in range(4):
         sender = Ipc.build_sender(Ipc.Config())
         sender._place = SenderSetup(rank=rank, **where)

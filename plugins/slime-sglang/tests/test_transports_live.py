@@ -7,54 +7,19 @@ import pytest
 import torch
 from engine_setup import setup_for
 
-from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
+from slime_plugin_kit.one_rank import OneRank
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of, logits_of, moved, prompts
 from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
-from slime_sglang.transports import folder
-from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flattened_bucket import flatten
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports import folder
+from slime_transports.equality import EqualityCheck
+from slime_transports.flattened_bucket import flatten
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 pytestmark = pytest.mark.sglang
 
 DRIVERS = {"disk": Disk, "distributed": Distributed, "ipc": Ipc, "delta": Delta}
-BUCKET = 4096
-"""Bytes: the tiny model is about twenty buckets."""
-
-
-class Rank:
-    """`TrainerLink` of one rank whose weights are a transformers model's."""
-
-    def __init__(self, driver, run_dir, model, **options):
-        self.model = model
-        settings = {"update_weight_buffer_size": BUCKET, "check_weight_update_equal": True}
-        settings |= {"update_weights_timeout": 30.0} | options
-        self.config = driver.Config(**settings)
-        self.sender = driver.build_sender(self.config)
-        self.transport = driver.build(self.config)
-        self.sender.setup(
-            SenderSetup(rank=0, world_size=1, device="cpu", model_path=run_dir, run_dir=run_dir, colocated=True)
-        )
-
-    def export(self, *, all_ranks):
-        for name, tensor in self.model.state_dict().items():
-            yield {name: tensor.float()}
-
-    async def send(self, version, engines):
-        return [await asyncio.to_thread(self.sender.send, self.export, version, engines)]
-
-
-class Link:
-    """`EngineGroup` of one engine in this loop."""
-
-    num_engines = 1
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    async def call_all(self, method, *args):
-        return [await getattr(self.engine, method)(*args)]
+COMPARED = {"check_weight_update_equal": True}
 
 
 def play(build, tiny, tmp_path, scene, **options):
@@ -71,7 +36,7 @@ def play(build, tiny, tmp_path, scene, **options):
 
 async def update_weights(rank, engine, version):
     await engine.pause()
-    report = await rank.transport.push(rank, Link(engine), version)
+    report = await rank.push(engine, version)
     await engine.resume()
     return report
 
@@ -93,7 +58,7 @@ async def require_same_responses(engine, model, version):
 @pytest.mark.parametrize("name", sorted(DRIVERS))
 def test_the_engine_responses_as_transformers_with_the_new_weights(name, attached, tiny, tmp_path):
     model = load_plain(tiny)
-    rank = Rank(DRIVERS[name], tmp_path, model)
+    rank = OneRank(DRIVERS[name], tmp_path, model, **COMPARED)
 
     async def scene(engine):
         for version in (1, 2):
@@ -113,7 +78,7 @@ def test_the_engine_responses_as_transformers_with_the_new_weights(name, attache
 def test_requests_that_a_real_server_refuses(attached, tiny, tmp_path, monkeypatch, served):
     """A damaged bucket, by disk and as a delta; a wrong version; weights that are not the trainer's. It lives on."""
     model = load_plain(tiny)
-    disk, delta = Rank(Disk, tmp_path / "disk", model), Rank(Delta, tmp_path / "delta", model)
+    disk, delta = (OneRank(kind, tmp_path / kind.__name__, model, **COMPARED) for kind in (Disk, Delta))
     finish = folder.finish
 
     def damage(beside, manifest):
@@ -135,7 +100,7 @@ def test_requests_that_a_real_server_refuses(attached, tiny, tmp_path, monkeypat
             with torch.no_grad():
                 next(model.parameters())[0] += 1e-3
             with pytest.raises(EngineError, match=r"engine 0 .*bucket 2 of version 2 .*checksum"):
-                await rank.transport.push(rank, Link(engine), 2)
+                await rank.push(engine, 2)
             monkeypatch.undo()
         with pytest.raises(EngineError, match="version 7 was loaded, but its servers report"):
             await engine.commit_weights(7)
@@ -147,11 +112,11 @@ def test_requests_that_a_real_server_refuses(attached, tiny, tmp_path, monkeypat
             check.require_equal()
         # The server reports that its weights are no longer those that were sent: all are sent again.
         served.ask("/update_weights_from_disk", {"model_path": str(tiny), "flush_cache": False})
-        report = await delta.transport.push(delta, Link(engine), 2)
+        report = await delta.push(engine, 2)
         assert report.bytes_sent >= whole
         with torch.no_grad():
             next(model.parameters())[3, 3] += 0.5
-        report = await delta.transport.push(delta, Link(engine), 3)
+        report = await delta.push(engine, 3)
         assert report.bytes_sent < whole / 10
         await engine.resume()
         await require_same_responses(engine, model, 3)

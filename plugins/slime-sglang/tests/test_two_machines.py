@@ -16,10 +16,11 @@ from slime_plugin_kit.tiny_model import load_plain, log_probs_of, moved, prompts
 from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
 from slime_serving.server_process import free_port
 from slime_sglang.plugin import Sglang
-from slime_sglang.transports.equality import EqualityCheck
-from slime_sglang.transports.flattened_bucket import flatten
-from slime_sglang.transports.handles import SharedMemory
-from slime_sglang.transports.plugin import Disk, Distributed
+from slime_sglang.receiver import SglangReceiver
+from slime_transports.equality import EqualityCheck
+from slime_transports.flattened_bucket import flatten
+from slime_transports.handles import SharedMemory
+from slime_transports.plugin import Disk, Distributed
 
 pytestmark = pytest.mark.sglang
 
@@ -67,9 +68,13 @@ def require_differences(servers, engines, model):
         for given in ([memories[place == rank] for place in range(2)], memories[:1] * 2):
             check = EqualityCheck(servers, engines, 1)
             check.digests.add(flatten(list(weights.items()), index=0, last=True))
-            payloads = [memory.payload for memory in given]
+            payloads = [memory.payload(SglangReceiver) for memory in given]
             body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
-            servers.finish([servers.post(engine, "/update_weights_from_tensor", body) for engine in engines])
+            servers.finish(
+                servers.call_all(
+                    engines, lambda receiver, body=body: receiver._post("/update_weights_from_tensor", body)
+                )
+            )
             if given[0] is given[1]:
                 assert check.require_equal() == "trainer"
                 continue

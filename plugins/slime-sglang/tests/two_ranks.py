@@ -10,7 +10,7 @@ from sent_weights import Engine, weights
 
 from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 rank, run_dir = int(sys.argv[1]), Path(sys.argv[2])
 # No port, which another process might take before both have joined.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from slime_core.contracts.transport import SenderSetup
 from slime_sglang.server import loading
-from slime_sglang.transports.folder import MANIFEST, FileEntry, Manifest
-from slime_sglang.transports.plugin import Disk
+from slime_transports.folder import MANIFEST, FileEntry, Manifest
+from slime_transports.plugin import Disk
 
 rank, run_dir = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{run_dir / 'rendezvous'}", rank=rank, world_size=2)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from vllm_setup import setup_for
 
 from slime_core.contracts.setup import EngineLayout
+from slime_transports.plugin import Disk
 from slime_vllm.launching import options_for
 from slime_vllm.option_checks import problems_of_layout, problems_of_options
 from slime_vllm.plugin import Vllm
@@ -101,3 +102,11 @@ def test_a_wrong_flag_names_the_nearest(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--vllm-max-num-seqs" in done.stdout + done.stderr
+
+
+def test_weights_of_vllm_are_not_compared_nor_quantized():
+    (problem,) = Disk.problems(Disk.Config(check_weight_update_equal=True), Vllm.Config())
+    assert problem.startswith("sync.check_weight_update_equal = true: this engine's servers rearrange weights")
+    assert Disk.problems(Disk.Config(), Vllm.Config()) == []
+    (problem,) = Vllm.push_problems(Vllm.Config(quantization="fp8"), None)
+    assert "quantizes each layer again" in problem

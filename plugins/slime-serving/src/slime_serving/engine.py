@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ G = TypeVar("G", bound=ServerGroup[Any])
 class ServingEngine(RolloutEngine, Generic[G]):
     """Sends every request as one POST over a shared connection pool. While the engine is paused requests wait here, and
     those that were running are sent again with their tokens so far, unless a subclass pauses in another way."""
+
+    endpoint: ClassVar[Callable[..., EngineEndpoint]] = EngineEndpoint
+    """Makes the endpoint of a server for the trainer's ranks: for slime-transports, one with how its servers take weights."""
 
     def __init__(self, program: str, fleet: G) -> None:
         self._program = program
@@ -238,7 +241,7 @@ class ServingEngine(RolloutEngine, Generic[G]):
             raise EngineError(f"{self._name}: new weights require a paused engine that is awake. Call pause first.")
         held.expect()
         return [
-            EngineEndpoint(
+            type(self).endpoint(
                 index=setup.index,
                 url=server.address,
                 token=server.token,

@@ -20,7 +20,7 @@ import torch
 from slime_core.types.weights import Bucket
 from slime_serving.checked_buckets import CheckedBuckets, layout
 from slime_serving.shared_bytes import SharedBytes
-from slime_sglang.transports.flattened_bucket import STACKED, partner_of
+from slime_transports.flattened_bucket import STACKED, partner_of
 
 
 class Call:

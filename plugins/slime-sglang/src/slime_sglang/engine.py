@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
 
 from slime_core.contracts.engine import Capability, MemoryTag
-from slime_core.contracts.setup import EngineSetup
+from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_serving.engine import ServingEngine
 from slime_serving.in_flight import RequestsInFlight
@@ -15,10 +17,12 @@ from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import SglangWeights
 from slime_sglang.option_checks import problem_of_experts
+from slime_sglang.receiver import SglangReceiver
 from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 from slime_sglang.server_group import SglangServers
+from slime_transports.receiver import ServerEndpoint
 
 
 class SglangEngine(ServingEngine[SglangServers]):
@@ -27,6 +31,8 @@ class SglangEngine(ServingEngine[SglangServers]):
     Log-probs are those of the full vocabulary at the sampling temperature, except if 0 < min_new_tokens <
     max_new_tokens: then SGLang removes the end tokens from the first tokens' distribution.
     """
+
+    endpoint: ClassVar[Callable[..., EngineEndpoint]] = partial(ServerEndpoint, receiver=SglangReceiver)
 
     def __init__(self, config: SglangOptions) -> None:
         super().__init__("sglang", SglangServers(config))

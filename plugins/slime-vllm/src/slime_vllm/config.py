@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, create_model, field_validator
 
@@ -12,6 +12,8 @@ from slime_vllm.server_args import OWNED, shipped_options
 
 
 class VllmOptions(DriverConfig):
+    compares_weights: ClassVar[bool] = False
+    """See `slime_transports.plugin`."""
     python: RunPath | None = None
     """Interpreter that starts the servers, such as `.venv-vllm/bin/python`: it needs vLLM, and nothing of slime. By default the
     run's own."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
 
 from slime_core.contracts.engine import Capability, MemoryTag
-from slime_core.contracts.setup import EngineSetup
+from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_serving.engine import ServingEngine
 from slime_serving.in_flight import RequestsInFlight
+from slime_transports.receiver import ServerEndpoint
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
 from slime_vllm.held_weights import VllmWeights
+from slime_vllm.receiver import VllmReceiver
 from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
 from slime_vllm.server_group import VllmServers
@@ -26,6 +30,8 @@ class VllmEngine(ServingEngine[VllmServers]):
     Log-probs are those of the distribution that was sampled from (`processed_logprobs`), except if 0 < min_new_tokens <
     max_new_tokens: then vLLM removes the end tokens from the first tokens' distribution.
     """
+
+    endpoint: ClassVar[Callable[..., EngineEndpoint]] = partial(ServerEndpoint, receiver=VllmReceiver)
 
     def __init__(self, config: VllmOptions) -> None:
         super().__init__("vllm", VllmServers(config))

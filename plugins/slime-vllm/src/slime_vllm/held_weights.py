@@ -5,21 +5,17 @@ from __future__ import annotations
 import base64
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineRefused
 from slime_core.types.weights import Bucket
 from slime_serving.checked_buckets import CheckedBuckets, layout
 from slime_serving.held_weights import HeldWeights
 from slime_serving.shared_bytes import SharedBytes
 from slime_vllm.server_group import VllmServers
-
-EMBEDDING: Final = "model.embed_tokens.weight"
-HEAD: Final = "lm_head.weight"
 
 
 class VllmWeights(HeldWeights):
@@ -28,24 +24,14 @@ class VllmWeights(HeldWeights):
         engine = f"engine {setup.index}"
         super().__init__(fleet, CheckedBuckets(setup.model_path, engine), engine)
         self._shared = shared
-        config = read_model_config(setup.model_path)
-        text = config.get("text_config", config)
-        self._tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-        self._updating = False
-        """An update was started on the servers and not finished."""
 
     async def send(self, bucket: Bucket) -> None:
         if bucket.index == 0:
-            if self._updating:
-                # The one before was not sent to its end: vLLM refuses to start another one.
-                await self._fleet.post("/finish_weight_update", {})
-            await self._fleet.post("/start_weight_update", {})
-            self._updating = True
+            await self._fleet.post("/collective_rpc", {"method": "begin_weight_update"})
         with self._update_of(bucket) as update:
             await self._fleet.post("/update_weights", {"update_info": update})
         if bucket.last:
             await self._fleet.post("/finish_weight_update", {"weight_version": str(bucket.version)})
-            self._updating = False
 
     @contextlib.contextmanager
     def _update_of(self, bucket: Bucket) -> Iterator[dict[str, Any]]:
@@ -60,9 +46,6 @@ class VllmWeights(HeldWeights):
             (name, dtype, list(shape), start)
             for name, dtype, shape, (start, _) in zip(bucket.names, bucket.dtypes, bucket.shapes, places, strict=True)
         ]
-        if self._tied and HEAD not in bucket.names:
-            # vLLM's head is another parameter, and would keep its old values.
-            rows += [(HEAD, dtype, shape, start) for name, dtype, shape, start in rows if name == EMBEDDING]
         names, dtypes, shapes, starts = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
         update = {"names": names, "dtypes": dtypes, "shapes": shapes, "starts": starts, "size": size}
         with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ class Vllm(EngineDriver):
     """vLLM servers as subprocesses, in an interpreter of their own, or external ones."""
 
     Config = make_config()
-    transports: ClassVar[tuple[str, ...]] = ("direct",)
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.VERSION_SPANS, Capability.SCORES})
 
     @classmethod
@@ -38,7 +38,10 @@ class Vllm(EngineDriver):
     def push_problems(cls, config: Any, quantization: Mapping[str, Any] | None) -> list[str]:
         if quantization is None and getattr(config, "quantization", None) is None:
             return []
-        return ["engine: slime-vllm sends new weights to servers with plain weights only. Omit the quantization."]
+        return [
+            "engine: with quantized weights, vLLM quantizes each layer again that it loads again, which was not tried with "
+            "slime-vllm. Omit engine.quantization and model.rollout_load, or use engine sglang."
+        ]
 
     @classmethod
     def build(cls, config: Any) -> VllmEngine:

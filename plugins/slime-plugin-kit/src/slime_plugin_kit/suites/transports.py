@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,10 +111,10 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
         trainers.sender = case.driver.build_sender(case.config)
         if trainers.sender is not None:
             stack.callback(trainers.sender.close)
-            mock_server = require_mock_server(case)
+            example = require_example(case)
             for index, engine in enumerate(engines.engines):
-                url = stack.enter_context(mock_server(engine.receive))
-                engine.served_at = (EngineEndpoint(index=index, url=url, incarnation=url),)
+                url = stack.enter_context(example.mock_server(engine.receive))
+                engine.served_at = (example.endpoint(index=index, url=url, incarnation=url),)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             trainers.sender.setup(
                 SenderSetup(rank=0, world_size=1, device="cpu", model_path=folder, run_dir=folder, colocated=True)
@@ -122,10 +122,10 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
         yield
 
 
-def require_mock_server(case: Case) -> Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]:
+def require_example(case: Case) -> TransportExample:
     examples = [example for example in case.subject.examples if isinstance(example, TransportExample)]
     assert examples, "it has senders: its `examples` must give a TransportExample, whose mock_server they deliver to"
-    return examples[0].mock_server
+    return examples[0]
 
 
 def checksums(engines: Engines) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import xxhash
 
 from slime_sglang.server.param_shards import parts_of, skipped
-from slime_sglang.server.places import DIGESTS, REFUSED, SKIPPED
+from slime_sglang.server.shard_actions import DIGESTS, REFUSED, SKIPPED
 
 ACTION: Final = "slime_checksum"
 """Action of /weights_checker."""
@@ -19,7 +19,7 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 
     A tensor that is held twice counts once. If its copies differ, both count, and no other model has that checksum.
     """
-    from slime_sglang.transports.flattened_bucket import bytes_of
+    from slime_transports.flattened_bucket import bytes_of
 
     whole = xxhash.xxh3_64()
     by_name: dict[str, str] = {}
@@ -36,7 +36,7 @@ def checksum_of_weights(model: Any) -> tuple[str, dict[str, str]]:
 def places_of_weights(model: Any, action: str, *, ranks: int) -> dict[str, str]:
     """The response of one rank to `PARTS` or `DIGESTS`: digests by place. `ranks`: number of ranks of the server. An error is
     returned under `REFUSED` and not raised, because the other ranks wait for this response."""
-    from slime_sglang.transports.flattened_bucket import checksums
+    from slime_transports.flattened_bucket import checksums
 
     found: dict[str, str] = {}
     try:

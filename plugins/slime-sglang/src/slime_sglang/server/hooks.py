@@ -30,9 +30,9 @@ from slime_sglang.server.hook_table import (
 )
 from slime_sglang.server.loading import CAN_VERIFY, forget_base, load_from_disk
 from slime_sglang.server.murmur_hash import murmur_hash32
-from slime_sglang.server.places import DIGESTS, PARTS, REFUSED
 from slime_sglang.server.row_blocks import use_row_blocks
 from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
+from slime_sglang.server.shard_actions import DIGESTS, PARTS, REFUSED
 from slime_training.rendezvous import on_one_address
 
 LOOKED_UP: Final = (

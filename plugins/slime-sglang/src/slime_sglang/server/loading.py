@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from slime_sglang.transports.delta_code import Planes
-    from slime_sglang.transports.folder import FileEntry, Manifest
+    from slime_transports.delta_code import Planes
+    from slime_transports.folder import FileEntry, Manifest
 
 CAN_VERIFY: Final = "slime_loading"
 """Action of /weights_checker that succeeds only if these functions are hooked in."""
-WRONG_BASE: Final = "a delta to other weights than are held"
-"""Message of a refused delta; nothing was changed."""
 BASE: Final = "slime_weights_identity"
 """Attribute of the model: identity of the weights that it holds."""
 
@@ -64,7 +62,7 @@ def load_here(
     original: Callable[..., Any], updater: Any, model_path: str, load_format: str, *args: Any, **kwargs: Any
 ) -> tuple[bool, str, str | None]:
     """Loads on this rank. Returns whether it succeeded, a message, and the identity of the weights that it holds then."""
-    from slime_sglang.transports.folder import MANIFEST, READERS, DamagedWeights, read_manifest, verify_whole
+    from slime_transports.folder import MANIFEST, READERS, WRONG_BASE, DamagedWeights, read_manifest, verify_whole
 
     model = updater.get_model()
     folder = Path(model_path)
@@ -101,8 +99,8 @@ def checked(folder: Path, manifest: Manifest, number: int) -> Planes:
     """The changes of a bucket. Raises DamagedWeights or ValueError if its file is not what was written."""
     import xxhash
 
-    from slime_sglang.transports.delta_code import decompress
-    from slime_sglang.transports.folder import DamagedWeights
+    from slime_transports.delta_code import decompress
+    from slime_transports.folder import DamagedWeights
 
     entry = manifest.buckets[number]
     content = (folder / entry.file).read_bytes()
@@ -149,7 +147,7 @@ def changed_tensors(entry: FileEntry, planes: Planes, device: torch.device) -> I
     """Yields (name, tensor) of tensors with a changed element; unchanged elements are NaN."""
     import torch
 
-    from slime_sglang.transports.delta_code import BITS, changed
+    from slime_transports.delta_code import BITS, changed
 
     dtypes = [getattr(torch, dtype) for dtype in entry.dtypes]
     ends: list[int] = []
@@ -176,7 +174,7 @@ def with_partners(entry: FileEntry, tensors: Sequence[tuple[str, Tensor]]) -> li
     """The changed tensors, and those that the model loads only together with them."""
     import torch
 
-    from slime_sglang.transports.flattened_bucket import partner_of
+    from slime_transports.flattened_bucket import partner_of
 
     shapes = dict(zip(entry.names, entry.shapes, strict=True))
     found: list[tuple[str, Tensor]] = []

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from slime_sglang.server.places import Place
 from slime_sglang.server.sizes import CheckpointSizes
+from slime_transports.places import Place
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-BACKEND = "slime"
+from slime_vllm_server.folders import LoadedFolder
+from slime_vllm_server.memory_handles import opened
+from slime_vllm_server.weight_groups import broadcast, join
+
+BACKEND: Final = "slime"
+EMBEDDING: Final = "embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
 
 
 @dataclass
 class SlimeInit(WeightTransferInitInfo):
-    """Nothing has to be agreed on."""
+    """Joins or leaves a process group with the trainer's first rank; by default neither."""
+
+    join: dict[str, Any] | None = None
+    """`slime_transports.receiver.GroupPlace`."""
+    leave: str | None = None
 
 
 @dataclass
 class SlimeUpdate(WeightTransferUpdateInfo):
-    """Whole tensors, concatenated: in a file of this machine's memory, or as base64."""
+    """Whole tensors, concatenated. Where they are is one of the last fields."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -36,14 +51,17 @@ class SlimeUpdate(WeightTransferUpdateInfo):
     size: int = 0
     """Bytes together."""
     path: str | None = None
+    """A file of this machine's memory."""
     data: str | None = None
+    """Base64."""
+    payloads: list[str] | None = None
+    """For each worker, in the order of their ranks: see `memory_handles`."""
+    group: str | None = None
+    """A broadcast in this group."""
+    folder: str | None = None
+    """All tensors of a folder: see `folders`."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.path is not None:
-            # vLLM keeps tensors until their layer is complete, in a later call perhaps: the mapping stays as long.
-            flat = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
-        else:
-            flat = torch.frombuffer(bytearray(base64.b64decode(self.data or "")), dtype=torch.uint8)
+    def tensors_in(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, dtype, shape, start in zip(self.names, self.dtypes, self.shapes, self.starts, strict=True):
             kind = getattr(torch, dtype)
             length = kind.itemsize * torch.Size(shape).numel()
@@ -51,23 +69,77 @@ class SlimeUpdate(WeightTransferUpdateInfo):
 
 
 class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
+    """vLLM loads layer by layer: a layer that has all its tensors is rearranged for its kernels and copied to where the old one
+    was. So a layer with some of its tensors alone would be part new and part nothing: every update has all tensors."""
+
     init_info_cls = SlimeInit
     update_info_cls = SlimeUpdate
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loaded = LoadedFolder()
+        self._groups: dict[str, dist.Backend] = {}
+        self._open = False
+        config = self.model_config.hf_config
+        self._tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
     def init_transfer_engine(self, init_info: SlimeInit) -> None:
-        pass
+        if init_info.join is not None:
+            place = init_info.join
+            self._groups[str(place["name"])] = join(place, self.parallel_config.rank, self.device)
+        if init_info.leave is not None:
+            self._groups.pop(init_info.leave)
 
     def start_weight_update(self) -> None:
+        if self._open:
+            self._discard()
+        self._open = True
         initialize_layerwise_reload(self.model)
 
+    def _discard(self) -> None:
+        """Drops what vLLM keeps of an update that failed: it would be loaded in place of what comes now. Layers that were not
+        complete hold their old values again."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
     def receive_weights(self, update_info: SlimeUpdate) -> None:
-        self.model.load_weights(update_info.tensors())
+        if update_info.folder is not None:
+            self._load(self.loaded.tensors(Path(update_info.folder)))
+            return
+        self.loaded.forget()
+        self._load(update_info.tensors_in(self._flat(update_info)))
+
+    def _flat(self, update: SlimeUpdate) -> Tensor:
+        """(bytes,) uint8, on the host or on the device. vLLM may keep views of it until the end of the update."""
+        if update.path is not None:
+            return torch.from_file(update.path, shared=True, size=update.size, dtype=torch.uint8)
+        if update.payloads is not None:
+            return opened(update.payloads[self.parallel_config.rank], self.device)
+        if update.group is not None:
+            return broadcast(self._groups[update.group], update.size, self.device)
+        return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
+
+    def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        # A bucket has a part of the tensors.
+        with disable_mtp_completeness_check():
+            self.model.load_weights(self._with_head(named))
+
+    def _with_head(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A tied head is in no file, but vLLM's is another parameter on a CPU, and would keep its old values."""
+        for name, tensor in named:
+            yield name, tensor
+            if self._tied and name.endswith(EMBEDDING):
+                yield HEAD, tensor
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        self._open = False
 
     def shutdown(self) -> None:
-        pass
+        self._groups.clear()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, SlimeWeights)
@@ -76,6 +148,15 @@ WeightTransferEngineFactory.register_engine(BACKEND, SlimeWeights)
 class WorkerExtension:
     """Methods of the worker for /collective_rpc; `self` is vLLM's worker."""
 
-    def num_parameters(self) -> int:
-        model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
-        return sum(parameter.numel() for parameter in model.parameters())
+    weight_transfer_engine: SlimeWeights
+    _weight_update_active: bool
+
+    def begin_weight_update(self) -> None:
+        """Starts an update, also after one that was not sent to its end."""
+        # vLLM refuses to start one. It is discarded by `SlimeWeights.start_weight_update`.
+        self._weight_update_active = False
+        self.start_weight_update()  # type: ignore[attr-defined]
+
+    def problem_of_folder(self, folder: str) -> dict[str, str]:
+        """See `LoadedFolder.problem`."""
+        return {"problem": self.weight_transfer_engine.loaded.problem(Path(folder)) if folder else ""}

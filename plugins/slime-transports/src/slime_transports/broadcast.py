@@ -1,7 +1,7 @@
-"""BroadcastGroup: the trainer's end of a process group with SGLang servers.
+"""BroadcastGroup: the trainer's end of a process group with servers.
 
-SGLang joins with torch's `init_process_group` under its own group name. The trainer already has a default group, which must
-stay separate: so it builds the backend itself, under the keys that torch uses in the store.
+Servers join as torch's `init_process_group` does, under a group name of their own. The trainer already has a default group,
+which must stay separate: so it builds the backend itself, under the keys that torch uses in the store.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ byte plane by byte plane, compressed by zstd. Operations over all elements run o
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final, TypeAlias
@@ -14,11 +15,12 @@ import torch
 import zstandard
 from torch import Tensor
 
-from slime_sglang.transports.flattened_bucket import FlattenedBucket
 from slime_training.host_memory import on_host
+from slime_transports.flattened_bucket import FlattenedBucket
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the bytes of an element, to compare elements bit by bit."""
+MOST_OF_ZLIB: Final = 9
 THREADS: Final = 4
 """Number of threads that compress one part."""
 
@@ -48,10 +50,15 @@ def compare(held: Tensor, bucket: FlattenedBucket) -> Planes:
     return found
 
 
-def compress(changes: Planes, *, level: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The delta, and the sizes of its parts."""
+def compress(changes: Planes, *, level: int, with_zlib: bool = False) -> tuple[bytes, list[tuple[int, int]]]:
+    """The delta, and the sizes of its parts. `with_zlib`: for `WeightReceiver.zlib`, whose levels end at 9."""
     compressor = zstandard.ZstdCompressor(level=level, threads=THREADS)
-    coded = [[compressor.compress(part.numpy().data) for part in run] for run in changes]
+
+    def pack(part: Tensor) -> bytes:
+        data = part.contiguous().numpy().data
+        return zlib.compress(data, min(level, MOST_OF_ZLIB)) if with_zlib else compressor.compress(data)
+
+    coded = [[pack(part) for part in run] for run in changes]
     return b"".join(part for run in coded for part in run), [(len(steps), len(values)) for steps, values in coded]
 
 

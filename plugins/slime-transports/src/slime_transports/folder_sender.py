@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_core.contracts.transport import SenderSetup
-from slime_sglang.transports import folder
-from slime_sglang.transports.sender import ServerSender
+from slime_transports import folder
+from slime_transports.sender import ServerSender
 
 
 class FolderSender(ServerSender):

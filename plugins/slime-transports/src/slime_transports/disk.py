@@ -1,4 +1,4 @@
-"""The transport `disk`: safetensors in the run's folder, loaded by /update_weights_from_disk."""
+"""The transport `disk`: safetensors in the run's folder, which servers load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 
 from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
-from slime_sglang.transports import folder
-from slime_sglang.transports.config import SentConfig
-from slime_sglang.transports.folder import FileEntry, Manifest
-from slime_sglang.transports.folder_sender import FolderSender
-from slime_sglang.transports.loading import load_from_disk, servers_that_verify
-from slime_sglang.transports.sender import Layers, WeightUpdate
 from slime_training.host_memory import HostMemory
+from slime_transports import folder
+from slime_transports.config import SentConfig
+from slime_transports.folder import FileEntry, Manifest
+from slime_transports.folder_sender import FolderSender
+from slime_transports.loading import load_from_disk, servers_that_verify
+from slime_transports.sender import Layers, WeightUpdate
+from slime_transports.servers import receiver_of
 
 WRITERS: Final = 4
 """Number of buckets that are hashed and written at the same time, while the next one is gathered."""
@@ -40,7 +41,7 @@ class DiskSender(FolderSender):
         if self._root is None:
             return SentReport()
         version, engines = update.version, update.engines
-        identity = secrets.token_hex(8)
+        identity, crc32 = secrets.token_hex(8), any(receiver_of(engine).zlib for engine in engines)
         beside = folder.begin(self._root / f"{version}-{identity}")
         entries: list[FileEntry] = []
         writing: deque[Future[FileEntry]] = deque()
@@ -52,7 +53,7 @@ class DiskSender(FolderSender):
                     # Only the last `WRITERS` buckets are still read.
                     host = bucket.on_host(self._memory[bucket.index % len(self._memory)])
                     update.digest(host)
-                    writing.append(writers.submit(folder.write_whole, beside, host))
+                    writing.append(writers.submit(folder.write_whole, beside, host, crc32=crc32))
                 entries += [entry.result() for entry in writing]
             if not entries:
                 raise EngineError(f"the trainer exported no weights for version {version}.")

@@ -1,26 +1,24 @@
-"""Servers: concurrent HTTP calls to several servers, from a thread that does other work meanwhile."""
+"""Servers: concurrent calls to several servers, from a thread that does other work meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError, EngineUnavailable
 from slime_serving.connection import NoResponse, new_pool
-from slime_sglang.connection import SglangConnection
-from slime_sglang.transports.broadcast import BroadcastError
+from slime_transports.broadcast import BroadcastError
+from slime_transports.receiver import Refused, ServerEndpoint, WeightReceiver
 
 EXPLAINED_S: Final = 2.0
 
-
-class Refused(EngineError):
-    """The server is alive, and has refused the call."""
+T = TypeVar("T")
 
 
 class Servers:
@@ -28,6 +26,7 @@ class Servers:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._receivers: dict[EngineEndpoint, WeightReceiver] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weights-http", daemon=True)
         self._thread.start()
@@ -36,36 +35,41 @@ class Servers:
     async def _open(self) -> aiohttp.ClientSession:
         return new_pool()
 
-    def post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], *, what: str = "") -> Future[Any]:
+    def call(
+        self,
+        engine: EngineEndpoint,
+        step: Callable[[WeightReceiver], Coroutine[Any, Any, T]],
+        *,
+        what: str = "",
+    ) -> Future[T]:
         """Starts a call. `what`: what is sent, for the error message, such as `bucket 3 of version 7`."""
-        return asyncio.run_coroutine_threadsafe(self._post(engine, path, body, what), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._call(engine, step, what), self._loop)
 
-    async def _post(self, engine: EngineEndpoint, path: str, body: Mapping[str, Any], what: str) -> Any:
-        connection = SglangConnection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+    async def _call(
+        self, engine: EngineEndpoint, step: Callable[[WeightReceiver], Coroutine[Any, Any, T]], what: str
+    ) -> T:
         try:
-            response = await connection.post(path, body, timeout_s=self.timeout_s)
+            return await step(self._receiver(engine))
         except EngineError as error:
             kind = EngineError if isinstance(error, NoResponse | EngineUnavailable) else Refused
             raise kind(f"{what}: {error}" if what else str(error)) from error
-        if not isinstance(response, dict) or response.get("success") is not True:
-            raise Refused(f"{what}: {connection.name}: POST {path}: the response is {response!r:.300}.")
-        return response
 
-    def get(self, engine: EngineEndpoint, path: str) -> Future[Mapping[str, Any]]:
-        """Starts a GET call."""
-        return asyncio.run_coroutine_threadsafe(self._get(engine, path), self._loop)
-
-    async def _get(self, engine: EngineEndpoint, path: str) -> Mapping[str, Any]:
-        connection = SglangConnection(self._pool, engine.url, engine.token, f"engine {engine.index}")
-        response = await connection.get(path, timeout_s=self.timeout_s)
-        if not isinstance(response, dict):
-            raise EngineError(f"{connection.name}: GET {path}: the response is {response!r:.300}.")
-        return response
+    def _receiver(self, engine: EngineEndpoint) -> WeightReceiver:
+        found = self._receivers.get(engine)
+        if found is None:
+            kind = receiver_of(engine)
+            server = kind.connection(self._pool, engine.url, engine.token, f"engine {engine.index}")
+            found = self._receivers[engine] = kind(server, engine.num_ranks, self.timeout_s)
+        return found
 
     def call_all(
-        self, engines: Sequence[EngineEndpoint], path: str, body: Mapping[str, Any], *, what: str = ""
-    ) -> list[Future[Any]]:
-        return [self.post(engine, path, body, what=what) for engine in engines]
+        self,
+        engines: Sequence[EngineEndpoint],
+        step: Callable[[WeightReceiver], Coroutine[Any, Any, T]],
+        *,
+        what: str = "",
+    ) -> list[Future[T]]:
+        return [self.call(engine, step, what=what) for engine in engines]
 
     def wait(self, calls: Sequence[Future[Any]]) -> list[Any]:
         """Returns all results. Raises the first failure at once; of several, that of the first call. `calls` may include
@@ -91,6 +95,16 @@ class Servers:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+def receiver_of(engine: EngineEndpoint) -> type[WeightReceiver]:
+    """Raises EngineError for an endpoint without a receiver."""
+    if not isinstance(engine, ServerEndpoint):
+        raise EngineError(
+            f"engine {engine.index} ({engine.url}): its endpoint is no slime_transports.receiver.ServerEndpoint, so it is not "
+            "known how its server takes weights. Set another sync.transport; `slime plugins` lists them."
+        )
+    return engine.receiver
 
 
 def failures_of(calls: Iterable[Future[Any]]) -> list[BaseException]:

@@ -15,10 +15,10 @@ from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport, TensorExport, WeightSender
 from slime_core.errors import EngineError, StorageError
 from slime_core.registry.boundary import held
-from slime_sglang.transports.config import SentConfig
-from slime_sglang.transports.equality import Digests, EqualityCheck
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, flat_buckets, partner_of
-from slime_sglang.transports.servers import Servers
+from slime_transports.config import SentConfig
+from slime_transports.equality import Digests, EqualityCheck
+from slime_transports.flattened_bucket import FlattenedBucket, flat_buckets, partner_of
+from slime_transports.servers import Servers, receiver_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +113,8 @@ class ServerSender(WeightSender):
     def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
         layers = iter(export(all_ranks=self.all_ranks))
         checks = self._config.check_weight_update_equal
-        known = self.skips_frozen and not checks and self._complete.issuperset(engines)
+        partial = self.skips_frozen and all(receiver_of(engine).loads_parts for engine in engines)
+        known = partial and not checks and self._complete.issuperset(engines)
         self._complete, complete = set(), self._complete
         report, check = SentReport(), None
         with self.failing_together():
@@ -155,8 +156,8 @@ class ServerSender(WeightSender):
         return responses
 
     def _without_frozen(self, layers: Layers) -> Layers:
-        """The layers without frozen tensors, which with adapters are most of a model. Keeps tensors whose partner, which
-        SGLang loads only together with them, is not frozen."""
+        """The layers without frozen tensors, which with adapters are most of a model. Keeps tensors whose partner, without
+        which SGLang does not load them, is not frozen."""
         frozen = self.place.frozen
         for layer in layers:
             yield layer and {

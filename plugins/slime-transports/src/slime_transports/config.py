@@ -34,4 +34,4 @@ class DiskConfig(SentConfig):
 
 class DeltaConfig(SentConfig):
     compression_level: int = Field(default=1, ge=1, le=19)
-    """Level of zstd. Above 1 it saves a few percent and takes several times as long."""
+    """Level of zstd; with engine vllm of zlib, up to 9. Above 1 it saves a few percent and takes several times as long."""

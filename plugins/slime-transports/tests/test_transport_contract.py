@@ -1,4 +1,4 @@
-"""The contract kit's transport suite, every property of it, for the four. `pytest --slime-plugin slime-sglang` has them too."""
+"""The contract kit's transport suite, every property of it, for the four. `pytest --slime-plugin slime-transports` has them too."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 
 from slime_plugin_kit.rollout_kinds import TRANSPORTS
 from slime_plugin_kit.suites import transports
-from slime_sglang.transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.plugin import Delta, Disk, Distributed, Ipc
 
 
 class TransportCase:

@@ -1,4 +1,4 @@
-"""The transport `ipc`: engines read the buckets in the trainer's memory, by /update_weights_from_tensor.
+"""The transport `ipc`: engines read the buckets in the trainer's memory.
 
 On GPUs every rank of a colocated engine gets a CUDA IPC handle of the trainer rank on its device. On a CPU all map one
 file of shared memory: unlike torch's own sharing this starts no helper process.
@@ -15,13 +15,10 @@ from urllib.parse import urlsplit
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
-from slime_sglang.buckets import update_body
-from slime_sglang.features import has_other_draft
-from slime_sglang.transports.config import SentConfig
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, flat_buckets
-from slime_sglang.transports.handles import DeviceMemory, SharedMemory
-from slime_sglang.transports.sender import Failure, Layers, ServerSender, WeightUpdate, bucket_name, gravest
-from slime_sglang.transports.servers import Refused
+from slime_transports.flattened_bucket import FlattenedBucket, flat_buckets
+from slime_transports.handles import DeviceMemory, SharedMemory
+from slime_transports.sender import Failure, Layers, ServerSender, WeightUpdate, bucket_name, gravest
+from slime_transports.servers import Refused, receiver_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +47,6 @@ class CollectiveError(Exception):
 class IpcSender(ServerSender):
     """While the engines load a bucket, the next one is gathered and flattened. A bucket is kept until it is loaded."""
 
-    def __init__(self, config: SentConfig) -> None:
-        super().__init__(config)
-        self._other_drafts: dict[EngineEndpoint, bool] = {}
-
     def setup(self, setup: SenderSetup) -> None:
         if setup.device == "cuda" and not setup.colocated:
             raise EngineError(
@@ -78,7 +71,7 @@ class IpcSender(ServerSender):
                     f"transport ipc: engine {engine.index} ({engine.url}) is on another machine and cannot read this one's "
                     'memory. Set "distributed".'
                 )
-        self._load_draft_flags(engines)
+        self._begin(engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         memory: SharedMemory | None = None
@@ -91,7 +84,10 @@ class IpcSender(ServerSender):
                     if memory is not None:
                         memory.close()
                     memory = following
-                calls = [self._post(engine, [memory.payload] * engine.num_ranks, bucket, version) for engine in engines]
+                calls = [
+                    self._load(engine, [memory.payload(receiver_of(engine))] * engine.num_ranks, bucket, version)
+                    for engine in engines
+                ]
                 update.digest(bucket)
                 buckets += 1
                 bytes_sent += bucket.data.nbytes
@@ -103,18 +99,18 @@ class IpcSender(ServerSender):
                 memory.close()
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
-    def _post(
+    def _load(
         self, engine: EngineEndpoint, payloads: Sequence[str], bucket: FlattenedBucket, version: int
     ) -> Future[Any]:
-        body = update_body(payloads, version=version, last=bucket.last, other_draft=self._other_drafts[engine])
-        return self.servers.post(engine, "/update_weights_from_tensor", body, what=bucket_name(bucket, version))
+        return self.servers.call(
+            engine,
+            lambda receiver: receiver.load_payloads(payloads, bucket, version),
+            what=bucket_name(bucket, version),
+        )
 
-    def _load_draft_flags(self, engines: Sequence[EngineEndpoint]) -> None:
-        """Reads once from every server whether it has another draft, before any weights are sent: this also detects a server
-        that is gone."""
-        asked = [engine for engine in engines if engine not in self._other_drafts]
-        responses = self.servers.finish([self.servers.get(engine, "/server_info") for engine in asked])
-        self._other_drafts |= {engine: has_other_draft(given) for engine, given in zip(asked, responses, strict=True)}
+    def _begin(self, engines: Sequence[EngineEndpoint]) -> None:
+        """Calls every server before any weights are sent: this also detects a server that is gone."""
+        self.servers.finish(self.servers.call_all(engines, lambda receiver: receiver.begin()))
 
     # ---------------------------------------------------------------- devices
 
@@ -128,15 +124,15 @@ class IpcSender(ServerSender):
         made: DeviceMemory | None = None
         sent: DeviceMemory | None = None
         try:
-            self._load_draft_flags(mine)
+            self._begin(mine)
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
                 assert bucket is not None, "an export with all_ranks gives every rank all tensors"
                 self.servers.finish(calls)
                 made = None if reader is None else DeviceMemory(bucket)
-                handles = self._exchange("" if made is None else made.payload)
+                handles = self._exchange("" if made is None or reader is None else made.payload(receiver_of(reader)))
                 held, sent, made = bucket, made, None
                 calls = [
-                    self._post(
+                    self._load(
                         engine, handles[self.place.rank : self.place.rank + engine.num_ranks], bucket, update.version
                     )
                     for engine in mine

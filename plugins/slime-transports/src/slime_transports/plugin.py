@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.transport import TransportDriver
-from slime_sglang.transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
 from slime_training.memory_plan import MemoryItem, MemoryPhase, TransportMemory, TransportPlanner
+from slime_transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
     from slime_core.contracts.setup import EngineLayout
-    from slime_sglang.transports.delta import DeltaSender
-    from slime_sglang.transports.disk import DiskSender
-    from slime_sglang.transports.distributed import DistributedSender
-    from slime_sglang.transports.ipc import IpcSender
-    from slime_sglang.transports.sender_transport import SenderTransport
+    from slime_transports.delta import DeltaSender
+    from slime_transports.disk import DiskSender
+    from slime_transports.distributed import DistributedSender
+    from slime_transports.ipc import IpcSender
+    from slime_transports.sender_transport import SenderTransport
 
 
 def unnamed(engine: Any) -> str | None:
@@ -30,7 +30,7 @@ def unnamed(engine: Any) -> str | None:
 
 
 class SentDriver(TransportPlanner, TransportDriver):
-    serves: ClassVar[tuple[str, ...]] = ("sglang",)
+    serves: ClassVar[tuple[str, ...]] = ("sglang", "vllm")
     by_rank: ClassVar[bool] = False
     """Weights are sent to every process of a server, which SGLang identifies only by its tensor-parallel rank."""
 
@@ -40,6 +40,11 @@ class SentDriver(TransportPlanner, TransportDriver):
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
         name, problems = cls.__name__.lower(), []
+        if config.check_weight_update_equal and not getattr(engine, "compares_weights", True):
+            problems.append(
+                "sync.check_weight_update_equal = true: this engine's servers rearrange weights for their kernels, and cannot "
+                "name the parts that they hold. Omit it, or use engine sglang."
+            )
         stages = getattr(engine, "pp_size", None) or 1
         if cls.by_rank and stages > 1:
             problems.append(
@@ -91,16 +96,16 @@ class SentDriver(TransportPlanner, TransportDriver):
 
     @classmethod
     def build(cls, config: Any) -> SenderTransport:
-        from slime_sglang.transports.sender_transport import SenderTransport
+        from slime_transports.sender_transport import SenderTransport
 
         return SenderTransport()
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         from slime_core.contracts.example import TransportExample
-        from slime_sglang.transports.fake_server import serve
+        from slime_transports.in_process_server import endpoint, serve
 
-        return (TransportExample(options={"update_weight_buffer_size": 64}, mock_server=serve),)
+        return (TransportExample(options={"update_weight_buffer_size": 64}, mock_server=serve, endpoint=endpoint),)
 
 
 class Ipc(SentDriver):
@@ -111,7 +116,7 @@ class Ipc(SentDriver):
 
     @classmethod
     def build_sender(cls, config: Any) -> IpcSender:
-        from slime_sglang.transports.ipc import IpcSender
+        from slime_transports.ipc import IpcSender
 
         return IpcSender(config)
 
@@ -124,7 +129,7 @@ class Distributed(SentDriver):
 
     @classmethod
     def build_sender(cls, config: Any) -> DistributedSender:
-        from slime_sglang.transports.distributed import DistributedSender
+        from slime_transports.distributed import DistributedSender
 
         return DistributedSender(config)
 
@@ -137,7 +142,7 @@ class Disk(SentDriver):
 
     @classmethod
     def build_sender(cls, config: Any) -> DiskSender:
-        from slime_sglang.transports.disk import DiskSender
+        from slime_transports.disk import DiskSender
 
         return DiskSender(config)
 
@@ -160,6 +165,6 @@ class Delta(SentDriver):
 
     @classmethod
     def build_sender(cls, config: Any) -> DeltaSender:
-        from slime_sglang.transports.delta import DeltaSender
+        from slime_transports.delta import DeltaSender
 
         return DeltaSender(config)

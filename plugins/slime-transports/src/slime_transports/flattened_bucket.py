@@ -1,4 +1,4 @@
-"""FlattenedBucket: exported tensors one after the other in one buffer on their device, as SGLang takes them."""
+"""FlattenedBucket: exported tensors one after the other in one buffer on their device."""
 
 from __future__ import annotations
 

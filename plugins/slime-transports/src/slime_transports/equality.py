@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from torch import Tensor
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
 from slime_core.types.report import ComparedWith
-from slime_sglang.server.places import Place
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, checksums
-from slime_sglang.transports.server_shards import CHECK, ServerShards, parts_held
-from slime_sglang.transports.servers import Servers
+from slime_transports.flattened_bucket import FlattenedBucket, checksums
+from slime_transports.places import Place
+from slime_transports.server_shards import ServerShards
+from slime_transports.servers import Servers, wait_for_responses
 
-OWN_ACTION: Final = "checksum"
-"""SGLang's own checksum of each rank's tensors as they are stored, comparable only between engines of one layout."""
 TIED: Final = "lm_head.weight"
 """A head that is tied to the embedding may be sent, but servers do not hold it."""
 LISTED: Final = 5
@@ -104,8 +102,8 @@ def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
 class EqualityCheck:
     """The check of one weight update: create it before, add every bucket to `digests`, and call `require_equal` after it.
     Compares each rank with what the trainer sent. Servers that cannot name their parts (quantized weights, external) are only
-    compared with one another by SGLang's own checksum, which does not detect that all of them got the same wrong weights.
-    Servers with pipeline stages are refused: only the first stage responds."""
+    compared with one another by their program's own checksum, which does not detect that all of them got the same wrong
+    weights. Servers with pipeline stages are refused: only the first stage responds."""
 
     def __init__(self, servers: Servers, engines: Sequence[EngineEndpoint], version: int) -> None:
         self._servers, self._version = servers, version
@@ -142,6 +140,24 @@ class EqualityCheck:
         return "engines" if self._unable else "trainer"
 
 
+def parts_held(
+    servers: Servers, engines: Sequence[EngineEndpoint], version: int, *, digests: bool
+) -> list[ServerShards | EngineError]:
+    """The shards of each server, or the error of one that cannot report them. Raises EngineError if a server has not
+    responded, because it may be able to."""
+    calls = servers.call_all(
+        engines, lambda receiver: receiver.shards(digests=digests), what=f"checking version {version}"
+    )
+    found: list[ServerShards | EngineError] = []
+    wait_for_responses(calls)
+    for call in calls:
+        try:
+            found.append(call.result())
+        except EngineError as error:
+            found.append(error)
+    return found
+
+
 def compare(servers: Servers, engines: Sequence[EngineEndpoint], version: int, reason: EngineError) -> None:
     if len(engines) < 2:
         raise EngineError(
@@ -149,18 +165,17 @@ def compare(servers: Servers, engines: Sequence[EngineEndpoint], version: int, r
             "server like it to compare it with. Pass --no-check-weight-update-equal, or use servers that slime starts, with "
             f"unquantized weights. It responded: {reason}"
         )
-    responses: list[Any] = servers.wait(
-        servers.call_all(engines, CHECK, {"action": OWN_ACTION}, what=f"checking version {version}")
+    responses: list[tuple[list[str], int]] = servers.wait(
+        servers.call_all(engines, lambda receiver: receiver.own_checksums(), what=f"checking version {version}")
     )
-    for engine, response in zip(engines, responses, strict=True):
-        stages = max(rank.get("parallelism_info", {}).get("pp_size", 1) for rank in response["ranks"])
+    for engine, (_, stages) in zip(engines, responses, strict=True):
         if stages > 1:
             raise EngineError(
                 f"sync.check_weight_update_equal: engine {engine.index} ({engine.url}) has {stages} pipeline stages, and only "
                 "the first one responds: the weights of the others would not be compared. Pass "
                 "--no-check-weight-update-equal, or use servers with one stage."
             )
-    sums = [[rank["per_gpu_checksum"] for rank in response["ranks"]] for response in responses]
+    sums = [own for own, _ in responses]
     for engine, own in zip(engines, sums, strict=True):
         if own != sums[0]:
             raise EngineError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Final
@@ -13,16 +14,16 @@ import xxhash
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
 from slime_core.errors import EngineError
-from slime_sglang.server.loading import WRONG_BASE
-from slime_sglang.transports import folder
-from slime_sglang.transports.config import DeltaConfig
-from slime_sglang.transports.delta_code import Planes, compare, compress
-from slime_sglang.transports.flattened_bucket import FlattenedBucket
-from slime_sglang.transports.folder import FileEntry, Manifest
-from slime_sglang.transports.folder_sender import FolderSender
-from slime_sglang.transports.loading import load_from_disk, servers_that_verify, try_to_load
-from slime_sglang.transports.sender import Layers, WeightUpdate
 from slime_training.host_memory import HostMemory
+from slime_transports import folder
+from slime_transports.config import DeltaConfig
+from slime_transports.delta_code import Planes, compare, compress
+from slime_transports.flattened_bucket import FlattenedBucket
+from slime_transports.folder import FileEntry, Manifest
+from slime_transports.folder_sender import FolderSender
+from slime_transports.loading import load_from_disk, servers_that_verify, try_to_load
+from slime_transports.sender import Layers, WeightUpdate
+from slime_transports.servers import receiver_of
 
 WRITERS: Final = 4
 """Buckets that are compressed and written while the next ones are gathered and compared."""
@@ -38,6 +39,8 @@ class DeltaSender(FolderSender):
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         self._level = config.compression_level
+        self._zlib = False
+        """See `WeightReceiver.zlib`; the same for all engines."""
         self._sent: list[FlattenedBucket] = []
         self._memory: dict[int, HostMemory] = {}
         """Memory of `_sent`, by the bucket's number."""
@@ -58,6 +61,7 @@ class DeltaSender(FolderSender):
                 f"engine {unable[0].index} ({unable[0].url}) cannot apply deltas: only servers that slime starts can. "
                 'Use sync.transport = "distributed" or "disk".'
             )
+        self._zlib = any(receiver_of(engine).zlib for engine in engines)
         base, identity = self._identity, secrets.token_hex(8)
         self._identity = None
         delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
@@ -70,16 +74,22 @@ class DeltaSender(FolderSender):
             holders, self._holders = [engine for engine in engines if engine in self._holders], set()
             bytes_sent = 0
             if delta is not None and changes is not None and holders:
-                manifest = Manifest(version=version, identity=identity, base=base, buckets=tuple(changes))
+                manifest = Manifest(
+                    version=version, identity=identity, base=base, buckets=tuple(changes), deltas_follow=True
+                )
                 written.append(folder.finish(delta, manifest))
-                refused = try_to_load(self.servers, holders, written[-1], version, but=WRONG_BASE)
+                refused = try_to_load(self.servers, holders, written[-1], version, but=folder.WRONG_BASE)
                 self._holders.update(set(holders) - set(refused))
                 bytes_sent += sum(entry.nbytes for entry in changes)
             others = [engine for engine in engines if engine not in self._holders]
             if others:
                 beside = folder.begin(self._root / f"{version}-{identity}")
-                entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
-                written.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
+                entries = tuple(folder.write_whole(beside, bucket, crc32=self._zlib) for bucket in self._sent)
+                written.append(
+                    folder.finish(
+                        beside, Manifest(version=version, identity=identity, buckets=entries, deltas_follow=True)
+                    )
+                )
                 load_from_disk(self.servers, others, written[-1], version)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)
@@ -116,13 +126,14 @@ class DeltaSender(FolderSender):
         return bucket.on_host(self._memory.setdefault(bucket.index, HostMemory(bucket.data.device)))
 
     def _write(self, delta: Path, bucket: FlattenedBucket, changes: Planes) -> FileEntry:
-        content, parts = compress(changes, level=self._level)
-        name = f"changes-{bucket.index:05d}.zst"
+        content, parts = compress(changes, level=self._level, with_zlib=self._zlib)
+        name = f"changes-{bucket.index:05d}.{'zlib' if self._zlib else 'zst'}"
         folder.write_bytes(delta / name, content)
         return FileEntry(
             file=name,
             names=bucket.names,
             checksum=xxhash.xxh3_64_hexdigest(content),
+            crc32=zlib.crc32(content) if self._zlib else None,
             nbytes=len(content),
             dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
             shapes=bucket.shapes,

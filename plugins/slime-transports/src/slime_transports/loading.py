@@ -8,15 +8,14 @@ from pathlib import Path
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.errors import EngineError
-from slime_sglang.server.loading import CAN_VERIFY
-from slime_sglang.transports.servers import Servers, wait_for_responses
+from slime_transports.servers import Servers, wait_for_responses
 
 
 def servers_that_verify(servers: Servers, engines: Sequence[EngineEndpoint]) -> list[EngineEndpoint]:
     """The engines that compare checksums before they load a folder, and can apply deltas: those that slime starts. Raises
     EngineError for one that has not responded, because it may be able to."""
     calls = servers.call_all(
-        engines, "/weights_checker", {"action": CAN_VERIFY}, what="whether it checks what it loads"
+        engines, lambda receiver: receiver.require_verifies(), what="whether it checks what it loads"
     )
     wait_for_responses(calls)
     return [engine for engine, call in zip(engines, calls, strict=True) if call.exception() is None]
@@ -32,13 +31,7 @@ def try_to_load(
 ) -> list[EngineEndpoint]:
     """Loads a folder on all engines at once. Returns those that refused it for the reason `but`. Raises EngineError for any
     other reason."""
-    body = {
-        "model_path": str(folder),
-        "load_format": "safetensors",
-        "flush_cache": False,
-        "weight_version": str(version),
-    }
-    calls = servers.call_all(engines, "/update_weights_from_disk", body, what=f"version {version}")
+    calls = servers.call_all(engines, lambda receiver: receiver.load_folder(folder, version), what=f"version {version}")
     wait(calls)
     errors = [(engine, call.exception()) for engine, call in zip(engines, calls, strict=True)]
     refused = [engine for engine, error in errors if but is not None and but in str(error)]

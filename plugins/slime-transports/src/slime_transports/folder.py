@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,10 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slime_core.atomic_io.storage import is_full, storage_error
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, bytes_of, checksum
+from slime_transports.flattened_bucket import FlattenedBucket, bytes_of, checksum
 
 MANIFEST: Final = "slime_weights.json"
 WRITING: Final = ".writing"
+WRONG_BASE: Final = "a delta to other weights than are held"
+"""Part of the message with which a server refuses a delta; nothing was changed."""
 log = logging.getLogger(__name__)
 
 READERS: Final = 4
@@ -43,6 +46,8 @@ class FileEntry(BaseModel, frozen=True, extra="forbid"):
     nbytes: int
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    crc32: int | None = None
+    """Of the same bytes as `checksum`, for servers that have no xxh3 (`WeightReceiver.zlib`)."""
     parts: tuple[tuple[int, int], ...] = ()
     """For a delta, for each element width, widest first: compressed bytes of the positions, and of the values."""
 
@@ -53,13 +58,21 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     """Unique for the weights of each update."""
     base: str | None = None
     """Identity of the weights that this is a delta to; None: these are whole."""
+    deltas_follow: bool = False
+    """The next folder may be a delta to these weights, for servers that must keep them to apply it."""
     buckets: tuple[FileEntry, ...]
 
 
-def write_whole(folder: Path, bucket: FlattenedBucket) -> FileEntry:
+def write_whole(folder: Path, bucket: FlattenedBucket, *, crc32: bool) -> FileEntry:
     """Writes one safetensors file. `bucket`: on the host. Raises StorageError if the disk is full."""
     name = f"model-{bucket.index:05d}.safetensors"
-    entry = FileEntry(file=name, names=bucket.names, checksum=checksum(bucket.data), nbytes=bucket.data.nbytes)
+    entry = FileEntry(
+        file=name,
+        names=bucket.names,
+        checksum=checksum(bucket.data),
+        nbytes=bucket.data.nbytes,
+        crc32=zlib.crc32(bytes_of(bucket.data)) if crc32 else None,
+    )
     try:
         save_file(dict(bucket.tensors()), folder / name, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:

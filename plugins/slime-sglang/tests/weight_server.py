@@ -23,10 +23,9 @@ from torch import Tensor
 
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
-from slime_sglang.server.loading import WRONG_BASE
-from slime_sglang.transports.delta_code import BITS, changed, decompress
-from slime_sglang.transports.flattened_bucket import FlattenedBucket, flatten
-from slime_sglang.transports.folder import DamagedWeights, Manifest, read_manifest, verify_whole
+from slime_transports.delta_code import BITS, changed, decompress
+from slime_transports.flattened_bucket import FlattenedBucket, flatten
+from slime_transports.folder import WRONG_BASE, DamagedWeights, Manifest, read_manifest, verify_whole
 
 JOINED_S: Final = 20.0
 PLAIN: Final = ("torch", "types", "functools", "collections")
@@ -153,13 +152,6 @@ class FakeServer:
                 checksum=xxhash.xxh3_64_hexdigest(data.data),
             )
         )
-
-
-@contextmanager
-def serve(receive: Callable[[Bucket], None]) -> Iterator[str]:
-    """Serves a FakeServer on the loopback, and yields its URL."""
-    with serve_partner(FakeServer(receive)) as url:
-        yield url
 
 
 @contextmanager

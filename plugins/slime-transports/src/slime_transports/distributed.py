@@ -6,16 +6,18 @@ import os
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
 from slime_core.errors import EngineError
-from slime_sglang.transports.broadcast import BroadcastGroup
-from slime_sglang.transports.broadcast_thread import BroadcastThread
-from slime_sglang.transports.config import DistributedConfig
-from slime_sglang.transports.flattened_bucket import FlattenedBucket
-from slime_sglang.transports.sender import Layers, ServerSender, WeightUpdate, bucket_name
+from slime_transports.broadcast import BroadcastGroup
+from slime_transports.broadcast_thread import BroadcastThread
+from slime_transports.config import DistributedConfig
+from slime_transports.flattened_bucket import FlattenedBucket
+from slime_transports.receiver import GroupPlace, WeightReceiver
+from slime_transports.sender import Layers, ServerSender, WeightUpdate, bucket_name
 
 
 class DistributedSender(ServerSender):
@@ -38,6 +40,7 @@ class DistributedSender(ServerSender):
         buckets = bytes_sent = 0
         try:
             group = self._group_with(update.engines)
+            self.servers.finish(self.servers.call_all(update.engines, lambda receiver: receiver.begin()))
             calls: list[Future[Any]] = []
             for bucket in self.buckets(layers):
                 self.servers.wait(calls)
@@ -52,18 +55,11 @@ class DistributedSender(ServerSender):
         return SentReport(bytes_sent=bytes_sent, buckets=buckets)
 
     def _send_bucket(self, group: BroadcastGroup, bucket: FlattenedBucket, update: WeightUpdate) -> list[Future[Any]]:
-        body: dict[str, Any] = {
-            "names": bucket.names,
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-            "shapes": bucket.shapes,
-            "group_name": group.name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        if bucket.last:
-            body["weight_version"] = str(update.version)
-        what = bucket_name(bucket, update.version)
-        calls = self.servers.call_all(update.engines, "/update_weights_from_distributed", body, what=what)
+        calls = self.servers.call_all(
+            update.engines,
+            lambda receiver: receiver.take_broadcast(group.name, bucket, update.version),
+            what=bucket_name(bucket, update.version),
+        )
         return [*calls, self._thread.submit(group.broadcast, bucket.data, group.mark())]
 
     def _group_with(self, engines: Sequence[EngineEndpoint]) -> BroadcastGroup:
@@ -77,15 +73,15 @@ class DistributedSender(ServerSender):
         offset = 1
         calls: list[Future[Any]] = [self._thread.submit(group.join)]
         for engine in engines:
-            body = {
-                "master_address": group.address,
-                "master_port": group.port,
-                "rank_offset": offset,
-                "world_size": group.size,
-                "group_name": name,
-                "backend": group.backend,
-            }
-            calls.append(self.servers.post(engine, "/init_weights_update_group", body, what=f"group {name}"))
+            place = GroupPlace(
+                name=name,
+                address=group.address,
+                port=group.port,
+                backend=group.backend,
+                size=group.size,
+                first_rank=offset,
+            )
+            calls.append(self.servers.call(engine, partial(join, place), what=f"group {name}"))
             offset += engine.num_ranks
         self._group, self._members = group, tuple(engines)
         self.servers.wait(calls)
@@ -97,7 +93,7 @@ class DistributedSender(ServerSender):
         self._group, self._members = None, ()
         if group is None:
             return
-        for call in self.servers.call_all(members, "/destroy_weights_update_group", {"group_name": group.name}):
+        for call in self.servers.call_all(members, lambda receiver: receiver.leave(group.name)):
             error = call.exception()
             if error is not None and not isinstance(error, EngineError):
                 raise error
@@ -116,3 +112,7 @@ class DistributedSender(ServerSender):
             self._leave()
         self._thread.close()
         super().close()
+
+
+async def join(group: GroupPlace, receiver: WeightReceiver) -> None:
+    await receiver.join(group)

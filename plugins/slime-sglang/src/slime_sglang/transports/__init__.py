@@ -1,1 +1,0 @@
-"""How weights reach SGLang servers: the trainer's ranks talk to the servers themselves."""
