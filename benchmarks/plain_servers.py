@@ -15,7 +15,7 @@ OF_SLIME = frozenset({"name", "pause_mode", "python", "servers", "sleep_level", 
 
 @dataclass(frozen=True, slots=True)
 class PlainServer:
-    """A subclass says how its program is started and asked."""
+    """Subclasses know how their programs are started and asked."""
 
     options: Mapping[str, Any]
     """The engine's options as in a run file."""
@@ -96,7 +96,13 @@ class PlainVllm(PlainServer):
         return super().environment() | own
 
     def body(self, place: int, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
-        sampling = {"max_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        sampling = {
+            "max_tokens": new_tokens,
+            "temperature": 1.0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
         return {"request_id": f"plain-{place}", "token_ids": prompt, "sampling_params": sampling, "stream": False}
 
     def num_tokens(self, response: Any) -> int:

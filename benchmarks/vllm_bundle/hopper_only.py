@@ -1,8 +1,8 @@
 """Makes vLLM's libraries small for a machine with Hopper GPUs: python hopper_only.py FILE...
 
-nvcc puts code for every GPU into a section of a library, as containers of a header and entries (cubins, PTX). Of each container the
-cubins of sm_90 stay; its PTX stays where there is no such cubin, for the driver to compile. The rest becomes zeros, in place, which a
-compressor removes: sizes and addresses stay.
+nvcc puts code for every GPU into a section of a library, as containers of a header and entries (cubins, PTX). Of each
+container the cubins of sm_90 stay; its PTX stays where there is no such cubin, for the driver to compile. The rest becomes
+zeros, in place, which a compressor removes: sizes and addresses stay.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whether a model's new weights can be written over its old ones. vLLM's reload by layers then only costs time: three passes over
-the weights in place of one, and Python around every tensor."""
+"""Whether a model's new weights can be written over its old ones. vLLM's reload by layers then only costs time: three passes
+over the weights in place of one, and Python around every tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PLAIN: Final = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def loads_in_place(model: nn.Module, device: torch.device) -> bool:
-    """Whether the kernels of all layers read parameters as a checkpoint has them. Not on a CPU, where vLLM packs matrices, and not
-    for quantized layers, mixtures of experts and latent attention."""
+    """Whether the kernels of all layers read parameters as a checkpoint has them. Not on a CPU, where vLLM packs matrices, and
+    not for quantized layers, mixtures of experts and latent attention."""
     return device.type == "cuda" and all(is_plain(layer) for layer in model.modules())
 
 

@@ -71,8 +71,8 @@ class SlimeUpdate(WeightTransferUpdateInfo):
 
 class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
     """vLLM loads layer by layer: a layer that has all its tensors is rearranged for its kernels and copied to where the old one
-    was. So a layer with some of its tensors alone would be part new and part nothing: every update has all tensors. Where nothing
-    is rearranged, they are written over the old ones (`in_place`)."""
+    was. So a layer with some of its tensors alone would be part new and part nothing: every update has all tensors. Where
+    nothing is rearranged, they are written over the old ones (`in_place`)."""
 
     init_info_cls = SlimeInit
     update_info_cls = SlimeUpdate
