@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 
-def opened(payload: str, device: torch.device) -> Tensor:
-    """(bytes,) uint8. A handle's memory belongs to the trainer, which uses it again after the response."""
+def opened(payload: str, device: torch.device, *, copies: bool) -> Tensor:
+    """(bytes,) uint8. A handle's memory belongs to the trainer, which uses it again after the response. `copies`: it is copied,
+    because loaders may keep tensors longer than that."""
     given: dict[str, Any] = json.loads(payload)
     if "path" in given:
         # vLLM keeps tensors until their layer is complete, in a later call perhaps: the mapping stays as long.
@@ -37,4 +38,4 @@ def opened(payload: str, device: torch.device) -> Tensor:
         base64.b64decode(given["event"]),
         given["event_sync"],
     )
-    return shared
+    return shared.clone() if copies else shared

@@ -122,9 +122,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         if update.path is not None:
             return torch.from_file(update.path, shared=True, size=update.size, dtype=torch.uint8)
         if update.payloads is not None:
-            shared = opened(update.payloads[self.parallel_config.rank], self.device)
-            # The trainer uses its device's memory again after the response. Until then it was read, unless loaders keep it.
-            return shared.clone() if shared.is_cuda and not self._in_place else shared
+            return opened(update.payloads[self.parallel_config.rank], self.device, copies=not self._in_place)
         if update.group is not None:
             return broadcast(self._groups[update.group], update.size, self.device)
         return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
