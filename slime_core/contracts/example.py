@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from slime_core.contracts.setup import EngineEndpoint
-
 if TYPE_CHECKING:
     from slime_core.types.weights import Bucket
 
@@ -168,8 +166,8 @@ class TransportExample(Example):
     If `receive` raises EngineError, the engine refuses the bucket, and the server must report that to the senders."""
 
     mock_server: Callable[[Callable[[Bucket], None]], AbstractContextManager[str]]
-    endpoint: Callable[..., EngineEndpoint] = EngineEndpoint
-    """Makes the endpoint of a server from `index`, `url` and `incarnation`."""
+    endpoint: Callable[..., Any] | None = None
+    """Makes the endpoint of a server from `index`, `url` and `incarnation`; None: a plain `EngineEndpoint`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The contract kit's transport suite, every property of it, for the four. `pytest --slime-plugin slime-transports` has them too."""
+"""The contract kit's transport suite, every property of it. `pytest --slime-plugin slime-transports` has them too."""
 
 from types import SimpleNamespace
 

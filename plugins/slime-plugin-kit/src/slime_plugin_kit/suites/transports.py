@@ -114,7 +114,7 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
             example = require_example(case)
             for index, engine in enumerate(engines.engines):
                 url = stack.enter_context(example.mock_server(engine.receive))
-                engine.served_at = (example.endpoint(index=index, url=url, incarnation=url),)
+                engine.served_at = ((example.endpoint or EngineEndpoint)(index=index, url=url, incarnation=url),)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             trainers.sender.setup(
                 SenderSetup(rank=0, world_size=1, device="cpu", model_path=folder, run_dir=folder, colocated=True)
