@@ -1,14 +1,14 @@
-"""Rollout throughput of `slime run` with SGLang on a GPU, beside the same SGLang server asked directly.
+"""Rollout throughput of `slime run` with SGLang or vLLM on a GPU, beside the same server asked directly.
 
     python benchmarks/rollout_gpu.py                                   # colocated: trainer and engine on one GPU
     python benchmarks/rollout_gpu.py --placement disaggregated         # on two, weights over NCCL
+    python benchmarks/rollout_gpu.py --engine '{"name": "vllm", "python": ".venv-vllm/bin/python"}'
 
 A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight responses each, --new-tokens long (a random model hardly
 ever writes its end token, which the plain server ignores). Its rollout throughput is the responses' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
-which warms up. Then a plain SGLang server is started with the same options and gets the same requests at the same
-concurrency from a bare HTTP client, as often; and then once more through slime-router in front of it; unless --run-only.
-One JSON line.
+which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
+bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any
 import aiohttp
 import httpx
 import torch
+from plain_servers import PROGRAMS, PlainServer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slime_models.new_model import ModelSizes, new_model
@@ -84,7 +85,6 @@ def prompts_of(asked: argparse.Namespace) -> list[str]:
 
 
 def run_file(asked: argparse.Namespace, folder: Path) -> str:
-    engine = {"name": "sglang", **asked.engine}
     colocated = asked.placement == "colocated"
     launcher = (
         f'{{ name = "local", device = "{asked.device}", colocate = true }}'
@@ -96,7 +96,7 @@ name = "rollout"
 seed = 0
 plugin = ["even.py"]
 backend = {toml(asked.backend)}
-engine = {toml(engine)}
+engine = {toml(asked.engine)}
 reward = "even"
 algo = {{ name = "grpo", use_rollout_logprobs = true }}
 launcher = {launcher}
@@ -132,22 +132,28 @@ def toml(values: dict[str, Any]) -> str:
 
 
 def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step."""
+    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint."""
     (folder / "even.py").write_text(REWARD)
     (folder / "run.toml").write_text(run_file(asked, folder))
     command = ["slime", "run", str(folder / "run.toml")]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    lines = (folder / "runs" / "rollout" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as run:
+        try:
+            while run.poll() is None and not (asked.end_early and len(steps_of(folder)) == asked.steps):
+                time.sleep(0.5)
+        finally:
+            ended = run.poll()
+            if ended is None:
+                os.killpg(run.pid, signal.SIGKILL)
+    if ended:
+        raise subprocess.CalledProcessError(ended, command)
+    return steps_of(folder)
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    path = folder / "runs" / "rollout" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record["metrics"] for record in records if record["axis"] == "rollout/step"]
-
-
-def server_flags(asked: argparse.Namespace) -> list[str]:
-    flags: list[str] = []
-    for name, value in asked.engine.items():
-        flag = f"--{name.replace('_', '-')}"
-        flags += [flag] if value is True else [] if value is False else [flag, str(value)]
-    return flags
 
 
 def free_port() -> int:
@@ -157,21 +163,21 @@ def free_port() -> int:
         return port
 
 
-def ask_server(asked: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> tuple[list[float], list[float]]:
-    """Seconds of each round of a server of its own: asked directly, and through slime-router."""
+def ask_server(
+    asked: argparse.Namespace, plain: PlainServer, prompts: list[list[int]]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each round of a server of its own: asked directly, and through slime-router if it serves such servers."""
     port = free_port()
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--port", str(port),
-        "--device", asked.device, "--skip-server-warmup", "--log-level-http", "warning", *server_flags(asked),
-    ]  # fmt: skip
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    server = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
+    environment = plain.environment() | {"CUDA_VISIBLE_DEVICES": "0"}
+    server = subprocess.Popen(plain.command(port), stdout=sys.stderr, env=environment, start_new_session=True)
     try:
-        wait_until_up(f"http://127.0.0.1:{port}")
         url = f"http://127.0.0.1:{port}"
-        direct = asyncio.run(rounds(asked, url, url, prompts))
+        wait_until_up(url, server)
+        direct = asyncio.run(rounds(asked, plain, url, url, prompts))
+        if not plain.routed:
+            return direct, []
         with routed(url) as router:
-            return direct, asyncio.run(rounds(asked, router, url, prompts))
+            return direct, asyncio.run(rounds(asked, plain, router, url, prompts))
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -183,14 +189,16 @@ def routed(upstream: str) -> Iterator[str]:
     port = str(free_port())
     router = subprocess.Popen(["slime-router", "--port", port, "--no-token", "--upstream", upstream], stdout=sys.stderr)
     try:
-        wait_until_up(f"http://127.0.0.1:{port}")
+        wait_until_up(f"http://127.0.0.1:{port}", router)
         yield f"http://127.0.0.1:{port}"
     finally:
         router.kill()
         router.wait()
 
 
-async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list[list[int]]) -> list[float]:
+async def rounds(
+    asked: argparse.Namespace, plain: PlainServer, url: str, server: str, prompts: list[list[int]]
+) -> list[float]:
     """`url`: where requests go; `server`: whose cache is dropped before each round."""
     slots = asyncio.Semaphore(asked.concurrency)
     per_step = asked.requests // SAMPLES
@@ -198,26 +206,27 @@ async def rounds(asked: argparse.Namespace, url: str, server: str, prompts: list
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
-        async def one(prompt: list[int]) -> None:
-            sampling = {"max_new_tokens": asked.new_tokens, "temperature": 1.0, "ignore_eos": True}
-            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-            async with slots, session.post(f"{url}/generate", json=body) as response:
+        async def one(place: int, prompt: list[int]) -> None:
+            body = plain.body(place, prompt, asked.new_tokens)
+            async with slots, session.post(f"{url}{plain.generate}", json=body) as response:
                 reply = await response.json()
-                assert reply["meta_info"]["completion_tokens"] == asked.new_tokens, reply
+                assert plain.num_tokens(reply) == asked.new_tokens, reply
 
         for step in range(asked.steps):
-            async with session.post(f"{server}/flush_cache"):
+            async with session.post(f"{server}{plain.flush}"):
                 pass
-            of_step = prompts[step * per_step : (step + 1) * per_step]
+            of_step = [prompt for prompt in prompts[step * per_step : (step + 1) * per_step] for _ in range(SAMPLES)]
             began = time.perf_counter()
-            await asyncio.gather(*(one(prompt) for prompt in of_step for _ in range(SAMPLES)))
+            await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(of_step)))
             seconds.append(time.perf_counter() - began)
     return seconds
 
 
-def wait_until_up(url: str) -> None:
+def wait_until_up(url: str, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server of {url} ended with exit code {server.returncode}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=30).status_code == 200:
                 return
@@ -237,25 +246,35 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--train-tokens", type=int, default=32768, help="of a micro-batch")
-    parser.add_argument("--engine", type=json.loads, default={}, help="SGLang's options as JSON")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="the engine's options as JSON, with its name unless it is sglang"
+    )
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
     )
-    parser.add_argument("--run-only", action="store_true", help="without the plain server")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--run-only", action="store_true", help="without the plain server")
+    only.add_argument("--server-only", action="store_true", help="the plain server alone")
+    parser.add_argument(
+        "--end-early", action="store_true", help="kill the run before its last checkpoint, which takes minutes at 4B"
+    )
     asked = parser.parse_args()
+    asked.engine = {"name": "sglang", **asked.engine}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", asked)
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        steps = run_slime(asked, folder)
+        steps = [] if asked.server_only else run_slime(asked, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, folder, tokens))
+        plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
+        compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
     print(
         json.dumps(
             {
                 "shape": asked.shape,
+                "engine": asked.engine["name"],
                 "backend": asked.backend["name"],
                 "placement": asked.placement,
                 "requests": asked.requests,
@@ -277,14 +296,21 @@ def through_slime(asked: argparse.Namespace, steps: list[dict[str, float]]) -> l
 def compare(
     asked: argparse.Namespace, steps: list[dict[str, float]], raw: list[float], behind_router: list[float]
 ) -> dict[str, Any]:
-    direct = [asked.requests * asked.new_tokens / seconds for seconds in raw[1:]]
-    through_router = [asked.requests * asked.new_tokens / seconds for seconds in behind_router[1:]]
-    return {
-        "sglang_tok_s": [round(value) for value in direct],
-        "slime_router_tok_s": [round(value) for value in through_router],
-        "router_ratio": round(statistics.median(through_router) / statistics.median(direct), 3),
-        "ratio": round(statistics.median(through_slime(asked, steps)) / statistics.median(direct), 3),
-    }
+    direct = tokens_per_second(asked, raw)
+    compared: dict[str, Any] = {"server_tok_s": [round(value) for value in direct]}
+    if steps:
+        compared["ratio"] = round(statistics.median(through_slime(asked, steps)) / statistics.median(direct), 3)
+    if behind_router:
+        through_router = tokens_per_second(asked, behind_router)
+        compared |= {
+            "slime_router_tok_s": [round(value) for value in through_router],
+            "router_ratio": round(statistics.median(through_router) / statistics.median(direct), 3),
+        }
+    return compared
+
+
+def tokens_per_second(asked: argparse.Namespace, seconds: list[float]) -> list[float]:
+    return [asked.requests * asked.new_tokens / each for each in seconds[1:]]
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.gpu
 
 OWN = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PROMPT = [5, 6, 7, 8, 9, 10]
-CLOSE = 0.1
-"""Nats, of bfloat16 and float64. A model with other weights is several nats away."""
+CLOSE = 0.2
+"""Nats, the mean over a response, of bfloat16 and float64: transformers in bfloat16 is 0.02 to 0.1 away on these models (single
+tokens up to 0.55), a model with other weights more than 1."""
 BUCKET = 1 << 20
 
 
@@ -49,7 +50,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 async def apart(engine: Any, model: Any, version: int) -> float:
-    """How far the log-probs of a response are from the model's, at most; its tokens have the version."""
+    """How far the log-probs of a response are from the model's, on average; its tokens have the version."""
     sampling = SamplingParams(max_new_tokens=32, temperature=1.0)
     request = GenerateRequest(
         request_id=f"v{version}", token_ids=np.array(PROMPT, np.int32), sampling=sampling, seed=version
@@ -59,7 +60,7 @@ async def apart(engine: Any, model: Any, version: int) -> float:
     with torch.no_grad():
         expected, _ = log_probs_of(model.double(), PROMPT, got.token_ids.tolist(), 1.0)
     model.float()
-    return float(np.abs(expected.numpy() - got.log_probs).max())
+    return float(np.abs(expected.numpy() - got.log_probs).mean())
 
 
 def broken(rank: OneRank) -> Any:

@@ -135,10 +135,12 @@ def test_a_handle_reaches_torch_as_it_was(monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device.index}")
     )
     payload = VllmReceiver.opened(DeviceHandle(reductions.rebuild_cuda_tensor, made), bucket)
-    copy = memory_handles.opened(payload, torch.device("cuda", 3))
+    copy = memory_handles.opened(payload, torch.device("cuda", 3), copies=True)
     assert seen == [(*made[:6], 3, *made[7:])]
     assert torch.equal(copy, bucket.data)
     assert copy.data_ptr() != bucket.data.data_ptr()
+    lent = memory_handles.opened(payload, torch.device("cuda", 3), copies=False)
+    assert lent.data_ptr() == bucket.data.data_ptr()
     with pytest.raises(ValueError, match="the handle is of device uuid-3, this worker's is uuid-1"):
-        memory_handles.opened(payload, torch.device("cuda", 1))
+        memory_handles.opened(payload, torch.device("cuda", 1), copies=True)
     assert base64.b64decode(json.loads(payload)["handle"]) == made[7]

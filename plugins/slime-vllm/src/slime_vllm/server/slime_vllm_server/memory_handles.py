@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 
-def opened(payload: str, device: torch.device) -> Tensor:
-    """(bytes,) uint8. A handle's memory belongs to the trainer, which uses it again after the response: it is copied here."""
+def opened(payload: str, device: torch.device, *, copies: bool) -> Tensor:
+    """(bytes,) uint8. A handle's memory belongs to the trainer, which uses it again after the response. `copies`: it is copied,
+    because loaders may keep tensors longer than that."""
     given: dict[str, Any] = json.loads(payload)
     if "path" in given:
         # vLLM keeps tensors until their layer is complete, in a later call perhaps: the mapping stays as long.
@@ -20,7 +21,7 @@ def opened(payload: str, device: torch.device) -> Tensor:
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     if given["device"] != uuid:
         raise ValueError(f"the handle is of device {given['device']}, this worker's is {uuid}")
-    shared = rebuild_cuda_tensor(
+    shared: Tensor = rebuild_cuda_tensor(
         Tensor,
         torch.Size([given["size"]]),
         (1,),
@@ -37,4 +38,4 @@ def opened(payload: str, device: torch.device) -> Tensor:
         base64.b64decode(given["event"]),
         given["event_sync"],
     )
-    return shared.clone()
+    return shared.clone() if copies else shared

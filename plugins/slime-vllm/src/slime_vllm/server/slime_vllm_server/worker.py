@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from slime_vllm_server.folders import LoadedFolder
+from slime_vllm_server.in_place import loads_in_place
 from slime_vllm_server.memory_handles import opened
 from slime_vllm_server.weight_groups import broadcast, join
 
@@ -70,7 +71,8 @@ class SlimeUpdate(WeightTransferUpdateInfo):
 
 class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
     """vLLM loads layer by layer: a layer that has all its tensors is rearranged for its kernels and copied to where the old one
-    was. So a layer with some of its tensors alone would be part new and part nothing: every update has all tensors."""
+    was. So a layer with some of its tensors alone would be part new and part nothing: every update has all tensors. Where
+    nothing is rearranged, they are written over the old ones (`in_place`)."""
 
     init_info_cls = SlimeInit
     update_info_cls = SlimeUpdate
@@ -80,6 +82,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         self.loaded = LoadedFolder()
         self._groups: dict[str, dist.Backend] = {}
         self._open = False
+        self._in_place = loads_in_place(self.model, self.device)
         config = self.model_config.hf_config
         self._tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
@@ -91,6 +94,8 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
             self._groups.pop(init_info.leave)
 
     def start_weight_update(self) -> None:
+        if self._in_place:
+            return
         if self._open:
             self._discard()
         self._open = True
@@ -117,7 +122,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         if update.path is not None:
             return torch.from_file(update.path, shared=True, size=update.size, dtype=torch.uint8)
         if update.payloads is not None:
-            return opened(update.payloads[self.parallel_config.rank], self.device)
+            return opened(update.payloads[self.parallel_config.rank], self.device, copies=not self._in_place)
         if update.group is not None:
             return broadcast(self._groups[update.group], update.size, self.device)
         return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
@@ -135,6 +140,8 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
                 yield HEAD, tensor
 
     def finish_weight_update(self) -> None:
+        if self._in_place:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
 
