@@ -71,6 +71,9 @@ RENAMES: Final = Renames(
         ("engine", "prefill_options"): ("prefill_servers", {}),
         ("engine", "decode_options"): ("prefill_servers", {}),
         ("generate", "sample_hook_paths"): ("missing_log_probs", []),
+        ("backend", "hooks"): ("mtp_loss_scaling_factor", None),
+        ("roles", "critic", "backend", "hooks"): ("mtp_loss_scaling_factor", None),
+        ("sync", "post_write_hook"): ("update_weights_timeout", None),
     },
     became_plugins={
         ("data", "renderer"): {"chat": "slime.renderers:slime-sources/chat"},

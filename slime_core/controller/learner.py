@@ -107,6 +107,7 @@ class RoleTask:
 
     plan: RolePlan
     trainers: TrainGroup
+    rollout_id: int
     trains: bool
     """False in its idle steps."""
 
@@ -148,7 +149,12 @@ class Learner:
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
-            RoleTask(plan=plan, trainers=self._trainers[plan.name], trains=rollout_id >= plan.idle_steps)
+            RoleTask(
+                plan=plan,
+                trainers=self._trainers[plan.name],
+                rollout_id=rollout_id,
+                trains=rollout_id >= plan.idle_steps,
+            )
             for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
@@ -370,7 +376,7 @@ async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, 
     """Takes the optimizer steps of one role; with `refresh` then updates its frozen copies."""
     async with task.trainers.turn():
         began = time.perf_counter()
-        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns))
+        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns), task.rollout_id)
         for name in task.plan.updated_frozen_models if refresh and trained.nonfinite is None else ():
             await task.trainers.call_all("update_frozen_model", name)
         return RoleReport(

@@ -16,6 +16,7 @@ from slime_compat.config import (
     CompatReducerConfig,
     CompatRewardConfig,
     CompatSourceConfig,
+    CompatTrainerHooksConfig,
     OldFunctionConfig,
     TrlRewardConfig,
     VerlRewardConfig,
@@ -23,6 +24,7 @@ from slime_compat.config import (
 from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator
 from slime_core.contracts.collector import Collector, CollectorDriver, RolloutOptions
 from slime_core.contracts.correction import CorrectionDriver, OffPolicyCorrection
+from slime_core.contracts.driver import Driver
 from slime_core.contracts.example import (
     AdvantageExample,
     CollectorExample,
@@ -38,6 +40,7 @@ from slime_core.contracts.generator import Generator, GeneratorDriver
 from slime_core.contracts.needs import Need
 from slime_core.contracts.reward import Reward, RewardDriver
 from slime_core.contracts.source import SourceDriver, SourceFactory
+from slime_training.hooks import PostWriteHook, TrainerHooks
 
 WRITTEN: Final = "slime_compat.written_before"
 """Module of the examples' functions."""
@@ -258,6 +261,30 @@ class CompatReducer(CorrectionDriver):
         samples = [ExampleSample(mask=(1, 1, 0)), ExampleSample(mask=(1,))]
         options = {"path": f"{WRITTEN}.sum_of_tokens", "aggregation": "token_mean"}
         return [CorrectionExample(options=options, samples=samples, weights=[(1.0, 1.0, 0.0), (1.0,)])]
+
+
+class CompatTrainerHooks(Driver[TrainerHooks]):
+    """Hooks of Megatron's trainers that were written for THUDM's slime."""
+
+    Config = CompatTrainerHooksConfig
+
+    @classmethod
+    def build(cls, config: CompatTrainerHooksConfig) -> TrainerHooks:
+        from slime_compat.trainer_hooks import OldTrainerHooks
+
+        return OldTrainerHooks(config)
+
+
+class CompatPostWriteHook(Driver[PostWriteHook]):
+    """A function that was written for THUDM's slime, called between writing new weights to a folder and loading them."""
+
+    Config = OldFunctionConfig
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> PostWriteHook:
+        from slime_compat.trainer_hooks import OldPostWriteHook
+
+        return OldPostWriteHook(config)
 
 
 class CompatDump(CollectorDriver):

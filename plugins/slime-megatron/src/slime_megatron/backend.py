@@ -32,6 +32,7 @@ from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.config import MegatronOptions
 from slime_megatron.expert_counts import biases_of, forget_counts
 from slime_megatron.frozen_models import put
+from slime_megatron.hooks import before_log_probs, before_train_step
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
 from slime_megatron.optimizer import optimizer_state, set_step
@@ -58,6 +59,8 @@ class MegatronBackend(TrainerBackend[Trainer]):
     def __init__(self, config: MegatronOptions) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
+        self._rollout_id = self._step_id = 0
+        """Of the next optimizer step."""
 
     def forward_only(
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
@@ -66,6 +69,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if weights != ACTOR:
             self._check_copy(weights)
         with nullcontext() if weights == ACTOR else trainer.frozen_models.swapped_in(weights):
+            before_log_probs(trainer, weights)
             return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
     def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
@@ -131,6 +135,9 @@ class MegatronBackend(TrainerBackend[Trainer]):
             routing.end(all_trained=not frozen)
         return found
 
+    def begin_rollout(self, rollout_id: int) -> None:
+        self._rollout_id, self._step_id = rollout_id, 0
+
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
         trainer = self._ready
@@ -145,6 +152,8 @@ class MegatronBackend(TrainerBackend[Trainer]):
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
+        set_step(trainer.schedule, trainer.steps_done)
+        before_train_step(trainer, self._rollout_id, self._step_id)
         if trainer.num_ahead:
             fetch_embedding(trainer.bare)
         biases = biases_of(trainer.tensors)
@@ -154,7 +163,6 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
         loss, sums = reduce_metrics(found, trainer.placement.device)
-        set_step(trainer.schedule, trainer.steps_done)
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
         nonfinite = None
@@ -166,6 +174,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         else:
             put(biases, trainer.tensors)
         trainer.optimizer.zero_grad()
+        self._step_id += 1
         return StepReport(
             sums={name: float(value) for name, value in sums.items()} if trainer.layout.reports else {},
             grad_norm=grad_norm,
