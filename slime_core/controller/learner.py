@@ -108,8 +108,11 @@ class RoleTask:
     plan: RolePlan
     trainers: TrainGroup
     rollout_id: int
-    trains: bool
-    """False in its idle steps."""
+
+    @property
+    def trains(self) -> bool:
+        """False in its idle steps."""
+        return self.rollout_id >= self.plan.idle_steps
 
     @property
     def scoring(self) -> list[Scoring]:
@@ -149,13 +152,7 @@ class Learner:
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
-            RoleTask(
-                plan=plan,
-                trainers=self._trainers[plan.name],
-                rollout_id=rollout_id,
-                trains=rollout_id >= plan.idle_steps,
-            )
-            for plan in self._plan.roles
+            RoleTask(plan=plan, trainers=self._trainers[plan.name], rollout_id=rollout_id) for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
         scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)

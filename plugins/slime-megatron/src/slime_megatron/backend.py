@@ -148,7 +148,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         tokens = over_ranks(trainer.ranks, [work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
         weigh_sequences(trainer, works, tokens)
-        loss_fn = self._loss_fn(objective, tokens, self._targets_ahead(works))
+        loss_fn = self._loss_fn(objective, tokens, targets_ahead(trainer, works))
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
@@ -214,15 +214,6 @@ class MegatronBackend(TrainerBackend[Trainer]):
             return loss * tokens, count, (loss.detach(), sums)
 
         return loss_fn
-
-    def _targets_ahead(self, works: Sequence[MicroBatchInputs]) -> Tensor:
-        """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
-        ranks, device = self._ready.ranks, self._ready.placement.device
-        counts = [
-            over_ranks(ranks, [torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
-            for depth in range(len(works[0].ahead))
-        ]
-        return torch.tensor(counts, device=device).clamp(min=1.0)
 
     def _check_copy(self, name: str) -> None:
         require_copy(name, self._ready.frozen_models.names)
@@ -316,6 +307,16 @@ def over_ranks(ranks: Ranks, counts: Sequence[Tensor]) -> float:
     dist.all_reduce(count)
     # Every tensor-parallel and pipeline rank has counted the same tokens.
     return float(count) / (ranks.shape.tp * ranks.shape.pp)
+
+
+def targets_ahead(trainer: Trainer, works: Sequence[MicroBatchInputs]) -> Tensor:
+    """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
+    device = trainer.placement.device
+    counts = [
+        over_ranks(trainer.ranks, [torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
+        for depth in range(len(works[0].ahead))
+    ]
+    return torch.tensor(counts, device=device).clamp(min=1.0)
 
 
 def weigh_sequences(trainer: Trainer, works: Sequence[MicroBatchInputs], tokens: float) -> None:
