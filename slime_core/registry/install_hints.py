@@ -24,6 +24,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-distill": ("reverse_kl",),
     },
     groups.LOSSES: {
+        "slime-compat": ("compat", "compat_ref"),
         "slime-grpo": ("clip", "sequence_clip", "cispo"),
         "slime-ppo": ("value",),
         "slime-distill": ("sft",),

@@ -32,11 +32,13 @@ from slime_core.contracts.example import (
     Example,
     ExampleSample,
     FilterExample,
+    LossExample,
     RewardExample,
     SourceExample,
 )
 from slime_core.contracts.filter import BufferFilter, BufferFilterDriver, FilterDriver, GroupFilter
 from slime_core.contracts.generator import Generator, GeneratorDriver
+from slime_core.contracts.loss import LossDriver, PolicyLoss
 from slime_core.contracts.needs import Need
 from slime_core.contracts.reward import Reward, RewardDriver
 from slime_core.contracts.source import SourceDriver, SourceFactory
@@ -218,6 +220,49 @@ class CompatValuesAdvantage(CompatAdvantage):
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         return cls.weighted_by("advantages_by_value", "values")
+
+
+class CompatLoss(LossDriver):
+    """A loss function that was written for THUDM's slime, and reads log-probs and entropies."""
+
+    Config = OldFunctionConfig
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS, Need.ENTROPY, Need.ROLLOUT_LOGPROBS})
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> PolicyLoss:
+        from slime_compat.old_loss import OldLoss
+
+        return OldLoss(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # -ratio A - H / 2 + (old - rollout) / 4: ratio 2 with advantage 3, and ratio 1 with advantage -1.
+        return cls.example("loss_of_ratios", values=(-6.9, 0.0, 0.5), gradient=(-6.0, 0.0, 1.0))
+
+    @classmethod
+    def example(cls, function: str, values: Sequence[float], gradient: Sequence[float]) -> list[Example]:
+        sample = ExampleSample(
+            mask=(1, 0, 1),
+            log_probs=(-0.306852819, -9.0, -1.0),
+            old_log_probs=(-1.0, 0.0, -1.0),
+            ref_log_probs=(-1.306852819, 0.0, -1.0),
+            rollout_log_probs=(-1.4, 0.0, -1.0),
+            entropy=(2.0, 3.0, 1.0),
+            advantages=(3.0, 5.0, -1.0),
+        )
+        options = {"path": f"{WRITTEN}.{function}"}
+        return [LossExample(options=options, samples=[sample], values=[values], gradient=[gradient])]
+
+
+class CompatRefLoss(CompatLoss):
+    """The same, for a function that reads ref_log_probs."""
+
+    needs: ClassVar[frozenset[Need]] = CompatLoss.needs | {Need.REF_LOGPROBS}
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # Beside it (l - ref) / 2.
+        return cls.example("loss_with_reference", values=(-6.4, 0.0, 0.5), gradient=(-5.5, 0.0, 1.5))
 
 
 class CompatCorrection(CorrectionDriver):
