@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class Reduced:
-    """A sum over samples and tokens of which each token's part is known, so that the run can weigh it. It can be added and scaled,
-    as a loss is from its terms, and detached; TypeError or AttributeError for anything else."""
+    """A sum over samples and tokens of which each token's part is known, so that the run can weigh it. It can be added and
+    scaled, as a loss is from its terms, and detached; TypeError or AttributeError for anything else."""
 
     def __init__(self, tokens: Tensor) -> None:
         """tokens: (T,)"""
@@ -91,6 +91,6 @@ def factor(value: Any) -> Any:
 
 def refused(what: str) -> str:
     return (
-        f"{what}: what sum_of_sample_mean returns can be added, and multiplied by a number, since the run weighs each token itself. "
-        "Write a loss (slime.losses)"
+        f"{what}: what sum_of_sample_mean returns can be added, and multiplied by a number, since the run weighs each token "
+        "itself. Write a loss (slime.losses)"
     )

@@ -89,7 +89,7 @@ class Translation:
         self.note(flag, f"{of.why}; {of.what_to_do}", trains=of.trains)
 
     def args(self, *, of_trainer: bool = False) -> dict[str, Any]:
-        """The flags as the `args` of old functions, without those of engines and trackers. of_trainer: with those of trainers."""
+        """The flags as the `args` of old functions, without those of engines and trackers. of_trainer: with the trainers'."""
         hidden = set(SECRETS)
         if not of_trainer:
             hidden |= megatron_flags.SHAPE | set(megatron_flags.OPTIONS) | set(known_flags.WITHOUT_EFFECT)

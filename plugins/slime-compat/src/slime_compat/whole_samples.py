@@ -9,8 +9,8 @@ def all_gather_with_cp(tensor: Any, total_length: int, response_length: int) -> 
     """tensor: (R,), returned as it is. ValueError for a part of a sample."""
     if len(tensor) != response_length:
         raise ValueError(
-            f"all_gather_with_cp: this rank has {len(tensor)} of the sample's {response_length} tokens, and functions of upstream "
-            "cannot gather the others. Leave out --context-parallel-size, or write a loss (slime.losses)"
+            f"all_gather_with_cp: this rank has {len(tensor)} of the sample's {response_length} tokens, and functions of "
+            "upstream cannot gather the others. Leave out --context-parallel-size, or write a loss (slime.losses)"
         )
     return tensor
 

@@ -41,8 +41,8 @@ def of_megatron(translation: Translation, of_function: dict[str, Any]) -> None:
         elif path.startswith(ALIGNMENT):
             translation.note(
                 flag,
-                f"{path}: it replaces layers of Transformer Engine, and the backend builds Megatron's local ones; leave it out, "
-                "and read the metric train_rollout_logprob_abs_diff",
+                f"{path}: it replaces layers of Transformer Engine, and the backend builds Megatron's local ones; leave it "
+                "out, and read the metric train_rollout_logprob_abs_diff",
                 trains=True,
             )
         else:
