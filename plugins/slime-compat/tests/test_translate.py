@@ -422,6 +422,10 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
         ("--load other", r"--load: other: weights are loaded from base. If other has others, convert it with"),
         ("--fp8-format e4m3", r"--fp8-format: training in float8 uses layers of Transformer Engine"),
         ("--loss-type sft_loss --loss-mask-type distill_qwen", r"--loss-mask-type: distill_qwen: the last response is"),
+        (
+            "--ref-load base_torch_dist --ref-ckpt-step 9",
+            r"--ref-ckpt-step: upstream starts the policy from this step too",
+        ),
         ("--megatron-config-path nowhere.yaml", r"--megatron-config-path: nowhere.yaml: FileNotFoundError"),
     ],
 )
@@ -497,6 +501,7 @@ def test_servers_that_prefill_are_servers_of_one_engine(translate):
         ("--loss-type sft_loss", "rollout.rollout_max_response_len", 8),
         ("--opd-teacher-load large_torch_dist", "model.opd_teacher_load", "large"),
         ("--ref-load large", "model.ref_load", "large"),
+        ("--opd-teacher-load t_torch_dist --opd-teacher-ckpt-step 40", "model.opd_teacher_load", "t_torch_dist/iter_0000040"),
         ("--ref-load elsewhere/base_torch_dist", "model", {"hf_checkpoint": "base"}),
     ],
 )  # fmt: skip

@@ -50,6 +50,8 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "update-weight-local-checkpoint-dir": "an option of the transport, see `slime config explain`",
     "use-distributed-post": "requests are sent by one client",
     "use-slime-router": "the run distributes requests itself; for policies see router.middlewares",
+    "ref-ckpt-step": "it has no effect without --ref-load",
+    "opd-teacher-ckpt-step": "it has no effect without --opd-teacher-load",
     "data-pad-size-multiplier": "packed micro-batches are not padded",
 }
 """Flags that are left out because the training does not depend on them, with the reason."""
@@ -88,12 +90,6 @@ MISSING: Final[Mapping[str, Missing]] = {
         "no copy of the weights that generated a rollout is kept",
         "pass --use-rollout-logprobs: the engine's log-probs are "
         "those of these weights; without it the old log-probs are of the weights before the step",
-    ),
-    "ref-ckpt-step": Missing(
-        "the reference model is a Hugging Face folder", "convert that step with slime convert, and pass --ref-load"
-    ),
-    "opd-teacher-ckpt-step": Missing(
-        "the teacher is a Hugging Face folder", "convert that step with slime convert, and pass --opd-teacher-load"
     ),
     "allgather-cp": Missing("context parallelism uses the zigzag layout", "leave it out", trains=False),
     "attn-implementation": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
