@@ -381,7 +381,7 @@ def test_versions_before_are_removed(ranks, stack, tmp_path):
 HOOK = """
 from pathlib import Path
 
-def publish(args, version_dir, rollout_engines):
+def show(args, version_dir, rollout_engines):
     files = sorted(path.name for path in Path(version_dir).iterdir())
     with open(args.log, "a") as log:
         log.write(f"{args.rank} {len(files)} {[engine.url for engine in rollout_engines]}\\n")
@@ -397,7 +397,7 @@ def test_a_function_of_upstream_is_called_before_engines_load_what_is_written(dr
     hook = {"name": "compat", "python_path": [str(tmp_path)], "args": {"log": str(tmp_path / "log")}}
     engine = Engine(stack)
     engine.refuse = 0
-    sending = ranks(driver, post_write_hook={"path": "post_write.publish", **hook})
+    sending = ranks(driver, post_write_hook={"path": "post_write.show", **hook})
     with pytest.raises(EngineError, match="refused for the test"):
         sending.send(weights(1), 1, engine)
     lines = (tmp_path / "log").read_text().splitlines()

@@ -112,7 +112,7 @@ def get_log_probs_and_entropy(
     if not isinstance(logits, Logits):
         raise TypeError("get_log_probs_and_entropy takes the logits that a loss function gets, unchanged")
     found = {"log_probs": logits.inputs.log_probs} | ({"entropy": logits.inputs.entropy} if with_entropy else {})
-    split = {name: list(column.split(logits.counts)) for name, column in found.items() if column is not None}
+    split = {name: list(torch.split(column, logits.counts)) for name, column in found.items() if column is not None}
     assert logits.inputs.log_probs is not None
     return logits.inputs.log_probs.new_zeros(0), split
 
@@ -134,12 +134,12 @@ def per_token(inputs: LossInputs) -> Any:
 def batch_of(inputs: LossInputs, counts: list[int], lengths: list[int]) -> Columns:
     """Upstream's columns of a micro-batch, under its names."""
     found: dict[str, Any] = {
-        name: list(column.split(counts))
+        name: list(torch.split(column, counts))
         for field, name in COLUMNS.items()
         if (column := getattr(inputs, field)) is not None
     }
     if counts == lengths:
-        found["loss_masks"] = list(inputs.mask.int().split(counts))
+        found["loss_masks"] = list(torch.split(inputs.mask.int(), counts))
     unread = {name: Unread(name) for name in ("unconcat_tokens", "total_lengths", "tokens")}
     return Columns(found | unread | {"response_lengths": lengths}, missing=MISSING)
 

@@ -32,10 +32,10 @@ class Reduced:
         return Reduced(-self.tokens)
 
     def __sub__(self, other: Any) -> Reduced:
-        return self + -other
+        return self.__add__(-other)
 
     def __rsub__(self, other: Any) -> Reduced:
-        return -self + other
+        return (-self).__add__(other)
 
     __radd__ = __add__
     __rmul__ = __mul__

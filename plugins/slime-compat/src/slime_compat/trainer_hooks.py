@@ -103,7 +103,7 @@ class OldPostWriteHook(PostWriteHook):
 
 
 class RolloutEngine:
-    """Stands for upstream's Ray actor of an engine. It has the server's `url` alone."""
+    """In place of upstream's Ray actor of an engine. It has the server's `url` alone."""
 
     def __init__(self, endpoint: EngineEndpoint) -> None:
         self.url = endpoint.url

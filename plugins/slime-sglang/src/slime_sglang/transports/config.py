@@ -22,7 +22,7 @@ class SentConfig(DriverConfig):
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for each call: a bucket, a file, a group."""
     post_write_hook: dict[str, Any] | None = None
-    """Function that the transports disk and delta call when a version is written, before engines load it: to publish the files
+    """Function that the transports disk and delta call when a version is written, before engines load it: for files
     on a disk that shows them to other machines only then. A plugin of the group slime_training.post_write_hooks and its
     options, such as { name = "compat", path = "my.hook" } for a function of upstream slime."""
 

@@ -72,7 +72,7 @@ class DeltaSender(FolderSender):
             if delta is not None and changes is not None and holders:
                 manifest = Manifest(version=version, identity=identity, base=base, buckets=tuple(changes))
                 written.append(folder.finish(delta, manifest))
-                self.publish(written[-1], holders)
+                self.after_write(written[-1], holders)
                 refused = try_to_load(self.servers, holders, written[-1], version, but=WRONG_BASE)
                 self._holders.update(set(holders) - set(refused))
                 bytes_sent += sum(entry.nbytes for entry in changes)
@@ -81,7 +81,7 @@ class DeltaSender(FolderSender):
                 beside = folder.begin(self._root / f"{version}-{identity}")
                 entries = tuple(folder.write_whole(beside, bucket) for bucket in self._sent)
                 written.append(folder.finish(beside, Manifest(version=version, identity=identity, buckets=entries)))
-                self.publish(written[-1], others)
+                self.after_write(written[-1], others)
                 load_from_disk(self.servers, others, written[-1], version)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)

@@ -36,7 +36,7 @@ class FolderSender(ServerSender):
             # Files of an earlier attempt have other weights.
             folder.clear_all_but(self._root, [])
 
-    def publish(self, written: Path, engines: Sequence[EngineEndpoint]) -> None:
+    def after_write(self, written: Path, engines: Sequence[EngineEndpoint]) -> None:
         """Call it before `engines` load the folder `written`."""
         if self._hook is not None:
             with foreign(self._hook, "call"):
