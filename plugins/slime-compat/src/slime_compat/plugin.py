@@ -236,8 +236,8 @@ class CompatLoss(LossDriver):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        # -ratio A - H / 2 + (old - rollout) / 4: ratio 2 with advantage 3, and ratio 1 with advantage -1.
-        return cls.example("loss_of_ratios", values=(-6.9, 0.0, 0.5), gradient=(-6.0, 0.0, 1.0))
+        # -ratio A (1 + H / 2) + (old - rollout) / 4: ratio 2 with advantage 3, and ratio 1 with advantage -1.
+        return cls.example("loss_of_ratios", values=(-11.9, 0.0, 1.5), gradient=(-12.0, 0.0, 1.5))
 
     @classmethod
     def example(cls, function: str, values: Sequence[float], gradient: Sequence[float]) -> list[Example]:
@@ -261,8 +261,8 @@ class CompatRefLoss(CompatLoss):
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
-        # Beside it (l - ref) / 2.
-        return cls.example("loss_with_reference", values=(-6.4, 0.0, 0.5), gradient=(-5.5, 0.0, 1.5))
+        # Beside it A (l - ref) / 2.
+        return cls.example("loss_with_reference", values=(-10.4, 0.0, 1.5), gradient=(-10.5, 0.0, 1.0))
 
 
 class CompatCorrection(CorrectionDriver):

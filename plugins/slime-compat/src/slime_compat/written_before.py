@@ -127,7 +127,7 @@ def advantages_by_value(args: Any, rollout_data: dict[str, Any]) -> None:
 def loss_of_ratios(
     args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Callable[[torch.Tensor], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Policy gradient with ratios, an entropy bonus, and the gap to the engine."""
+    """Policy gradient with ratios, which weighs tokens of high entropy more, and the gap to the engine."""
     _, found = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -138,19 +138,20 @@ def loss_of_ratios(
     )
     old = torch.cat(batch["log_probs"])
     change = (torch.cat(found["log_probs"]) - old).clamp(-20, 20)
-    pg_loss = sum_of_sample_mean(-change.exp() * torch.cat(batch["advantages"]))
+    credit = torch.cat(batch["advantages"]) * (1 + torch.cat(found["entropy"]) / 2)
+    pg_loss = sum_of_sample_mean(-change.exp() * credit)
     gap = sum_of_sample_mean(old - torch.cat(batch["rollout_log_probs"]))
-    loss = pg_loss - 0.5 * sum_of_sample_mean(torch.cat(found["entropy"])) + gap / 4
-    return loss, {"gap": gap.clone().detach()}
+    return pg_loss + gap / 4, {"gap": gap.clone().detach()}
 
 
 def loss_with_reference(
     args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Callable[[torch.Tensor], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The same, and half the log-ratio to the reference."""
+    """The same, and half the log-ratio to the reference times the advantage."""
     loss, log = loss_of_ratios(args, batch, logits, sum_of_sample_mean)
     _, found = get_log_probs_and_entropy(logits, args=args)
-    kl = sum_of_sample_mean(torch.cat(found["log_probs"]) - torch.cat(batch["ref_log_probs"]))
+    apart = torch.cat(found["log_probs"]) - torch.cat(batch["ref_log_probs"])
+    kl = sum_of_sample_mean(apart * torch.cat(batch["advantages"]))
     return loss + 0.5 * kl, log | {"kl_loss": kl.detach()}
 
 
