@@ -1,7 +1,8 @@
 """TrainBackend: one rank's view of a trainable model.
 
-Calling order: `setup`, then any of `load`, `forward_only`, `train_step`, `export_weights`, `save`, `sleep`, `wake_up`, then
-`close`. Between `sleep` and `wake_up` only `close` may be called, and after `sleep(keep_weights=True)` also `export_weights`.
+Calling order: `setup`, then any of `load`, `forward_only`, `begin_rollout`, `train_step`, `export_weights`, `save`, `sleep`,
+`wake_up`, then `close`. Between `sleep` and `wake_up` only `close` may be called, and after `sleep(keep_weights=True)` also
+`export_weights`.
 All ranks of a role make the same calls in the same order with the same number of micro-batches.
 """
 
@@ -128,6 +129,9 @@ class TrainBackend(ABC):
     ) -> list[Scores]:
         """Forward without gradient; returns one `Scores` per micro-batch, in order. micros: on the CPU. weights: ACTOR or the
         name of a frozen copy. entropy: fill `Scores.entropy` too. Raises OutOfDeviceMemory."""
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Called before the optimizer steps of a rollout step. rollout_id: its number, from 0."""
 
     @abstractmethod
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:

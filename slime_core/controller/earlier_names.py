@@ -77,6 +77,9 @@ RENAMES: Final = Renames(
         ("engine", "python"): ("prefill_servers", None),
         ("reward", "rm_program"): ("rm_model", None),
         ("generate", "sample_hook_paths"): ("missing_log_probs", []),
+        ("backend", "hooks"): ("mtp_loss_scaling_factor", None),
+        ("roles", "critic", "backend", "hooks"): ("mtp_loss_scaling_factor", None),
+        ("sync", "post_write_hook"): ("update_weights_timeout", None),
     },
     became_plugins={
         ("data", "renderer"): {"chat": "slime.renderers:slime-sources/chat"},

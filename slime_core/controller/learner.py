@@ -107,8 +107,12 @@ class RoleTask:
 
     plan: RolePlan
     trainers: TrainGroup
-    trains: bool
-    """False in its idle steps."""
+    rollout_id: int
+
+    @property
+    def trains(self) -> bool:
+        """False in its idle steps."""
+        return self.rollout_id >= self.plan.idle_steps
 
     @property
     def scoring(self) -> list[Scoring]:
@@ -148,8 +152,7 @@ class Learner:
         self._check_size(batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
-            RoleTask(plan=plan, trainers=self._trainers[plan.name], trains=rollout_id >= plan.idle_steps)
-            for plan in self._plan.roles
+            RoleTask(plan=plan, trainers=self._trainers[plan.name], rollout_id=rollout_id) for plan in self._plan.roles
         ]
         dispatches = dispatch_to(tasks, batch, step_of_sample)
         scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
@@ -370,7 +373,7 @@ async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, 
     """Takes the optimizer steps of one role; with `refresh` then updates its frozen copies."""
     async with task.trainers.turn():
         began = time.perf_counter()
-        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns))
+        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns), task.rollout_id)
         for name in task.plan.updated_frozen_models if refresh and trained.nonfinite is None else ():
             await task.trainers.call_all("update_frozen_model", name)
         return RoleReport(

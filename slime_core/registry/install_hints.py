@@ -24,6 +24,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-distill": ("reverse_kl",),
     },
     groups.LOSSES: {
+        "slime-compat": ("compat", "compat_ref"),
         "slime-grpo": ("clip", "sequence_clip", "cispo"),
         "slime-ppo": ("value",),
         "slime-distill": ("sft",),
@@ -93,6 +94,8 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-preflight": ("config", "doctor", "plan"),
         "slime-viewer": ("view",),
     },
+    "slime_training.hooks": {"slime-compat": ("compat",)},
+    "slime_training.post_write_hooks": {"slime-compat": ("compat",)},
 }
 """Group to distribution, or extra of the kernel's own, to the names that it registers."""
 

@@ -140,14 +140,14 @@ class TrainGroup:
                 column[rows[held]] = values[held]
         return columns
 
-    async def train(self, dispatch: Dispatch, columns: TokenColumns) -> TrainedSteps:
+    async def train(self, dispatch: Dispatch, columns: TokenColumns, rollout_id: int) -> TrainedSteps:
         """One optimizer step after the other."""
         shared = [
             self.launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
         ]
         reports: list[list[StepReport]] = await asyncio.gather(
             *(
-                rank.call("train", shard.shared, shared[layout.dp_rank], shard.steps)
+                rank.call("train", shard.shared, shared[layout.dp_rank], shard.steps, rollout_id)
                 for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
             )
         )

@@ -112,11 +112,14 @@ class TrainWorker:
                 column[held] = values
         return columns
 
-    def train(self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]]) -> list[StepReport]:
+    def train(
+        self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]], rollout_id: int
+    ) -> list[StepReport]:
         """One optimizer step for each entry of `steps`, which lists the samples of its micro-batches; none after one that left
         something that is not finite, on any rank."""
         step, pack = partial(self._backend.train_step, objective=self._objective), partial(self._packed, shard, columns)
         reports = []
+        self._backend.begin_rollout(rollout_id)
         with self._profile.around("train_actor"):
             for micros in steps:
                 report, _ = self._memory.fit(step, pack, micros, shard.total_length, TRAINING)

@@ -87,7 +87,7 @@ class Trainer:
         self.scored += 1
         return {"log_probs": np.concatenate(TRAINER).astype(np.float32)}
 
-    async def train(self, dispatch, columns):
+    async def train(self, dispatch, columns, rollout_id):
         reports = []
         for step in range(int(self.step_of_sample.max()) + 1):
             sums = {}

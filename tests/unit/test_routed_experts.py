@@ -332,5 +332,5 @@ class TrainGroup:
     async def score(self, dispatch, **how):
         return {"log_probs": np.full(len(dispatch.mask), -1, np.float32)}
 
-    async def train(self, dispatch, columns):
+    async def train(self, dispatch, columns, rollout_id):
         return TrainedSteps(metrics=[{"skipped_steps": 0.0, "grad_norm": 1.0}], nonfinite=None)

@@ -33,6 +33,9 @@ class Backend:
         self.folder = setup.model_path
         return Layout(dp_rank=0, dp_size=1)
 
+    def begin_rollout(self, rollout_id):
+        (self.folder / "rollout").write_text(str(rollout_id))
+
     def train_step(self, micros, objective):
         (self.folder / "steps").write_text(str(len(micros)))
         return StepReport(nonfinite="weight a is not finite" if len(micros) == 2 else None)
@@ -154,9 +157,10 @@ def worker(spec):
 def test_no_optimizer_step_follows_one_that_left_weights_that_are_not_finite(worker, tmp_path, make_batch):
     batch, columns = make_batch([(1, 2)]), TokenColumns(loss_weight=np.ones(2, np.float32))
     one, nothing = np.array([0]), np.array([], np.int64)
-    reports = worker.train(batch, columns, [[one], [one, nothing], [one, nothing, nothing]])
+    reports = worker.train(batch, columns, [[one], [one, nothing], [one, nothing, nothing]], 7)
     assert [report.nonfinite for report in reports] == [None, "weight a is not finite"]
     assert (tmp_path / "steps").read_text() == "2"
+    assert (tmp_path / "rollout").read_text() == "7"
 
 
 def test_a_sender_that_cannot_close_leaves_nothing_else_open(worker, tmp_path):

@@ -35,6 +35,7 @@ class Rank:
         self.layout = layout
         self.fail = fail
         self.calls, self.trained = [], []
+        self.rollout_ids = []
         self.skipped = False
         self.nonfinite = None
 
@@ -57,7 +58,8 @@ class Rank:
             column[:] = 5
         return {"log_probs": column}
 
-    def train(self, shard, columns, steps):
+    def train(self, shard, columns, steps, rollout_id):
+        self.rollout_ids.append(rollout_id)
         reports = []
         for micros in steps:
             chosen = [int(sample) for micro in micros for sample in micro]
@@ -147,10 +149,11 @@ async def test_training_gives_every_sample_to_its_step_with_its_own_columns(batc
     made, ranks, _ = trainers(layouts, multiple=2)
     column = np.array(response_tokens(batch), np.float32)
     dispatch = made.dispatch(batch, STEPS)
-    trained = await made.train(dispatch, TokenColumns(loss_weight=column, advantages=-column))
+    trained = await made.train(dispatch, TokenColumns(loss_weight=column, advantages=-column), 4)
     assert trained.nonfinite is None
     steps = trained.metrics
     assert len(steps) == 2
+    assert [rank.rollout_ids for rank in ranks] == [[4]] * len(ranks)
     for step, metrics in enumerate(steps):
         rows = np.isin(batch.sample_of_token, np.flatnonzero(step == STEPS))
         assert metrics["loss"] == column[rows].sum()
@@ -192,7 +195,7 @@ async def test_more_ranks_than_samples(make_batch):
     batch = make_batch([(1, 2)])
     dispatch = made.dispatch(batch, np.array([0]))
     assert np.isfinite((await made.score(dispatch))["log_probs"]).all()
-    (step,) = (await made.train(dispatch, TokenColumns(loss_weight=np.ones(2, np.float32)))).metrics
+    (step,) = (await made.train(dispatch, TokenColumns(loss_weight=np.ones(2, np.float32)), 0)).metrics
     assert step["loss"] == 2
     assert [len(rank.trained[0][2]) for rank in ranks] == [1, 1, 1]
 
@@ -200,14 +203,14 @@ async def test_more_ranks_than_samples(make_batch):
 async def test_one_skipping_rank_makes_a_skipped_step(batch):
     made, ranks, _ = trainers(LAYOUTS["dp2"])
     ranks[1].skipped = True
-    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
+    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)), 0)
     assert [step["skipped_steps"] for step in trained.metrics] == [1.0, 1.0]
 
 
 async def test_what_one_rank_found_not_finite_is_reported(batch):
     made, ranks, _ = trainers(LAYOUTS["dp2"])
     ranks[1].nonfinite = "weight norm is not finite"
-    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)))
+    trained = await made.train(made.dispatch(batch, STEPS), TokenColumns(loss_weight=np.ones(18, np.float32)), 0)
     assert trained.nonfinite == "weight norm is not finite"
 
 
@@ -268,9 +271,10 @@ class FakeTrainers:
         default = np.full(len(dispatch.batch.mask), -1, np.float32)
         return {self.output: self.scores.get(weights, default)}
 
-    async def train(self, dispatch, columns):
+    async def train(self, dispatch, columns, rollout_id):
         assert self.inside
         self.log.append((self.name, "train"))
+        self.rollout_id = rollout_id
         self.trained.append(columns)
         count = int(self.steps.max()) + 1
         fixed = {"loss": 1.0, "lr-pg_0": 1e30, "grad_norm": self.grad_norm}
@@ -333,6 +337,7 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     made, events = learner(trainers)
     report = await made.train(7, groups, 3)
     assert report.version == 4
+    assert trainers.rollout_id == 7
     assert trainers.asked == ["actor"]
     assert report.steps == ({"train/global_batch_size": 4.0, **trained_metrics("train/")},)
     assert report.rollout["rollout/raw_reward"] == 0.5
@@ -348,9 +353,9 @@ async def test_before_steps_is_called_before_the_first_optimizer_step(groups):
     calls = []
 
     class RecordingTrainers(FakeTrainers):
-        async def train(self, dispatch, columns):
+        async def train(self, dispatch, columns, rollout_id):
             calls.append("trained")
-            return await super().train(dispatch, columns)
+            return await super().train(dispatch, columns, rollout_id)
 
     def made(on_batch, **changes):
         return Learner(

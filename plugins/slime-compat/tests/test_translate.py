@@ -257,6 +257,22 @@ def test_groups_without_a_counterpart_are_named(translate, tmp_path, groups, exp
             "algo.advantage",
             {"name": "compat_values", "path": "my.f"},
         ),
+        (
+            "--custom-megatron-init-path my.f --custom-megatron-before-log-prob-hook-path my.g "
+            "--custom-megatron-before-train-step-hook-path my.h",
+            "backend.hooks",
+            {
+                "name": "compat",
+                "megatron_init_path": "my.f",
+                "megatron_before_log_prob_hook_path": "my.g",
+                "megatron_before_train_step_hook_path": "my.h",
+            },
+        ),
+        (
+            "--update-weight-transport disk --custom-update-weight-post-write-path my.f",
+            "sync.post_write_hook",
+            {"name": "compat", "path": "my.f"},
+        ),
     ],
 )
 def test_hooks_by_path_become_plugins_that_call_them(translate, flags, path, table):
@@ -267,6 +283,52 @@ def test_hooks_by_path_become_plugins_that_call_them(translate, flags, path, tab
     assert tables.pop("python_path") == ["/root/slime"]
     assert tables.pop("args")["hf_checkpoint"] == "base"
     assert tables == table
+
+
+def test_a_loss_function_takes_the_place_of_the_policy_loss(translate):
+    """With its terms: upstream's own loss adds KL, entropy and corrections itself."""
+    flags = (
+        "--loss-type custom_loss --custom-loss-function-path my.loss --use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 "
+        "--use-tis --eps-clip 0.3 --disable-grpo-std-normalization"
+    )
+    tables, err, code = translate(flags)
+    assert (code, err) == (0, "")
+    loss = tables["algo"].pop("loss")
+    assert tables["algo"] == {"name": "grpo", "aggregation": "seq_mean", "disable_grpo_std_normalization": True}
+    args = loss.pop("args")
+    assert loss == {"name": "compat_ref", "path": "my.loss", "python_path": ["."]}
+    read = ("kl_loss_coef", "entropy_coef", "eps_clip", "eps_clip_high", "use_tis", "kl_loss_type")
+    assert [args[name] for name in read] == [0.1, 0.01, 0.3, 0.3, True, "k1"]
+    _, err, code = translate("--custom-loss-function-path my.loss")
+    assert code == 0
+    assert "--custom-loss-function-path: left out, since it has no effect without --loss-type custom_loss" in err
+
+
+def test_hooks_of_trainers_get_the_flags_of_megatron_too(translate):
+    flags = "--custom-megatron-init-path my.f --num-layers 36 --tensor-model-parallel-size 2 --wandb-key SECRET"
+    tables, _, code = translate(flags)
+    args = tables["backend"]["hooks"]["args"]
+    assert (code, args["num_layers"], args["tensor_model_parallel_size"]) == (0, 36, 2)
+    assert "SECRET" not in str(tables)
+    assert (
+        "num_layers"
+        not in translate("--custom-advantage-function-path my.f --num-layers 36")[0]["algo"]["advantage"]["args"]
+    )
+
+
+def test_a_post_write_hook_without_files_has_no_effect(translate):
+    tables, err, code = translate("--custom-update-weight-post-write-path my.f")
+    assert (code, "sync" in tables) == (0, False)
+    assert (
+        "--custom-update-weight-post-write-path: left out, since it has no effect without --update-weight-transport"
+        in err
+    )
+
+
+def test_hooks_of_megatron_with_another_backend_are_left_out(translate):
+    _, err, code = translate("--custom-megatron-init-path my.f", own=["--backend", "fsdp", "--engine", "local"])
+    assert code == 9
+    assert '--custom-megatron-init-path: a hook of Megatron; the backend is "fsdp"' in err
 
 
 def test_given_rewards_are_not_normalized_again(translate):
@@ -329,14 +391,17 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            "--custom-loss-function-path my.loss",
-            r"--custom-loss-function-path: .*write a loss \(slime.losses\), see slime-grpo",
-        ),
+        ("--loss-type custom_loss", r"--loss-type: custom_loss: no such loss here; write one"),
         ("--rollout-data-postprocess-path my.f", r"--rollout-data-postprocess-path: .*observer, hook batch_ready"),
         (
             "--custom-reward-post-process-path my.f --advantage-estimator reinforce_plus_plus_baseline",
             r"--custom-reward-post-process-path: reinforce_plus_plus_baseline subtracts the group's mean",
+        ),
+        ("--custom-model-provider-path my.f", r"--custom-model-provider-path: the function's model .* write a bridge"),
+        (
+            "--custom-megatron-before-log-prob-hook-path "
+            "slime.backends.megatron_utils.alignment.deepgemm_forward.enable_deepgemm_all_forward",
+            r"--custom-megatron-before-log-prob-hook-path: slime\.backends.*: it replaces layers of Transformer Engine",
         ),
         ("--keep-old-actor", r"--keep-old-actor: no copy of the weights that generated a rollout"),
         ("--rollout-batchsize 4", r"--rollout-batchsize: unknown flag; close match: --rollout-batch-size"),
@@ -357,6 +422,10 @@ def test_a_custom_config_sets_flags_and_args(translate, tmp_path):
         ("--load other", r"--load: other: weights are loaded from base. If other has others, convert it with"),
         ("--fp8-format e4m3", r"--fp8-format: training in float8 uses layers of Transformer Engine"),
         ("--loss-type sft_loss --loss-mask-type distill_qwen", r"--loss-mask-type: distill_qwen: the last response is"),
+        (
+            "--ref-load base_torch_dist --ref-ckpt-step 9",
+            r"--ref-ckpt-step: upstream starts the policy from this step too",
+        ),
         ("--megatron-config-path nowhere.yaml", r"--megatron-config-path: nowhere.yaml: FileNotFoundError"),
     ],
 )
@@ -432,6 +501,7 @@ def test_servers_that_prefill_are_servers_of_one_engine(translate):
         ("--loss-type sft_loss", "rollout.rollout_max_response_len", 8),
         ("--opd-teacher-load large_torch_dist", "model.opd_teacher_load", "large"),
         ("--ref-load large", "model.ref_load", "large"),
+        ("--opd-teacher-load t_torch_dist --opd-teacher-ckpt-step 40", "model.opd_teacher_load", "t_torch_dist/iter_0000040"),
         ("--ref-load elsewhere/base_torch_dist", "model", {"hf_checkpoint": "base"}),
     ],
 )  # fmt: skip

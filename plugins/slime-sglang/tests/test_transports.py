@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from sent_weights import Engine, sglang_endpoint, weights
 
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
-from slime_core.errors import EngineError, StorageError
+from slime_core.errors import EngineError, PluginError, StorageError
 from slime_sglang.server import loading
 from slime_transports import folder, handles
 from slime_transports.broadcast import BroadcastError, BroadcastGroup
@@ -374,6 +376,50 @@ def test_versions_before_are_removed(ranks, stack, tmp_path):
         assert [path.name.split("-")[0] for path in (tmp_path / "weights").iterdir()] == [str(version)]
     rank.sender.close()
     assert not (tmp_path / "weights").exists()
+
+
+HOOK = """
+from pathlib import Path
+
+def show(args, version_dir, rollout_engines):
+    files = sorted(path.name for path in Path(version_dir).iterdir())
+    with open(args.log, "a") as log:
+        log.write(f"{args.rank} {len(files)} {[engine.url for engine in rollout_engines]}\\n")
+
+def asks_an_actor(args, version_dir, rollout_engines):
+    rollout_engines[0].pull_weights.remote(1)
+"""
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_a_function_of_upstream_is_called_before_engines_load_what_is_written(driver, ranks, stack, tmp_path):
+    (tmp_path / "post_write.py").write_text(HOOK)
+    hook = {"name": "compat", "python_path": [str(tmp_path)], "args": {"log": str(tmp_path / "log")}}
+    engine = Engine(stack)
+    engine.refuse = 0
+    sending = ranks(driver, post_write_hook={"path": "post_write.show", **hook})
+    with pytest.raises(EngineError, match="refused for the test"):
+        sending.send(weights(1), 1, engine)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 1
+    assert re.fullmatch(rf"0 \d+ \['{engine.endpoint.url}'\]", lines[0])
+    assert int(lines[0].split()[1]) > 1
+    engine.refuse = None
+    sending.send(weights(1), 1, engine)
+    assert engine.holds(weights(1))
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+    failing = ranks(driver, post_write_hook={"path": "post_write.asks_an_actor", **hook})
+    with pytest.raises(
+        PluginError, match=r'hook\.path = "post_write\.asks_an_actor", call: .* no "pull_weights": an engine is a'
+    ):
+        failing.send(weights(2), 2, engine)
+    assert engine.holds(weights(1))
+
+
+def test_only_transports_that_write_files_have_a_hook():
+    config = Ipc.Config(post_write_hook={"name": "compat", "path": "my.hook"})
+    (problem,) = Ipc.problems(config, SimpleNamespace())
+    assert problem.startswith('sync.post_write_hook, sync.transport = "ipc": it writes no files')
 
 
 def test_a_file_that_is_damaged_after_it_was_written(ranks, stack, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +22,14 @@ def by_sample(batch: Batch, column: npt.NDArray[Any], dtype: torch.dtype = torch
 class Columns(dict[str, Any]):
     """KeyError for a column that the run does not compute, with what to set."""
 
+    def __init__(self, columns: Mapping[str, Any], *, missing: Mapping[str, str]) -> None:
+        """missing: column that a function may look for -> what to do."""
+        super().__init__(columns)
+        self._advice = missing
+
     def __missing__(self, name: str) -> Any:
-        advice = MISSING.get(name, "no run has it")
-        raise KeyError(f"rollout_data has no {name}: {advice}. There are {', '.join(sorted(self))}.")
+        advice = self._advice.get(name, "no run has it")
+        raise KeyError(f"the batch has no {name}: {advice}. There are {', '.join(sorted(self))}.")
 
 
 MISSING: Final = {
@@ -55,7 +61,8 @@ def rollout_data(batch: Batch, columns: TokenColumns, rewards: npt.NDArray[np.fl
     }
     names = {"old_log_probs": "log_probs"}
     present = columns.present().items()
-    return Columns(data | {names.get(name, name): by_sample(batch, column) for name, column in present})
+    of_tokens = {names.get(name, name): by_sample(batch, column) for name, column in present}
+    return Columns(data | of_tokens, missing=MISSING)
 
 
 def rollout_mask_sums(batch: Batch) -> npt.NDArray[np.int64]:

@@ -110,6 +110,28 @@ class CompatSourceConfig(OldFunctionConfig):
     """The same as data.input_key: the column of the run's rows that gets the text of a sample's prompt."""
 
 
+class CompatTrainerHooksConfig(DriverConfig):
+    megatron_init_path: str | None = None
+    """Function (args), called when process groups exist and random generators are seeded, before the model is built."""
+    megatron_before_log_prob_hook_path: str | None = None
+    """Function (args, model, store_prefix), called before each forward over a batch for log-probs or values. store_prefix: "",
+    "ref_" or "teacher_"."""
+    megatron_before_train_step_hook_path: str | None = None
+    """Function (args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before each optimizer step. It may
+    add to gradients, and set the step's learning rates."""
+    python_path: tuple[RunPath, ...] = ()
+    """Folders in which to look for modules, after the interpreter's own path."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Attributes of the functions' argument `args`, beside the rank's place and the backend's options."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompatTrainerHooksConfig:
+        paths = [name for name in type(self).model_fields if name.endswith("_path") and name != "python_path"]
+        if not any(getattr(self, name) for name in paths):
+            raise ValueError(f"set one of {', '.join(paths)}")
+        return self
+
+
 class CompatReducerConfig(OldFunctionConfig):
     aggregation: Literal["seq_mean", "token_mean"] = "seq_mean"
     """The same as algo.aggregation (token_mean where calculate_per_token_loss is set): what the function replaces."""

@@ -50,6 +50,8 @@ WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "update-weight-local-checkpoint-dir": "an option of the transport, see `slime config explain`",
     "use-distributed-post": "requests are sent by one client",
     "use-slime-router": "the run distributes requests itself; for policies see router.middlewares",
+    "ref-ckpt-step": "it has no effect without --ref-load",
+    "opd-teacher-ckpt-step": "it has no effect without --opd-teacher-load",
     "data-pad-size-multiplier": "packed micro-batches are not padded",
 }
 """Flags that are left out because the training does not depend on them, with the reason."""
@@ -75,46 +77,19 @@ MISSING: Final[Mapping[str, Missing]] = {
         "compute them in --custom-advantage-function-path, mask samples in --rollout-sample-filter-path, or read them in an "
         "observer, hook batch_ready (slime_core/contracts/hookspecs.py)",
     ),
-    "custom-loss-function-path": Missing(
-        "a loss gets log-probs and entropies of tokens here, not logits, and returns one number per token",
-        "write a loss (slime.losses), see slime-grpo",
-    ),
     "custom-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-eval-rollout-log-function-path": hook("a tracker (slime.trackers)", "slime-track", trains=False),
     "custom-model-provider-path": Missing(
-        "a model is built from its folder, and its weights go to engines under the folder's names",
-        "write a bridge (slime_megatron.bridges), see slime-megatron",
-    ),
-    "custom-megatron-init-path": Missing(
-        "no function is called in trainer processes",
-        "set options of the backend; for another model write a bridge (slime_megatron.bridges)",
-    ),
-    "custom-megatron-before-log-prob-hook-path": Missing(
-        "no function is called in trainer processes",
-        "write a bridge (slime_megatron.bridges), or read the log-probs in an observer, hook batch_ready",
-    ),
-    "custom-megatron-before-train-step-hook-path": Missing(
-        "no function is called in trainer processes",
-        "choose what is trained by backend.freeze_params_name_list and only_train_params_name_list, and the optimizer by "
-        "train.optimizer (slime.optimizers)",
-    ),
-    "custom-update-weight-post-write-path": Missing(
-        "no function is called between writing weights and loading them",
-        "write a transport (slime.transports), see slime-sglang; engines that share no disk with the trainers get weights by "
-        "the transport direct or distributed",
-        trains=False,
+        "the function's model computes logits of padded sequences, and names its weights itself; the backend trains on packed "
+        "ones, and engines get weights under the names of the model's folder",
+        "for another family write a bridge (slime_megatron.bridges), see slime-megatron; to train some weights only set "
+        "backend.freeze_params_name_list; to change modules of the built model use --custom-megatron-before-log-prob-hook-path",
     ),
     "slime-router-middleware-paths": hook("a middleware (slime.middlewares)", "slime-router", trains=False),
     "keep-old-actor": Missing(
         "no copy of the weights that generated a rollout is kept",
         "pass --use-rollout-logprobs: the engine's log-probs are "
         "those of these weights; without it the old log-probs are of the weights before the step",
-    ),
-    "ref-ckpt-step": Missing(
-        "the reference model is a Hugging Face folder", "convert that step with slime convert, and pass --ref-load"
-    ),
-    "opd-teacher-ckpt-step": Missing(
-        "the teacher is a Hugging Face folder", "convert that step with slime convert, and pass --opd-teacher-load"
     ),
     "allgather-cp": Missing("context parallelism uses the zigzag layout", "leave it out", trains=False),
     "attn-implementation": Missing("an option of the backend fsdp", "pass --backend fsdp", trains=False),
@@ -192,6 +167,8 @@ HOOKS_WORDS: Final = """
     rollout-function-path rollout-sample-hook-path rollout-sample-filter-path rollout-all-samples-process-path
     custom-reward-post-process-path custom-convert-samples-to-train-data-path custom-advantage-function-path
     custom-tis-function-path custom-pg-loss-reducer-function-path buffer-filter-path data-source-path
+    custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
+    custom-update-weight-post-write-path custom-loss-function-path
     """
 HOOKS: Final = frozenset(HOOKS_WORDS.split())
 """Hooks by path, beside rewards, generators and filters, that the plugins compat call."""

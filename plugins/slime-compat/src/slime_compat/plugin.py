@@ -16,6 +16,7 @@ from slime_compat.config import (
     CompatReducerConfig,
     CompatRewardConfig,
     CompatSourceConfig,
+    CompatTrainerHooksConfig,
     OldFunctionConfig,
     TrlRewardConfig,
     VerlRewardConfig,
@@ -23,6 +24,7 @@ from slime_compat.config import (
 from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator
 from slime_core.contracts.collector import Collector, CollectorDriver, RolloutOptions
 from slime_core.contracts.correction import CorrectionDriver, OffPolicyCorrection
+from slime_core.contracts.driver import Driver
 from slime_core.contracts.example import (
     AdvantageExample,
     CollectorExample,
@@ -30,14 +32,17 @@ from slime_core.contracts.example import (
     Example,
     ExampleSample,
     FilterExample,
+    LossExample,
     RewardExample,
     SourceExample,
 )
 from slime_core.contracts.filter import BufferFilter, BufferFilterDriver, FilterDriver, GroupFilter
 from slime_core.contracts.generator import Generator, GeneratorDriver
+from slime_core.contracts.loss import LossDriver, PolicyLoss
 from slime_core.contracts.needs import Need
 from slime_core.contracts.reward import Reward, RewardDriver
 from slime_core.contracts.source import SourceDriver, SourceFactory
+from slime_training.hooks import PostWriteHook, TrainerHooks
 
 WRITTEN: Final = "slime_compat.written_before"
 """Module of the examples' functions."""
@@ -217,6 +222,49 @@ class CompatValuesAdvantage(CompatAdvantage):
         return cls.weighted_by("advantages_by_value", "values")
 
 
+class CompatLoss(LossDriver):
+    """A loss function that was written for THUDM's slime, and reads log-probs and entropies."""
+
+    Config = OldFunctionConfig
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.OLD_LOGPROBS, Need.ENTROPY, Need.ROLLOUT_LOGPROBS})
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> PolicyLoss:
+        from slime_compat.old_loss import OldLoss
+
+        return OldLoss(config)
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # -ratio A (1 + H / 2) + (old - rollout) / 4: ratio 2 with advantage 3, and ratio 1 with advantage -1.
+        return cls.example("loss_of_ratios", values=(-11.9, 0.0, 1.5), gradient=(-12.0, 0.0, 1.5))
+
+    @classmethod
+    def example(cls, function: str, values: Sequence[float], gradient: Sequence[float]) -> list[Example]:
+        sample = ExampleSample(
+            mask=(1, 0, 1),
+            log_probs=(-0.306852819, -9.0, -1.0),
+            old_log_probs=(-1.0, 0.0, -1.0),
+            ref_log_probs=(-1.306852819, 0.0, -1.0),
+            rollout_log_probs=(-1.4, 0.0, -1.0),
+            entropy=(2.0, 3.0, 1.0),
+            advantages=(3.0, 5.0, -1.0),
+        )
+        options = {"path": f"{WRITTEN}.{function}"}
+        return [LossExample(options=options, samples=[sample], values=[values], gradient=[gradient])]
+
+
+class CompatRefLoss(CompatLoss):
+    """The same, for a function that reads ref_log_probs."""
+
+    needs: ClassVar[frozenset[Need]] = CompatLoss.needs | {Need.REF_LOGPROBS}
+
+    @classmethod
+    def examples(cls, folder: Path) -> Sequence[Example]:
+        # Beside it A (l - ref) / 2.
+        return cls.example("loss_with_reference", values=(-10.4, 0.0, 1.5), gradient=(-10.5, 0.0, 1.0))
+
+
 class CompatCorrection(CorrectionDriver):
     """A TIS function (off-policy weights and rejections) that was written for THUDM's slime."""
 
@@ -258,6 +306,30 @@ class CompatReducer(CorrectionDriver):
         samples = [ExampleSample(mask=(1, 1, 0)), ExampleSample(mask=(1,))]
         options = {"path": f"{WRITTEN}.sum_of_tokens", "aggregation": "token_mean"}
         return [CorrectionExample(options=options, samples=samples, weights=[(1.0, 1.0, 0.0), (1.0,)])]
+
+
+class CompatTrainerHooks(Driver[TrainerHooks]):
+    """Hooks of Megatron's trainers that were written for THUDM's slime."""
+
+    Config = CompatTrainerHooksConfig
+
+    @classmethod
+    def build(cls, config: CompatTrainerHooksConfig) -> TrainerHooks:
+        from slime_compat.trainer_hooks import OldTrainerHooks
+
+        return OldTrainerHooks(config)
+
+
+class CompatPostWriteHook(Driver[PostWriteHook]):
+    """A function that was written for THUDM's slime, called between writing new weights to a folder and loading them."""
+
+    Config = OldFunctionConfig
+
+    @classmethod
+    def build(cls, config: OldFunctionConfig) -> PostWriteHook:
+        from slime_compat.trainer_hooks import OldPostWriteHook
+
+        return OldPostWriteHook(config)
 
 
 class CompatDump(CollectorDriver):

@@ -34,6 +34,7 @@ REPLACED: Final[Mapping[str, Mapping[str, str]]] = {
     ),
     "slime.rollout.base_types": names("rollout_output", "RolloutFnTrainOutput RolloutFnEvalOutput call_rollout_fn"),
     "slime.backends.megatron_utils.cp_utils": names("whole_samples", "all_gather_with_cp slice_log_prob_with_cp"),
+    "slime.backends.megatron_utils.loss": names("old_loss", "get_log_probs_and_entropy"),
     "slime.observability.trace_utils": names("trace_spans", "trace_span trace_function build_sglang_meta_trace_attrs"),
 }
 """Upstream module -> its names -> the module here that defines them."""

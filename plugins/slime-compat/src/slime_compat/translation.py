@@ -88,9 +88,11 @@ class Translation:
     def missing(self, flag: str, of: Missing) -> None:
         self.note(flag, f"{of.why}; {of.what_to_do}", trains=of.trains)
 
-    def args(self) -> dict[str, Any]:
-        """The flags as the `args` of old functions, without those of trainers, engines and trackers."""
-        hidden = megatron_flags.SHAPE | set(megatron_flags.OPTIONS) | SECRETS | set(known_flags.WITHOUT_EFFECT)
+    def args(self, *, of_trainer: bool = False) -> dict[str, Any]:
+        """The flags as the `args` of old functions, without those of engines and trackers. of_trainer: with the trainers'."""
+        hidden = set(SECRETS)
+        if not of_trainer:
+            hidden |= megatron_flags.SHAPE | set(megatron_flags.OPTIONS) | set(known_flags.WITHOUT_EFFECT)
         given_args = {
             name: guessed(words)
             for name, words in self.given.items()

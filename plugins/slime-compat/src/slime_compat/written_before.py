@@ -13,6 +13,7 @@ import torch
 
 from slime_compat.filter_output import DynamicFilterOutput
 from slime_compat.generate_state import GenerateState
+from slime_compat.old_loss import get_log_probs_and_entropy
 from slime_compat.old_sample import STATUS_OF_FINISH, Sample, Status
 from slime_compat.old_source import DataSource
 from slime_compat.requests import post
@@ -121,6 +122,37 @@ def advantages_by_reference(args: Any, rollout_data: dict[str, Any]) -> None:
 
 def advantages_by_value(args: Any, rollout_data: dict[str, Any]) -> None:
     weighted_advantages(args, rollout_data, ["values"])
+
+
+def loss_of_ratios(
+    args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Callable[[torch.Tensor], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Policy gradient with ratios, which weighs tokens of high entropy more, and the gap to the engine."""
+    _, found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    old = torch.cat(batch["log_probs"])
+    change = (torch.cat(found["log_probs"]) - old).clamp(-20, 20)
+    credit = torch.cat(batch["advantages"]) * (1 + torch.cat(found["entropy"]) / 2)
+    pg_loss = sum_of_sample_mean(-change.exp() * credit)
+    gap = sum_of_sample_mean(old - torch.cat(batch["rollout_log_probs"]))
+    return pg_loss + gap / 4, {"gap": gap.clone().detach()}
+
+
+def loss_with_reference(
+    args: Any, batch: dict[str, Any], logits: Any, sum_of_sample_mean: Callable[[torch.Tensor], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The same, and half the log-ratio to the reference times the advantage."""
+    loss, log = loss_of_ratios(args, batch, logits, sum_of_sample_mean)
+    _, found = get_log_probs_and_entropy(logits, args=args)
+    apart = torch.cat(found["log_probs"]) - torch.cat(batch["ref_log_probs"])
+    kl = sum_of_sample_mean(apart * torch.cat(batch["advantages"]))
+    return loss + 0.5 * kl, log | {"kl_loss": kl.detach()}
 
 
 def truncated_weights(

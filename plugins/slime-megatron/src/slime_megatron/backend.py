@@ -32,6 +32,7 @@ from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.config import MegatronOptions
 from slime_megatron.expert_counts import biases_of, forget_counts
 from slime_megatron.frozen_models import put
+from slime_megatron.hooks import before_log_probs, before_train_step
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
 from slime_megatron.optimizer import optimizer_state, set_step
@@ -58,6 +59,8 @@ class MegatronBackend(TrainerBackend[Trainer]):
     def __init__(self, config: MegatronOptions) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
+        self._rollout_id = self._step_id = 0
+        """Of the next optimizer step."""
 
     def forward_only(
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
@@ -66,6 +69,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if weights != ACTOR:
             self._check_copy(weights)
         with nullcontext() if weights == ACTOR else trainer.frozen_models.swapped_in(weights):
+            before_log_probs(trainer, weights)
             return self._score(micros, "metric" if entropy else "none", trained=weights == ACTOR)
 
     def _score(self, micros: Sequence[MicroBatch], entropy: EntropyMode, *, trained: bool) -> list[Scores]:
@@ -131,6 +135,9 @@ class MegatronBackend(TrainerBackend[Trainer]):
             routing.end(all_trained=not frozen)
         return found
 
+    def begin_rollout(self, rollout_id: int) -> None:
+        self._rollout_id, self._step_id = rollout_id, 0
+
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
         started = time.perf_counter()
         trainer = self._ready
@@ -141,10 +148,12 @@ class MegatronBackend(TrainerBackend[Trainer]):
         tokens = over_ranks(trainer.ranks, [work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
         weigh_sequences(trainer, works, tokens)
-        loss_fn = self._loss_fn(objective, tokens, self._targets_ahead(works))
+        loss_fn = self._loss_fn(objective, tokens, targets_ahead(trainer, works))
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
         trainer.optimizer.zero_grad()
+        set_step(trainer.schedule, trainer.steps_done)
+        before_train_step(trainer, self._rollout_id, self._step_id)
         if trainer.num_ahead:
             fetch_embedding(trainer.bare)
         biases = biases_of(trainer.tensors)
@@ -154,7 +163,6 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
         loss, sums = reduce_metrics(found, trainer.placement.device)
-        set_step(trainer.schedule, trainer.steps_done)
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
         nonfinite = None
@@ -166,6 +174,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         else:
             put(biases, trainer.tensors)
         trainer.optimizer.zero_grad()
+        self._step_id += 1
         return StepReport(
             sums={name: float(value) for name, value in sums.items()} if trainer.layout.reports else {},
             grad_norm=grad_norm,
@@ -205,15 +214,6 @@ class MegatronBackend(TrainerBackend[Trainer]):
             return loss * tokens, count, (loss.detach(), sums)
 
         return loss_fn
-
-    def _targets_ahead(self, works: Sequence[MicroBatchInputs]) -> Tensor:
-        """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
-        ranks, device = self._ready.ranks, self._ready.placement.device
-        counts = [
-            over_ranks(ranks, [torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
-            for depth in range(len(works[0].ahead))
-        ]
-        return torch.tensor(counts, device=device).clamp(min=1.0)
 
     def _check_copy(self, name: str) -> None:
         require_copy(name, self._ready.frozen_models.names)
@@ -307,6 +307,16 @@ def over_ranks(ranks: Ranks, counts: Sequence[Tensor]) -> float:
     dist.all_reduce(count)
     # Every tensor-parallel and pipeline rank has counted the same tokens.
     return float(count) / (ranks.shape.tp * ranks.shape.pp)
+
+
+def targets_ahead(trainer: Trainer, works: Sequence[MicroBatchInputs]) -> Tensor:
+    """(K,) float32: number of targets of each layer of multi-token prediction in this step, at least 1."""
+    device = trainer.placement.device
+    counts = [
+        over_ranks(trainer.ranks, [torch.tensor(len(work.ahead[depth].targets), device=device) for work in works])
+        for depth in range(len(works[0].ahead))
+    ]
+    return torch.tensor(counts, device=device).clamp(min=1.0)
 
 
 def weigh_sequences(trainer: Trainer, works: Sequence[MicroBatchInputs], tokens: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, Literal
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator
 
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.driver import DriverConfig
@@ -16,6 +16,7 @@ from slime_megatron.no_effect import without_effect
 from slime_megatron.options import OWNED, installed_options, megatron_folder
 from slime_megatron.stages import Stages
 from slime_megatron.unsupported_options import REFUSED, option_problems
+from slime_training.hooks import TRAINER_HOOKS, bind_hooks
 
 StoredDtype = Literal["fp32", "bf16"]
 PREDICTION_COUNTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -67,6 +68,15 @@ class MegatronOptions(DriverConfig):
     """Regular expressions: parameters whose Megatron name matches one are not trained."""
     only_train_params_name_list: tuple[str, ...] = ()
     """Regular expressions: if any is given, only parameters that match one are trained."""
+
+    hooks: dict[str, Any] | None = None
+    """Functions that every trainer rank calls: before it builds the model, before log-probs, before an optimizer step. A plugin
+    of the group slime_training.hooks and its options, such as { name = "compat", ... } for functions of upstream slime."""
+
+    @field_validator("hooks", mode="before")
+    @classmethod
+    def check_hooks(cls, value: Any, info: ValidationInfo) -> dict[str, Any] | None:
+        return bind_hooks(TRAINER_HOOKS, value, where="backend.hooks", base=(info.context or {}).get("base"))
 
     @property
     def rounds_state(self) -> bool:

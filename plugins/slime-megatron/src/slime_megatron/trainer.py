@@ -22,6 +22,7 @@ from torch import Tensor
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import ConfigError, ModelError
+from slime_core.registry.boundary import foreign
 from slime_megatron.bridges.bridge import Architecture
 from slime_megatron.config import MegatronOptions, layout_of, megatron_options
 from slime_megatron.cpu import use_cpu
@@ -40,6 +41,7 @@ from slime_megatron.torch_dist_place import torch_dist_place
 from slime_megatron.transformer_engine import patch_missing_transformer_engine
 from slime_megatron.unsupported_options import megatron_errors
 from slime_megatron.weights import WeightTable, local_tensors
+from slime_training.hooks import TRAINER_HOOKS, TrainerHooks, build_hooks
 from slime_training.host_memory import HostCopy
 from slime_training.process_group import CheckpointGroups, group_for_saving
 from slime_training.value_head import start_value_head
@@ -68,6 +70,8 @@ class Trainer:
     """Layers of multi-token prediction."""
     frozen_models: FrozenModels
     residency: Residency
+    hooks: TrainerHooks | None = None
+    """None: the run has none."""
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
     staging: dict[str, HostCopy] = field(default_factory=dict)
@@ -87,10 +91,9 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
     torch.manual_seed(setup.seed + layout.dp_rank)
     if setup.device == "cuda":
         model_parallel_cuda_manual_seed(setup.seed)
+    hooks = make_hooks(options, setup)
     setup = replace(setup, optimizer=setup.optimizer.model_copy(update={"optimizer": native_name(setup)}))
-    distributed = options.distributes_optimizer(setup.device, setup.optimizer.optimizer)
-    if distributed and setup.optimizer.optimizer != "adam":
-        raise ConfigError("backend.use_distributed_optimizer = true: requires train.optimizer = adam.")
+    distributed = distributes_optimizer(options, setup)
     if options.main_params_dtype == "bf16" and placement.dtype != torch.bfloat16:
         raise ConfigError('backend.main_params_dtype = "bf16": on the CPU it requires bf16 = true. Set that too.')
     given = {name: value for of in RECORDS for name, value in megatron_options(options, of).items()}
@@ -130,9 +133,27 @@ def make_trainer(options: MegatronOptions, setup: TrainerSetup) -> Trainer:
         routing=None if setup.routing_replay is None else Routing(bare, config, setup.routing_replay),
         frozen_models=frozen,
         residency=Residency(chunks, optimizer, placement.device),
+        hooks=hooks,
     )
     connect(trainer)
     return trainer
+
+
+def distributes_optimizer(options: MegatronOptions, setup: TrainerSetup) -> bool:
+    distributed = options.distributes_optimizer(setup.device, setup.optimizer.optimizer)
+    if distributed and setup.optimizer.optimizer != "adam":
+        raise ConfigError("backend.use_distributed_optimizer = true: requires train.optimizer = adam.")
+    return distributed
+
+
+def make_hooks(options: MegatronOptions, setup: TrainerSetup) -> TrainerHooks | None:
+    """Builds the hooks, and calls `after_init`."""
+    if options.hooks is None:
+        return None
+    hooks: TrainerHooks = build_hooks(TRAINER_HOOKS, options.hooks, where="backend.hooks")
+    with foreign(hooks, "after_init"):
+        hooks.after_init(setup, {name: getattr(options, name) for name in type(options).model_fields})
+    return hooks
 
 
 def open_frozen_folders(setup: TrainerSetup, architecture: Architecture) -> dict[str, ModelFolder | Path]:

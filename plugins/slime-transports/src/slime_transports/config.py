@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
 
 from slime_core.contracts.driver import DriverConfig
+from slime_training.hooks import POST_WRITE_HOOKS, bind_hooks
 
 
 class SentConfig(DriverConfig):
@@ -18,6 +21,15 @@ class SentConfig(DriverConfig):
     which. Servers with pipeline stages are refused, because only the first stage responds."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for each call: a bucket, a file, a group."""
+    post_write_hook: dict[str, Any] | None = None
+    """Function that the transports disk and delta call when a version is written, before engines load it: for files
+    on a disk that shows them to other machines only then. A plugin of the group slime_training.post_write_hooks and its
+    options, such as { name = "compat", path = "my.hook" } for a function of upstream slime."""
+
+    @field_validator("post_write_hook", mode="before")
+    @classmethod
+    def check_hook(cls, value: Any, info: ValidationInfo) -> dict[str, Any] | None:
+        return bind_hooks(POST_WRITE_HOOKS, value, where="sync.post_write_hook", base=(info.context or {}).get("base"))
 
 
 class IpcConfig(SentConfig):

@@ -78,6 +78,7 @@ class DeltaSender(FolderSender):
                     version=version, identity=identity, base=base, buckets=tuple(changes), deltas_follow=True
                 )
                 written.append(folder.finish(delta, manifest))
+                self.after_write(written[-1], holders)
                 refused = try_to_load(self.servers, holders, written[-1], version, but=folder.WRONG_BASE)
                 self._holders.update(set(holders) - set(refused))
                 bytes_sent += sum(entry.nbytes for entry in changes)
@@ -90,6 +91,7 @@ class DeltaSender(FolderSender):
                         beside, Manifest(version=version, identity=identity, buckets=entries, deltas_follow=True)
                     )
                 )
+                self.after_write(written[-1], others)
                 load_from_disk(self.servers, others, written[-1], version)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)

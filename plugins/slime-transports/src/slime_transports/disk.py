@@ -69,6 +69,7 @@ class DiskSender(FolderSender):
                     f"engines {[engine.index for engine in engines]} were not updated: {error}."
                 ) from error
         try:
+            self.after_write(written, engines)
             load_from_disk(self.servers, engines, written, version)
         finally:
             self.clear_old(version, [written])

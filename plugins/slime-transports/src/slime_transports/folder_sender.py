@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SenderSetup
+from slime_core.registry.boundary import foreign
+from slime_training.hooks import POST_WRITE_HOOKS, PostWriteHook, build_hooks
 from slime_transports import folder
+from slime_transports.config import SentConfig
 from slime_transports.sender import ServerSender
 
 
@@ -19,12 +23,24 @@ class FolderSender(ServerSender):
     _sent_last: tuple[int, Sequence[Path]] = (-1, ())
     """The version that was sent last, and its folders."""
 
+    def __init__(self, config: SentConfig) -> None:
+        super().__init__(config)
+        self._hook: PostWriteHook | None = None
+
     def setup(self, setup: SenderSetup) -> None:
         super().setup(setup)
         if setup.rank == 0:
+            if self._config.post_write_hook is not None:
+                self._hook = build_hooks(POST_WRITE_HOOKS, self._config.post_write_hook, where="sync.post_write_hook")
             self._root = setup.run_dir / "weights"
             # Files of an earlier attempt have other weights.
             folder.clear_all_but(self._root, [])
+
+    def after_write(self, written: Path, engines: Sequence[EngineEndpoint]) -> None:
+        """Call it before `engines` load the folder `written`."""
+        if self._hook is not None:
+            with foreign(self._hook, "call"):
+                self._hook(written, engines)
 
     def clear_old(self, version: int, written: Sequence[Path]) -> None:
         """Removes what no server reads any more; call it when `version` was sent from the folders `written`. A server responds

@@ -56,6 +56,11 @@ class SentDriver(TransportPlanner, TransportDriver):
                 f"sync.check_weight_update_equal = true, engine.pp_size = {stages}: only the first pipeline stage of a server "
                 "responds, so the weights of the others would not be compared. Omit it, or set pp_size = 1."
             )
+        if config.post_write_hook is not None and not cls.by_folder:
+            problems.append(
+                f'sync.post_write_hook, sync.transport = "{name}": it writes no files. Omit the hook, or set sync.transport = '
+                '"disk" or "delta".'
+            )
         draft = getattr(engine, "speculative_draft_model_path", None)
         if cls.by_folder and draft is not None:
             problems.append(

@@ -53,7 +53,7 @@ def algorithm(translation: Translation) -> None:
         return
     if translation.take("loss-mask-type"):
         translation.note("loss-mask-type", "it has no effect without --loss-type sft_loss")
-    if loss != "policy_loss":
+    if loss != "policy_loss" and not (loss == "custom_loss" and "custom-loss-function-path" in translation.given):
         translation.note(
             "loss-type", f"{loss}: no such loss here; write one (slime.losses), see slime-grpo", trains=True
         )

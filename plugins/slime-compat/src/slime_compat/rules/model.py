@@ -22,7 +22,7 @@ def model(translation: Translation) -> None:
         translation.put("runs_dir", str(Path(save).parent))
     start(translation, hf, save)
     teacher = translation.take("opd-teacher-load")
-    if teacher is not None:
+    if teacher is not None and not of_iteration(translation, "opd-teacher-load", teacher):
         put_converted(translation, "opd-teacher-load", teacher)
     if translation.take("save-hf"):
         translation.put("checkpoint.save_hf", True)
@@ -65,6 +65,15 @@ def start(translation: Translation, hf: str | None, save: str | None) -> None:
     else:
         translation.put("model.hf_checkpoint", hf)
         trained = hf
+    if ref is not None and of_iteration(translation, "ref-load", ref):
+        if load is None:
+            translation.note(
+                "ref-ckpt-step",
+                f"upstream starts the policy from this step too, and the run starts from {trained}. Convert the step with "
+                "`slime convert --to hf`, and pass the result as --hf-checkpoint",
+                trains=True,
+            )
+        ref = None
     for flag, folder in (("load", load), ("ref-load", ref)):
         if folder is None or Path(folder) in (Path(trained), Path(hf)):
             continue
@@ -81,6 +90,24 @@ def start(translation: Translation, hf: str | None, save: str | None) -> None:
             )
         else:
             put_converted(translation, "ref-load", folder)
+
+
+def of_iteration(translation: Translation, flag: str, folder: str) -> bool:
+    """Sets the key of the same name to one iteration of a folder in Megatron's format; False if the line names none."""
+    step_flag = flag.replace("load", "ckpt-step")
+    iteration = translation.number(step_flag, int, None)
+    if iteration is None:
+        return False
+    if translation.backend != "megatron":
+        translation.note(
+            step_flag,
+            f"backend {translation.backend} reads Hugging Face folders: convert that step with `slime convert --to hf`, and "
+            f"pass the result as --{flag}",
+            trains=True,
+        )
+        return False
+    translation.put(f"model.{flag.replace('-', '_')}", str(Path(folder) / f"iter_{iteration:07d}"))
+    return True
 
 
 def put_converted(translation: Translation, flag: str, folder: str) -> None:
