@@ -2,11 +2,11 @@
 
     python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--profile]
 
-`slime run --debug-rollout-only` with the engine `sglang` asks external servers over HTTP. The servers are this file (`--serve`):
+`slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
 process of its own; the driver should have a core for itself.
 
-The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step; the CPU time of a token is the
+The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step; CPU time of a token is the
 driver's (user and system) of all steps but the first: the difference of a run of all steps and a run of one.
 """
 
