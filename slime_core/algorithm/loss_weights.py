@@ -28,7 +28,7 @@ def loss_weights(batch: Batch, step_of_sample: Int64, aggregation: Aggregation, 
         of_sample = 1.0 / (max_response_len * rollouts_in_step[step_of_sample])
     else:
         of_sample = 1.0 / (np.maximum(trainable_of_rollout[rollout_of_sample], 1) * rollouts_in_step[step_of_sample])
-    return (of_sample[batch.sample_of_token] * batch.mask).astype(np.float32)
+    return batch.per_token(of_sample.astype(np.float32)) * batch.mask
 
 
 def split_steps(batch: Batch, rollouts_per_step: int) -> Int64:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -104,7 +104,7 @@ def correct_metrics(batch: Batch, entropy: npt.NDArray[np.float32] | None) -> di
         "rollout/correct/frac": float(correct.mean()) if batch.num_samples else 0.0,
         **distribution("rollout/correct/response_len", batch.num_trainable[correct]),
     }
-    chosen = correct[batch.sample_of_token] & batch.mask.astype(np.bool_)
+    chosen = batch.per_token(correct) & batch.mask.astype(np.bool_)
     if entropy is not None and chosen.any():
         metrics["rollout/correct/entropy"] = float(entropy[chosen].mean(dtype=np.float64))
     return metrics
@@ -208,13 +208,12 @@ def repeats_itself(text: str) -> bool:
 
 def sample_staleness(batch: Batch, version: int) -> npt.NDArray[np.int64]:
     """Staleness of each sample with model tokens: `version` minus the version of its oldest token."""
-    written = batch.version >= 0
-    oldest = np.full(batch.num_samples, np.iinfo(np.int64).max)
-    np.minimum.at(oldest, batch.sample_of_token[written], batch.version[written])
-    return version - oldest[oldest < np.iinfo(np.int64).max]
+    never = np.iinfo(np.int32).max
+    oldest = batch.per_sample(np.minimum, np.where(batch.version < 0, never, batch.version), np.int64(never))
+    return version - oldest[oldest < never]
 
 
-def column_metrics(batch: Batch, columns: dict[str, npt.NDArray[np.float32]]) -> dict[str, float]:
+def column_metrics(batch: Batch, columns: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
     """Means of columns over the trained tokens."""
     trained = batch.mask.astype(np.bool_)
     if not trained.any():

@@ -20,23 +20,23 @@ def mismatch_metrics(batch: Batch, log_probs: Float32) -> dict[str, float]:
     that have any (the others); arguments of exp are clamped to [-20, 20]. Empty if no token is trained.
     """
     trained = batch.mask.astype(np.bool_)
-    counts = batch.num_trainable
-    some = counts > 0
-    if not some.any():
+    counts = batch.num_trainable[batch.num_trainable > 0]
+    if not len(counts):
         return {}
-    trainer_M = np.where(trained, log_probs, 0.0).astype(np.float64)
-    engine_M = np.where(trained, batch.rollout_log_probs, 0.0).astype(np.float64)
-    gap_M = trainer_M - engine_M
-    gap = gap_M[trained]
-    sum_S = batch.sample_sums(gap_M)[some]
-    trainer_log_ppl_S = -batch.sample_sums(trainer_M)[some] / counts[some]
-    engine_log_ppl_S = -batch.sample_sums(engine_M)[some] / counts[some]
+    trainer = log_probs[trained].astype(np.float64)
+    engine = batch.rollout_log_probs[trained].astype(np.float64)
+    gap = trainer - engine
+    bounded = clamped(gap)
+    starts = np.cumsum(counts) - counts
+    sum_S = np.add.reduceat(gap, starts)
+    trainer_log_ppl_S = -np.add.reduceat(trainer, starts) / counts
+    engine_log_ppl_S = -np.add.reduceat(engine, starts) / counts
     log_ppl_diff_S = trainer_log_ppl_S - engine_log_ppl_S
     return {
         "train_rollout_logprob_abs_diff": float(np.abs(gap).mean()),
         # Both estimate KL(engine || trainer); the second is never negative (J. Schulman, "Approximating KL Divergence").
         "mis_kl": float(-gap.mean()),
-        "mis_k3_kl": float((np.expm1(clamped(gap)) - clamped(gap)).mean()),
+        "mis_k3_kl": float((np.expm1(bounded) - bounded).mean()),
         "mis_ratio_max": float(np.exp(clamped(gap.max()))),
         "mis_ratio_min": float(np.exp(clamped(gap.min()))),
         # The chi-squared divergence is the variance of the ratio: E[ratio^2] - 1.

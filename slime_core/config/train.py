@@ -74,7 +74,8 @@ class TrainConfig(OptimizerKeys):
     micro_batch_size: int = Field(1, gt=0)
     """Samples in a micro-batch when use_dynamic_batch_size is off."""
     balance_data: bool = True
-    """Spread micro-batches over data-parallel ranks by estimated FLOPs (Karmarkar-Karp); off: round robin."""
+    """Samples are distributed so that data-parallel ranks have equal work in each micro-batch, in estimated FLOPs, and nowhere
+    wait for each other; off: packed in order, and dealt to the ranks in turn."""
     use_routing_replay: bool = False
     """Training uses the experts that the forward of the old log-probs chose (routing replay, R2)."""
     use_rollout_routing_replay: bool = False

@@ -59,6 +59,8 @@ class Layout:
     """Whether it reports metric sums and scores: True for exactly one of the ranks that hold the same tokens."""
     micro_batch_multiple: int = 1
     """The number of micro-batches per rank must be a multiple of it (virtual pipeline stages)."""
+    shares_prompts: bool = False
+    """The backend computes a prompt once for neighbouring samples of a micro-batch that continue it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

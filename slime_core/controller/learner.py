@@ -141,20 +141,13 @@ class Learner:
         self._skipped_in_a_row: Counter[str] = Counter()
 
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
-        """One rollout batch; the report carries version + 1."""
+        """One rollout batch; the report carries version + 1. What is computed over all samples runs in a thread, so that the
+        event loop serves the requests in flight."""
         started = time.perf_counter()
-        recorded: TokenColumns | None = None
-        if self._plan.recorded is None:
-            batch = build_batch(groups)
-        else:
-            batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
-        self._check_experts(batch)
-        self._check_size(batch)
-        step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         tasks = [
             RoleTask(plan=plan, trainers=self._trainers[plan.name], rollout_id=rollout_id) for plan in self._plan.roles
         ]
-        dispatches = dispatch_to(tasks, batch, step_of_sample)
+        batch, recorded, step_of_sample, dispatches = await asyncio.to_thread(self._prepare, rollout_id, groups, tasks)
         scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
@@ -167,7 +160,9 @@ class Learner:
         if recorded is not None:
             credited = CreditedBatch(columns=recorded, step_of_sample=step_of_sample)
         else:
-            credited = compute_advantages_and_returns(batch, TokenColumns(**columns), self._rules(training))
+            credited = await asyncio.to_thread(
+                compute_advantages_and_returns, batch, TokenColumns(**columns), self._rules(training)
+            )
         self._on_batch(rollout_id, version, batch, credited.columns)
         refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
         self._before_steps()
@@ -177,26 +172,52 @@ class Learner:
         )
         ended = time.perf_counter()
         require_finite(rollout_id, trained)
-        mismatch = self._mismatch(batch, scores, step_of_sample)
-        samples = [sample for group in groups for sample in group.samples]
-        shown = {**columns, **scores}
-        return TrainReport(
-            version=version + 1,
-            steps=join_steps([step_metrics(batch, step_of_sample), mismatch, credited.step_metrics], trained),
-            rollout={
-                **step_rollout_metrics(self._plan.logged, batch, samples, version, columns.get(Need.ENTROPY)),
-                **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in shown.items()}),
-                **credited.metrics,
-                **counts,
-            },
-            perf={
-                "perf/score_time": scored - started,
-                "perf/train_time": ended - started,
-                **self._speeds(batch, ended - scored, scoring_s, trained),
-            },
-            no_signal=self._no_signal(batch, credited.columns, trained),
-            stuck=self._stuck(trained),
+        return await asyncio.to_thread(
+            lambda: TrainReport(
+                version=version + 1,
+                steps=join_steps(
+                    [
+                        step_metrics(batch, step_of_sample),
+                        self._mismatch(batch, scores, step_of_sample),
+                        credited.step_metrics,
+                    ],
+                    trained,
+                ),
+                rollout=self._rollout_metrics(batch, groups, version, {**columns, **scores})
+                | {**credited.metrics, **counts},
+                perf={
+                    "perf/score_time": scored - started,
+                    "perf/train_time": ended - started,
+                    **self._speeds(batch, ended - scored, scoring_s, trained),
+                },
+                no_signal=self._no_signal(batch, credited.columns, trained),
+                stuck=self._stuck(trained),
+            )
         )
+
+    def _prepare(
+        self, rollout_id: int, groups: Sequence[SampleGroup], tasks: Sequence[RoleTask]
+    ) -> tuple[Batch, TokenColumns | None, Int64, dict[str, Dispatch]]:
+        """The batch, its columns if train data were recorded, the optimizer step of each sample, and what each role gets."""
+        recorded: TokenColumns | None = None
+        if self._plan.recorded is None:
+            batch = build_batch(groups)
+        else:
+            batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
+        self._check_experts(batch)
+        self._check_size(batch)
+        step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
+        return batch, recorded, step_of_sample, dispatch_to(tasks, batch, step_of_sample)
+
+    def _rollout_metrics(
+        self, batch: Batch, groups: Sequence[SampleGroup], version: int, columns: Mapping[str, Float32]
+    ) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group.samples]
+        named = {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}
+        return {
+            **step_rollout_metrics(self._plan.logged, batch, samples, version, columns.get(Need.ENTROPY)),
+            **column_metrics(batch, named),
+        }
 
     def _speeds(
         self, batch: Batch, training_s: float, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]
@@ -257,6 +278,8 @@ class Learner:
         log_probs = scores.get(Need.OLD_LOGPROBS)
         if log_probs is None or not self._plan.report_mismatch:
             return []
+        if not step_of_sample.any():
+            return [mismatch_metrics(batch, log_probs)]
         samples_of_step = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
         return [
             mismatch_metrics(batch.take(samples), log_probs[batch.response_rows(samples)])

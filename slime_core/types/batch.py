@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ Int32: TypeAlias = npt.NDArray[np.int32]
 Float32: TypeAlias = npt.NDArray[np.float32]
 Float64: TypeAlias = npt.NDArray[np.float64]
 Bool: TypeAlias = npt.NDArray[np.bool_]
+Number = TypeVar("Number", bound=np.generic)
 
 
 def ragged_rows(lengths: npt.NDArray[np.integer], chosen: npt.NDArray[np.integer]) -> Int64:
@@ -101,12 +102,24 @@ class Batch:
     @cached_property
     def num_trainable(self) -> Int64:
         """(S,) trainable tokens of each sample."""
-        return self.sample_sums(self.mask).astype(np.int64)
+        return self.per_sample(np.add, self.mask, np.int64(0))
 
     def sample_sums(self, values: npt.NDArray[np.generic]) -> Float64:
         """Sums of a response column over each sample: (M,) to (S,), in float64."""
-        sums = np.bincount(self.sample_of_token, weights=values, minlength=self.num_samples)
-        return sums.astype(np.float64, copy=False)
+        return self.per_sample(np.add, values, np.float64(0))
+
+    def per_sample(self, reduction: np.ufunc, values: npt.NDArray[np.generic], empty: Number) -> npt.NDArray[Number]:
+        """Reduces a response column (M,) over each sample to (S,), in the dtype of `empty`, which samples without a response
+        get."""
+        reduced = np.full(self.num_samples, empty)
+        some = np.flatnonzero(self.response_length)
+        if len(some):
+            reduced[some] = reduction.reduceat(values, self.response_offsets[some], dtype=empty.dtype)
+        return reduced
+
+    def per_token(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        """Each sample's value at each of its response tokens: (S,) to (M,)."""
+        return np.repeat(values, self.response_length)
 
     def response_rows(self, samples: npt.NDArray[np.integer]) -> Int64:
         """Rows of a response column that belong to `samples`, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from slime_core.algorithm.flops import ModelShape
-from slime_core.algorithm.micro_batches import MicroBatchLimits, pack, plan_step
+from slime_core.algorithm.micro_batches import MicroBatchLimits, StepPlan, plan_step
 from slime_core.contracts.backend import ACTOR, Layout
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
@@ -21,6 +22,8 @@ from slime_core.types.report import StepReport
 from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher, RankHandle
 
+WORTH_SHARING: Final = 0.05
+"""Part of a batch's tokens that are prompts of an earlier sample."""
 ASKED_AGAIN_S: Final = 0.1
 """Seconds between two checks whether a checkpoint is written."""
 
@@ -89,22 +92,12 @@ class TrainGroup:
     def dispatch(self, batch: Batch, step_of_sample: Int64) -> Dispatch:
         """Plans the batch and shares each data-parallel rank's columns, once."""
         dp_size = self.layouts[0].dp_size
-        lengths = batch.total_length.astype(np.int64)
-        plans = [
-            plan_step(
-                np.flatnonzero(step_of_sample == step),
-                lengths,
-                dp_size=dp_size,
-                limits=self.limits.train,
-                shape=self.shape,
-                balance=self.limits.balance,
-            )
-            for step in range(int(step_of_sample.max()) + 1)
-        ]
+        prompts = repeated_prompts(batch) if self.layouts[0].shares_prompts else None
+        chosen = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
+        plans = [self._plan(batch, of_step, prompts, dp_size, self.limits.train) for of_step in chosen]
         samples = [np.concatenate([plan.samples_of(rank) for plan in plans]) for rank in range(dp_size)]
-        scoring = self._scoring_plans([lengths[chosen] for chosen in samples])
-        shards = []
-        for rank, chosen in enumerate(samples):
+        of_rank: list[tuple[tuple[Int64, ...], ...]] = []
+        for rank in range(dp_size):
             start = 0
             steps = []
             for plan in plans:
@@ -113,9 +106,26 @@ class TrainGroup:
                     micros.append(np.arange(start, start + len(micro)))
                     start += len(micro)
                 steps.append(tuple(micros))
-            shared = self.launcher.share(batch.take(chosen))
-            shards.append(Shard(samples=chosen, steps=tuple(steps), scoring=scoring[rank], shared=shared))
+            of_rank.append(tuple(steps))
+        scoring = self._scoring_plans(batch, samples, of_rank, prompts)
+        shards = [
+            Shard(samples=own, steps=of_steps, scoring=forwards, shared=self.launcher.share(batch.take(own)))
+            for own, of_steps, forwards in zip(samples, of_rank, scoring, strict=True)
+        ]
         return Dispatch(batch=batch, shards=tuple(shards))
+
+    def _plan(
+        self, batch: Batch, samples: Int64, prompts: Int64 | None, dp_size: int, limits: MicroBatchLimits
+    ) -> StepPlan:
+        return plan_step(
+            samples,
+            batch.total_length.astype(np.int64),
+            dp_size=dp_size,
+            limits=limits,
+            shape=self.shape,
+            balance=self.limits.balance,
+            prompts=prompts,
+        )
 
     def forward_tflop(self, batch: Batch) -> float:
         """10^12 floating-point operations of one forward over the batch, of each of the role's ranks."""
@@ -186,14 +196,26 @@ class TrainGroup:
     def _with_shards(self, dispatch: Dispatch) -> list[tuple[RankHandle, Shard]]:
         return [(rank, dispatch.shards[layout.dp_rank]) for rank, layout in zip(self.ranks, self.layouts, strict=True)]
 
-    def _scoring_plans(self, lengths_of_rank: Sequence[Int64]) -> list[tuple[Int64, ...]]:
-        """Forwards without gradient: each rank packs its own samples; empty micro-batches make all ranks' counts equal."""
+    def _scoring_plans(
+        self,
+        batch: Batch,
+        samples: Sequence[Int64],
+        steps: Sequence[tuple[tuple[Int64, ...], ...]],
+        prompts: Int64 | None,
+    ) -> list[tuple[Int64, ...]]:
+        """Forwards without gradient, by rank: the micro-batches that are trained; with other limits each rank's own, and empty
+        ones that make all ranks' counts equal."""
         limits = self.limits.score
-        packed = [pack(np.arange(len(lengths)), lengths, limits) for lengths in lengths_of_rank]
-        most = max(max(len(micros) for micros in packed), 1)
-        count = -(-most // limits.multiple) * limits.multiple
-        empty = np.empty(0, np.int64)
-        return [(*micros, *[empty] * (count - len(micros))) for micros in packed]
+        if limits == self.limits.train:
+            return [tuple(itertools.chain.from_iterable(of_rank)) for of_rank in steps]
+        planned = []
+        for chosen in samples:
+            place = np.empty(batch.num_samples, np.int64)
+            place[chosen] = np.arange(len(chosen))
+            (micros,) = self._plan(batch, np.sort(chosen), prompts, 1, limits).ranks
+            planned.append([place[micro] for micro in micros])
+        most = max(len(micros) for micros in planned)
+        return [(*micros, *[np.empty(0, np.int64)] * (most - len(micros))) for micros in planned]
 
     def _join(self, reports: Sequence[StepReport]) -> Mapping[str, float]:
         sums: dict[str, float] = {}
@@ -210,6 +232,13 @@ class TrainGroup:
             "lr-pg_0": first.lr,
             "skipped_steps": float(any(report.skipped for report in reports)),
         }
+
+
+def repeated_prompts(batch: Batch) -> Int64 | None:
+    """(S,) a number for each prompt; None if so few of the tokens are repeated prompts that sharing them is worth nothing."""
+    _, first = np.unique(batch.group_index, return_index=True)
+    repeated = int(batch.prompt_length.sum() - batch.prompt_length[first].sum())
+    return batch.group_index if repeated > WORTH_SHARING * int(batch.total_length.sum()) else None
 
 
 async def drain(rank: RankHandle, version: int, bucket_bytes: int) -> None:

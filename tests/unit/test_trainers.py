@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -347,6 +348,33 @@ async def test_a_batch_is_scored_credited_and_trained(groups):
     assert (rollout_id, version, batch.num_samples) == (7, 3, 4)
     assert columns.loss_weight is trainers.trained[0].loss_weight
     assert columns.loss_weight.tolist() == [0.125] * 8
+
+
+async def test_requests_are_served_while_a_batch_is_prepared(groups):
+    """Work over all samples waits for the event loop, which would wait for it in turn."""
+    served = threading.Event()
+
+    class Waits(FakeTrainers):
+        def dispatch(self, batch, step_of_sample):
+            assert served.wait(60)
+            served.clear()
+            asyncio.run_coroutine_threadsafe(serve(), loop)
+            return super().dispatch(batch, step_of_sample)
+
+    class Slow(OffPolicyCorrection):
+        def correct_batch(self, batch, columns):
+            assert served.wait(60)
+            return BatchCorrection(
+                weights=np.ones_like(batch.mask, np.float32), keep=batch.mask.astype(bool), metrics={}
+            )
+
+    async def serve():
+        served.set()
+
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, served.set)
+    made, _ = learner(Waits(), corrections=[(Slow(), frozenset())])
+    assert (await made.train(7, groups, 3)).version == 4
 
 
 async def test_before_steps_is_called_before_the_first_optimizer_step(groups):

@@ -99,7 +99,7 @@ def test_a_stop_string_across_two_parts_is_not_missed():
     take(run, reply([7, 8, 9, 10, 11], "abort", spans=[("0", 0, 1), ("1", 1, 5)]))
     run.interrupt()
     # A string of three characters is written by three tokens at most: two of them could are at the end.
-    assert run.token_ids == [7, 8]
+    assert run.token_ids.tolist() == [7, 8]
     assert [tuple(span) for span in run.spans] == [(0, 0, 1), (1, 1, 2)]
     take(run, reply([1], "stop", version="1"))
     assert [tuple(span) for span in run.completion(FinishReason.STOP, 0).spans] == [(0, 0, 1), (1, 1, 3)]
@@ -115,7 +115,9 @@ def test_a_stop_string_across_two_parts_is_not_missed():
         (reply([7] * 9), "it has 9 tokens, more than the 8 requested"),
         (reply([7], output_token_logprobs=[[math.nan, 7, None]]), "is not a log-prob"),
         (reply([7], output_token_logprobs=[[0.5, 7, None]]), "is not a log-prob"),
-        (reply([7], output_token_logprobs=[[None, 7, None]]), "is invalid"),
+        (reply([7], output_token_logprobs=[[None, 7, None]]), "nan is not a log-prob"),
+        (reply([7], output_token_logprobs=[[-1.0, None, None]]), "is invalid"),
+        (reply([7], output_token_logprobs=[[-1.0, 2**70, None]]), "is invalid"),
         (reply([7], version="mine"), "is invalid"),
         (reply([7, 8], spans=[("3", 0, 1)]), "do not cover"),
         (reply([7], version="5"), "its tokens have version 5, but the server was sent version 3"),

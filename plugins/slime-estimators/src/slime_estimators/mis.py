@@ -163,7 +163,7 @@ class MaskedImportanceSampling(OffPolicyCorrection):
             beyond |= {"rs_fraction_low": low[units.of_token], "rs_fraction_high": high[units.of_token]}
         if self._veto_threshold is not None:
             vetoed = batch.sample_sums(gap.values < np.log(self._veto_threshold)) > 0
-            keep = keep & ~vetoed[batch.sample_of_token]
+            keep = keep & ~batch.per_token(vetoed)
             trained = batch.num_trainable > 0
             step_metrics["mis_veto_fraction"] = float(vetoed[trained].mean()) if trained.any() else 0.0
         return BatchCorrection(

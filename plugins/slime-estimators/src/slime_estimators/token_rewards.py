@@ -14,7 +14,7 @@ def rewards_by_token(batch: Batch, rewards: Float64) -> Float64:
     rest = rewards
     scored = ~np.isnan(rewards)
     if batch.token_reward is not None:
-        earned += np.where(scored[batch.sample_of_token], batch.token_reward, 0.0)
+        earned += np.where(batch.per_token(scored), batch.token_reward, 0.0)
         rest = rewards - batch.sample_sums(batch.token_reward)
     trained = np.flatnonzero(batch.mask)
     ending = scored & (batch.num_trainable > 0)

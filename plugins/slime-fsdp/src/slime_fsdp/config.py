@@ -96,6 +96,7 @@ def layout_of(config: FsdpConfig, rank: int, world_size: int) -> Layout:
         cp_rank=rank % cp_size,
         cp_size=cp_size,
         reports=True,
+        shares_prompts=config.shares_prompts,
     )
 
 

@@ -36,7 +36,7 @@ class GroupNorm(AdvantageEstimator):
             metrics["rollout/singleton_groups"] = float(compared.num_singletons)
         else:
             credit_S = np.where(np.isnan(inputs.rewards), 0.0, inputs.rewards)
-        advantages_M = credit_S.astype(np.float32)[batch.sample_of_token]
+        advantages_M = batch.per_token(credit_S.astype(np.float32))
         return Credit(advantages=advantages_M, sample_credit=credit_S, metrics=metrics)
 
     def _relative(self, compared: RewardGroups) -> Float64:

@@ -32,7 +32,7 @@ class Gae(AdvantageEstimator):
     def estimate(self, inputs: CreditInputs) -> Credit:
         batch, column = inputs.batch, inputs.columns.values
         assert column is not None
-        scored_M = ~np.isnan(inputs.rewards)[batch.sample_of_token]
+        scored_M = batch.per_token(~np.isnan(inputs.rewards))
         mask_M = batch.mask.astype(np.bool_)
         trained = np.flatnonzero(mask_M & scored_M)
         sample_K = batch.sample_of_token[trained]

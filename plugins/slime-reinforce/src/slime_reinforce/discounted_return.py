@@ -28,7 +28,7 @@ class DiscountedReturn(AdvantageEstimator):
     def estimate(self, inputs: CreditInputs) -> Credit:
         batch = inputs.batch
         scored_S = ~np.isnan(inputs.rewards)
-        credited_M = batch.mask.astype(np.bool_) & scored_S[batch.sample_of_token]
+        credited_M = batch.mask.astype(np.bool_) & batch.per_token(scored_S)
         token_reward_M = rewards_by_token(batch, inputs.rewards)
         if inputs.kl_penalty is not None:
             token_reward_M -= inputs.kl_penalty

@@ -32,9 +32,9 @@ class GroupBaseline(AdvantageEstimator):
             metrics["rollout/singleton_groups"] = float(compared.num_singletons)
         else:
             credit_S = np.where(scored_S, inputs.rewards, 0.0)
-        advantages_M = credit_S[batch.sample_of_token]
+        advantages_M = batch.per_token(credit_S)
         if inputs.kl_penalty is not None:
             advantages_M = advantages_M - inputs.kl_penalty
-        credited_M = batch.mask.astype(np.bool_) & scored_S[batch.sample_of_token]
+        credited_M = batch.mask.astype(np.bool_) & batch.per_token(scored_S)
         advantages_M = np.where(credited_M, advantages_M, 0.0).astype(np.float32)
         return Credit(advantages=advantages_M, sample_credit=credit_S, metrics=metrics)

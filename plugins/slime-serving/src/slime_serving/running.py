@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -48,8 +47,8 @@ class RequestIds:
 class Part:
     """The part of a response that one call returned."""
 
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
+    token_ids: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.float64]
     """Nats, one for each token."""
     spans: Sequence[tuple[int, int, int]]
     """(version, start, end) of ranges of these tokens, in order."""
@@ -66,8 +65,8 @@ class Running(ABC):
     """Id of the part that is on a server."""
     part: int = 0
     """How often it was interrupted."""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    log_probs: npt.NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     sweep: int = 0
@@ -88,17 +87,15 @@ class Running(ABC):
     def tokens(self) -> npt.NDArray[np.int32]:
         """(T,) prompt and response so far."""
         given = self.request.token_ids
-        if self.token_ids:
-            given = np.concatenate([given, np.asarray(self.token_ids, given.dtype)])
-        return np.ascontiguousarray(given)
+        return np.concatenate([given, self.token_ids]) if len(self.token_ids) else np.ascontiguousarray(given)
 
     def add(self, part: Part, *, expected_version: int | None, server: str) -> None:
         """Adds a part. Raises EngineError, and adds nothing, if it is not what was requested."""
         if problem := self._problem(part, expected_version):
             raise EngineError(f"{server}: the response to {self.request.request_id} is wrong: {problem}.")
         offset = len(self.token_ids)
-        self.token_ids += part.token_ids
-        self.log_probs += part.log_probs
+        self.token_ids = np.concatenate([self.token_ids, part.token_ids.astype(np.int32)])
+        self.log_probs = np.concatenate([self.log_probs, part.log_probs.astype(np.float32)])
         for version, start, end in part.spans:
             self._add_span(version, start + offset, end + offset)
         if not self.part:
@@ -113,14 +110,14 @@ class Running(ABC):
 
     def _problem(self, part: Part, expected_version: int | None) -> str:
         room = self.request.sampling.max_new_tokens - len(self.token_ids)
-        wrong = [token for token in part.token_ids if not 0 <= token < self.vocab_size]
-        odd = [log_prob for log_prob in part.log_probs if not (math.isfinite(log_prob) and log_prob <= SLACK)]
+        wrong = part.token_ids[(part.token_ids < 0) | (part.token_ids >= self.vocab_size)]
+        odd = part.log_probs[~(np.isfinite(part.log_probs) & (part.log_probs <= SLACK))]
         versions = {version for version, _, _ in part.spans}
         if len(part.token_ids) > room:
             return f"it has {len(part.token_ids)} tokens, more than the {room} requested"
-        if wrong:
+        if len(wrong):
             return f"token {wrong[0]} is not in the model's vocabulary of {self.vocab_size}"
-        if odd:
+        if len(odd):
             return f"{odd[0]} is not a log-prob"
         if expected_version is not None and versions - {expected_version}:
             return (
@@ -148,7 +145,7 @@ class Running(ABC):
     def interrupt(self) -> None:
         """Prepares the next part."""
         keep = self.kept()
-        del self.token_ids[keep:], self.log_probs[keep:]
+        self.token_ids, self.log_probs = self.token_ids[:keep], self.log_probs[:keep]
         self.spans = [
             VersionSpan(version=span.version, start=span.start, end=min(span.end, keep))
             for span in self.spans
@@ -159,8 +156,8 @@ class Running(ABC):
     def completion(self, reason: FinishReason, engine_index: int) -> Completion:
         return Completion(
             request_id=self.request.request_id,
-            token_ids=np.asarray(self.token_ids, np.int32),
-            log_probs=np.minimum(np.asarray(self.log_probs, np.float32), 0.0),
+            token_ids=self.token_ids,
+            log_probs=np.minimum(self.log_probs, np.float32(0)),
             finish_reason=reason,
             spans=tuple(self.spans),
             cached_tokens=self.cached_tokens,
@@ -173,7 +170,14 @@ def covering_spans(given: Sequence[Mapping[str, Any]], count: int) -> list[tuple
     if not count:
         return []
     spans = [(version_of(span["version"]), int(span["start"]), int(span["end"])) for span in given]
-    covered = [position for _, start, end in spans for position in range(start, end)]
-    if covered != list(range(count)):
+    starts, ends = [start for _, start, _ in spans], [end for _, _, end in spans]
+    if starts != [0, *ends[:-1]] or ends[-1] != count or any(end < start for _, start, end in spans):
         raise ValueError(f"its version spans {spans} do not cover its {count} tokens")
     return spans
+
+
+def column(
+    rows: Sequence[Mapping[Any, Any]] | Sequence[Sequence[Any]], key: Any, dtype: type[np.generic]
+) -> npt.NDArray[Any]:
+    """A column of the rows of a response. Raises TypeError and ValueError for what is not a number."""
+    return np.fromiter([row[key] for row in rows], dtype, len(rows))

@@ -11,7 +11,7 @@ import numpy as np
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.routed_experts import RoutedExperts
-from slime_serving.running import Part, Running, covering_spans, version_of
+from slime_serving.running import Part, Running, column, covering_spans, version_of
 from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.image_data import ImageTokens, encoded
@@ -105,21 +105,21 @@ class SglangRunning(Running):
         try:
             meta = reply["meta_info"]
             reason = finish_reason(meta["finish_reason"], server)
-            pairs = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
+            rows = meta["output_token_logprobs"]
             part = Part(
-                token_ids=[token for _, token in pairs],
-                log_probs=[log_prob for log_prob, _ in pairs],
-                spans=spans_of(meta, len(pairs)),
+                token_ids=column(rows, 1, np.int64),
+                log_probs=column(rows, 0, np.float64),
+                spans=spans_of(meta, len(rows)),
                 cached_tokens=int(meta.get("cached_tokens", 0)),
             )
             prompt_tokens = int(meta["prompt_tokens"]) if self.image_tokens is not None else None
             routed = []
-            if self.asks_experts and self.experts is not None and pairs:
+            if self.asks_experts and self.experts is not None and rows:
                 # The last token was sampled and not read.
-                routed.append(self.experts.read(meta.get("routed_experts"), sent + len(pairs) - 1 - self.experts_from))
+                routed.append(self.experts.read(meta.get("routed_experts"), sent + len(rows) - 1 - self.experts_from))
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise self.invalid(server, reply, error) from error
         if prompt_tokens is not None and prompt_tokens != sent and reason is not FinishReason.ABORT:
             raise EngineRefused(
@@ -128,7 +128,7 @@ class SglangRunning(Running):
                 "not disable SGLANG_MM_AVOID_RETOKENIZE."
             )
         self.add(part, expected_version=expected_version, server=server)
-        self.drafts = self.drafts + drafts_of(meta, len(pairs))
+        self.drafts = self.drafts + drafts_of(meta, len(rows))
         self.routed_experts += routed
         return reason
 
@@ -149,7 +149,7 @@ class SglangRunning(Running):
         return replace(
             Running.completion(self, reason, engine_index),
             extra=self.drafts.metrics,
-            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts and self.token_ids else None,
+            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts and len(self.token_ids) else None,
         )
 
 

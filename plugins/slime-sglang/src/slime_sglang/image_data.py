@@ -54,9 +54,10 @@ class ImageTokens:
             "SGLang cannot distinguish an image's token from one that the model generated"
         )
 
-    def first_in(self, token_ids: Sequence[int]) -> int:
+    def first_in(self, token_ids: npt.NDArray[np.int32]) -> int:
         """Number of leading tokens that can be sent back together with images."""
-        return next((place for place, token in enumerate(token_ids) if token in self.all), len(token_ids))
+        places = np.flatnonzero(np.isin(token_ids, tuple(self.all)))
+        return int(places[0]) if len(places) else len(token_ids)
 
 
 def encoded(images: Sequence[Image]) -> list[str]:

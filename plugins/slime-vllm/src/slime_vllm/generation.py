@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason
-from slime_serving.running import Part, Running, covering_spans
+from slime_serving.running import Part, Running, column, covering_spans
 from slime_serving.spec_decode_stats import SpecDecodeStats
 
 SEED_BITS: Final = (1 << 63) - 1
@@ -66,18 +68,18 @@ class VllmRunning(Running):
             (choice,) = reply["choices"]
             reason = finish_reason(choice["finish_reason"], server)
             content = (choice["logprobs"] or {}).get("content") or []
-            token_ids = [int(token) for token in choice["token_ids"] or ()]
-            if [int(entry["token_id"]) for entry in content] != token_ids:
+            token_ids = np.asarray(choice["token_ids"] or (), np.int64)
+            if not np.array_equal(column(content, "token_id", np.int64), token_ids):
                 raise ValueError(f"it has log-probs of {len(content)} other tokens than its {len(token_ids)}")
             part = Part(
                 token_ids=token_ids,
-                log_probs=[float(entry["logprob"]) for entry in content],
+                log_probs=column(content, "logprob", np.float64),
                 spans=covering_spans(choice["weight_versions"] or (), len(token_ids)),
             )
             drafts = drafts_of((reply.get("metrics") or {}).get("speculative_decoding") or {})
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise self.invalid(server, reply, error) from error
         self.add(part, expected_version=expected_version, server=server)
         self.drafts = self.drafts + drafts

@@ -1,0 +1,202 @@
+"""Tokens per second that one driver takes from engines that respond at once, and its CPU time for each.
+
+    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--profile]
+
+`slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
+they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
+process of its own; the driver should have a core for itself.
+
+The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step; CPU time of a token is the
+driver's (user and system) of all steps but the first: the difference of a run of all steps and a run of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pstats
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+SAMPLES: Final = 8
+"""Of a prompt."""
+ALPHABET: Final = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
+REWARD: Final = """
+from slime_core.plugin import reward
+
+@reward("even")
+def even(sample):
+    return float(sample.index % 2)
+"""
+RUN: Final = """
+[model]
+hf_checkpoint = "model"
+[data]
+prompt_data = "train.jsonl"
+"""
+SLIME: Final = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    cpu_s: float
+    """Of the driver, from its start to its end."""
+    rollout_s: Sequence[float]
+    """Of each step."""
+
+
+def serve(port: int, tokens: int, vocab_size: int) -> None:
+    """An ASGI server with the routes of SGLang that a run asks."""
+    import orjson
+    import uvicorn
+
+    draw = random.Random(0)
+    version = b"default"
+
+    def response() -> bytes:
+        ids = [draw.randrange(8, vocab_size) for _ in range(tokens)]
+        return orjson.dumps(
+            {
+                "text": "",
+                "output_ids": ids,
+                "meta_info": {
+                    "id": "0" * 32,
+                    "finish_reason": {"type": "length", "length": tokens},
+                    "prompt_tokens": 8,
+                    "weight_version": "VERSION",
+                    "output_token_logprobs": [[draw.uniform(-8, 0), token, None] for token in ids],
+                    "completion_tokens": tokens,
+                    "cached_tokens": 0,
+                    "e2e_latency": 0.5,
+                },
+            }
+        )
+
+    responses = [response() for _ in range(64)]
+    ready = list(responses)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal version, ready
+        if scope["type"] != "http":
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"]
+        if path == "/generate":
+            content = ready[draw.randrange(len(ready))]
+        elif path == "/server_info":
+            content = orjson.dumps({"version": "0.5.20", "tp_size": 1})
+        elif path == "/model_info":
+            content = orjson.dumps({"weight_version": version.decode()})
+        else:
+            given = orjson.loads(body).get("weight_version") if body else None
+            version = version if given is None else given.encode()
+            ready = [response.replace(b"VERSION", version) for response in responses]
+            content = b'{"success":true,"message":""}'
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    ready = [response.replace(b"VERSION", version) for response in responses]
+    uvicorn.run(app, port=port, log_level="critical", loop="uvloop", http="httptools", lifespan="off", backlog=4096)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def senders(count: int, tokens: int) -> Iterator[list[str]]:
+    """Addresses of servers that respond."""
+    ports = [free_port() for _ in range(count)]
+    command = [sys.executable, __file__, "--tokens", str(tokens), "--serve"]
+    started = [subprocess.Popen([*command, str(port)], start_new_session=True) for port in ports]
+    try:
+        for port in ports:
+            for _ in range(600):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/model_info"):
+                    break
+                time.sleep(0.1)
+        yield [f"127.0.0.1:{port}" for port in ports]
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run(
+    folder: Path, name: str, addresses: Sequence[str], *, groups: int, steps: int, tokens: int, profile: bool
+) -> Ran:
+    command = [
+        *([sys.executable, "-m", "cProfile", "-o", f"{name}.prof", "slime_main.py"] if profile else SLIME),
+        "run", "run.toml", "--name", name, "--plugin", "even.py", "--reward", "even", "--engine", "sglang",
+        "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses)), "--debug-rollout-only",
+        "--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SAMPLES),
+        "--rollout-max-response-len", str(tokens), "--concurrency", "256", "--algo", "grpo", "--backend", "fsdp",
+    ]  # fmt: skip
+    before = os.times()
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    after = os.times()
+    if ended.returncode:
+        raise SystemExit(
+            f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
+        )
+    metrics = [json.loads(line)["metrics"] for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return Ran(cpu_s=cpu, rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=256, help="prompts of a step; 8 samples each")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--senders", type=int, default=1)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    typed = parser.parse_args()
+    if typed.serve is not None:
+        serve(typed.serve, typed.tokens, len(ALPHABET))
+        return
+    with tempfile.TemporaryDirectory() as made, senders(typed.senders, typed.tokens) as addresses:
+        folder = Path(made)
+        new = ["models", "new", "model", "--alphabet", ALPHABET, "--max-length", str(typed.tokens + 64)]
+        subprocess.run([*SLIME, *new], cwd=folder, check=True, capture_output=True)
+        (folder / "train.jsonl").write_text('{"input": "1+1=?", "label": "2"}\n' * 64)
+        (folder / "even.py").write_text(REWARD)
+        (folder / "run.toml").write_text(RUN)
+        (folder / "slime_main.py").write_text(SLIME[-1])
+        sizes = {"groups": typed.groups, "tokens": typed.tokens, "profile": typed.profile}
+        one = run(folder, "one", addresses, steps=1, **sizes)
+        all_steps = run(folder, "all", addresses, steps=typed.steps, **sizes)
+        if typed.profile:
+            pstats.Stats(str(folder / "all.prof")).sort_stats("tottime").print_stats(40)
+    tokens = typed.groups * SAMPLES * typed.tokens
+    speed = tokens / median(all_steps.rollout_s[1:])
+    each = (all_steps.cpu_s - one.cpu_s) / (tokens * (typed.steps - 1)) * 1e9
+    print(f"{speed:,.0f} tokens/s, {each:.0f} ns of CPU a token ({1e9 / each:,.0f} tokens/s of one core)")
+
+
+if __name__ == "__main__":
+    main()
