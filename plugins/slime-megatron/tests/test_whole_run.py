@@ -72,6 +72,7 @@ def test_its_checkpoint_is_converted_to_a_folder(project, finished):
     words = ("--to", "hf", "--hf-checkpoint", "base", "--workers", "1")
     done = project.slime("convert", f"runs/tp2/checkpoints/step_{STEPS}/trainer/actor", "converted", *words)
     assert done.returncode == 0, done.stderr
+    assert "read back and equal" in done.stdout
     got, expected = {}, weights(project, "tp2")
     for file in (project.folder / "converted").glob("*.safetensors"):
         got |= load_file(file)
