@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def test_vision(run_example: RunExample) -> None:
-    ran = run_example("vision", "--num-rollout", "12", "--lr-warmup-iters", "4")
+    ran = run_example("vision", "--num-rollout", "20")
     assert ran.after["seen"] > ran.before["seen"] + 0.08
     assert ran.before["swapped"] < 0.2
     assert ran.after["swapped"] < 0.2
