@@ -82,8 +82,8 @@ def test_its_checkpoint_is_converted_to_a_folder(project, finished):
 
 @pytest.mark.bits
 def test_it_continues_with_the_same_bits(project, finished):
-    """The resumed run writes its checkpoints during steps. On a device with another default dtype, of which the error says what
-    to pass, it has the same bits too: here bfloat16 is set, which is the default on GPUs."""
+    """The resumed run writes its checkpoints during steps. A run that moves to a device with another default dtype has to set
+    its own, and the error has the flag: here bfloat16 is set, which is the default on GPUs."""
     halfway(project, "tp2", "again")
     message = project.refused("--name", "tp2", "--resume", "runs/again", "--backend.bf16", "true")
     assert "--resume with the run's folder, and --backend.bf16 false." in " ".join(message.split())
