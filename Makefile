@@ -63,7 +63,7 @@ suites: .venv/.test
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist loadfile tests/examples tests/seeds tests/integration plugins/slime-verifiers/tests -m "examples or runs"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/examples tests/seeds tests/integration plugins/slime-verifiers/tests -m "examples or runs"
 
 seeds: .venv/.test  ## Launch scripts with the flags of upstream's commands, translated and run in small; by hand.
 	$(BIN)/python tests/seeds/run.py $(FLAGS)

@@ -7,6 +7,12 @@ from pathlib import Path
 import pytest
 
 LONGEST_FIRST = (
+    "tests/examples/test_arithmetic_task.py",
+    "tests/examples/test_agents.py",
+    "tests/examples/test_vision.py",
+    "tests/examples/test_search_r1.py",
+    "tests/integration/test_distill.py",
+    "tests/examples/test_buffer_service.py",
     "tests/integration/test_killed_in_phases.py",
     "plugins/slime-plugin-kit/tests/test_planted_faults.py",
     "tests/integration/test_whole_run.py",

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime_plugin_kit.warm_slime import WarmSlime
+
 SOURCES = Path(__file__).parents[2] / "examples"
-SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
+TIMEOUT_S = 900.0
 
 Metrics = list[dict[str, Any]]
 RunExample = Callable[..., "Ran"]
@@ -49,15 +48,14 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_example(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> RunExample:
+def run_example(examples: Path, warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> RunExample:
     """`run_example("name", *flags)`: as its README runs it, with flags that make it short."""
 
     def run(name: str, *flags: str) -> Ran:
         runs = tmp_path_factory.mktemp("runs")
-        command = [*SLIME, "run", str(examples / name / "run.toml"), "--runs-dir", str(runs), *flags]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr}"
+        words = ["run", str(examples / name / "run.toml"), "--runs-dir", str(runs), *flags]
+        code, out, err = warm.run(words, runs.parent, timeout_s=TIMEOUT_S)
+        assert code == 0, f"{out[-2000:]}\n{err}"
         (folder,) = runs.iterdir()
         return Ran(folder)
 

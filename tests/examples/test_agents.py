@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def test_retool(run_example: RunExample) -> None:
-    ran = run_example("retool", "--num-rollout", "8")
+    ran = run_example("retool", "--num-rollout", "6")
     assert ran.after["held_out"] > ran.before["held_out"] + 0.08
     assert ran.after["without_tool"] < 0.05
     assert ran.metrics("rollout/step")[-1]["rollout/count/tool_calls"] > 0.9

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from conftest import RunExample
 
-SHORT = ("--num-rollout", "10", "--lr-warmup-iters", "8")
+SHORT = ("--num-rollout", "6", "--lr-warmup-iters", "4")
 
 
 def test_fully_async(run_example: RunExample) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def test_search_r1(run_example: RunExample) -> None:
-    ran = run_example("search_r1", "--num-rollout", "6", "--lr-warmup-iters", "4")
+    ran = run_example("search_r1", "--num-rollout", "4", "--lr-warmup-iters", "4")
     assert ran.after["search"] > ran.before["search"] + 0.3
     assert ran.after["no_tool"] < 0.05
     first, *_, last = ran.metrics("rollout/step")

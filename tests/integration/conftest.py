@@ -9,17 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# The suite is collected with importlib, which does not put its folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from warm_slime import WarmSlime, warm_slime
+from slime_plugin_kit.warm_slime import WarmSlime
 
 SLIME = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
 SOURCES = Path(__file__).parent / "third_party"
@@ -180,19 +177,6 @@ class TinyRun:
 
     def checkpoints(self, run: str = "tiny") -> list[str]:
         return sorted(path.parent.name for path in (self.runs / run / "checkpoints").glob("step_*/COMPLETE"))
-
-
-@pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmSlime]:
-    with warm_slime(tmp_path_factory.mktemp("warm")) as warm:
-        yield warm
-
-
-@pytest.fixture(scope="session")
-def warm_pair(warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WarmSlime, WarmSlime]]:
-    """Forks of one have another hash seed than forks of the other, like two processes that are started."""
-    with warm_slime(tmp_path_factory.mktemp("other")) as other:
-        yield warm, other
 
 
 @pytest.fixture(scope="session")

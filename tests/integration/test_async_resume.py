@@ -16,7 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import TinyRun
-    from warm_slime import WarmSlime
+    from slime_plugin_kit.warm_slime import WarmSlime
 
 pytestmark = pytest.mark.faults
 

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from slime_plugin_kit.warm_slime import WarmSlime
+
 LAUNCH = Path(__file__).parents[2] / "plugins" / "slime-compat" / "tests" / "launch"
 TRANSLATE = [sys.executable, "-c", "from slime_core.cli.main import main; main()", "compat"]
 
 
 @pytest.mark.runs
-def test_a_translated_script_is_run_with_its_own_functions(make_tiny: Callable, tmp_path: Path) -> None:
+def test_a_translated_script_is_run_with_its_own_functions(
+    make_tiny: Callable, warm: WarmSlime, tmp_path: Path
+) -> None:
     tiny = make_tiny(tmp_path / "there")
+    tiny.warm = warm
     shutil.copytree(LAUNCH, tiny.folder, dirs_exist_ok=True)
     translated = subprocess.run(
         [*TRANSLATE, "--backend", "fsdp", "--engine", "local", "run-tiny.sh"],
@@ -49,17 +54,20 @@ HOOKS = {
 
 @pytest.mark.runs
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_a_translated_line_runs_the_hooks_that_it_names(make_tiny: Callable, tmp_path: Path, hooks: str) -> None:
+def test_a_translated_line_runs_the_hooks_that_it_names(
+    make_tiny: Callable, warm: WarmSlime, tmp_path: Path, hooks: str
+) -> None:
     tiny = make_tiny(tmp_path / "there")
+    tiny.warm = warm
     shutil.copytree(LAUNCH, tiny.folder, dirs_exist_ok=True)
     line = (
         "python3 tasks/train.py --hf-checkpoint base --save runs/hooks --custom-rm-path old_hooks.reward --num-rollout 2 "
         "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4 --global-batch-size 4 --lr 1e-3 "
         "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --save-interval 1 --data-source-path old_hooks.Numbers "
     )
-    words = [*TRANSLATE, "--backend", "fsdp", "--engine", "local", "--", *(line + HOOKS[hooks]).split()]
-    translated = subprocess.run(words, cwd=tiny.folder, capture_output=True, text=True, check=True)
-    (tiny / "run.toml").write_text(translated.stdout)
+    translated = tiny.slime("compat", "--backend", "fsdp", "--engine", "local", "--", *(line + HOOKS[hooks]).split())
+    assert translated.code == 0, translated.err
+    (tiny / "run.toml").write_text(translated.out)
     ended = tiny.run()
     assert ended.code == 0, ended.err
     steps = [r["metrics"] for r in tiny.metrics("hooks") if r["axis"] == "train/step"]

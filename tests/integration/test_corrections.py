@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import TinyRun
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.usefixtures("tiny_forks")]
 
 NEAR = 1e-5
 

@@ -30,7 +30,7 @@ def parity(sample):
 """
 
 
-def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
+def test_halves_of_a_run_are_fed_from_a_whole_one(tiny, warm):
     """The whole run has two rewards, of which one fails once."""
     run_file, both = (tiny / "run.toml").read_text(), 'rewards = ["gsm8k", { name = "parity", weight = 0.5 }]'
     (tiny / "run.toml").write_text(run_file.replace('reward = "gsm8k"', both))
@@ -61,6 +61,8 @@ def test_halves_of_a_run_are_fed_from_a_whole_one(tiny):
     assert rollouts[0]["rollout/raw_reward"] == rollouts[0]["rollout/reward_part/gsm8k"] + 0.25
     assert [line.get("rollout/reward_outcome/infra", 0) for line in rollouts] == [0, 1]
 
+    # A profile is taken in a process that was started; the other runs are forks.
+    tiny.warm = warm
     again = ("--plugin", "rewards.py", "--debug-train-only", "--kl-loss-coef", "0.1", *ONE_STEP)
     recorded = tiny.run(*again, "--name", "recorded", "--load-debug-train-data", str(folder / "train_data"))
     assert recorded.code == 0, recorded.err

@@ -18,8 +18,9 @@ from slime_core.data.table import read_groups
 
 if TYPE_CHECKING:
     from conftest import TinyRun
+    from slime_plugin_kit.warm_slime import WarmSlime
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.usefixtures("tiny_forks")]
 
 CONFIG, MODEL, DATA = 2, 3, 3
 RESPONSES = ["0", "12", "3+4", "", "55555", "1 1", "7", "90"]
@@ -32,9 +33,12 @@ OPD = ("--algo", "opd", "--n-samples-per-prompt", "1", "--rollout-batch-size", "
 
 
 @pytest.fixture(scope="module")
-def finished(make_tiny: Callable[[Path], TinyRun], tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def finished(
+    make_tiny: Callable[[Path], TinyRun], warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory
+) -> TinyRun:
     """A run of sft to its end, with no reward in the run file; its model is the teacher of the others."""
     tiny = make_tiny(tmp_path_factory.mktemp("distill"))
+    tiny.warm = warm
     without_reward(tiny)
     rows = [{"prompt": f"{n}+=", "label": response} for n, response in enumerate(RESPONSES)]
     (tiny / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import TinyRun
 
@@ -41,6 +43,7 @@ class Counting(Generator):
 """
 
 
+@pytest.mark.usefixtures("tiny_forks")
 def test_a_generator_of_a_plugin_file(tiny: TinyRun) -> None:
     (tiny / "counting.py").write_text(COUNTING)
     sets = ("--eval-prompt-data", "one", "train.jsonl", "two", "train.jsonl@[0:3]")

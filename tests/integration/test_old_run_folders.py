@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 if TYPE_CHECKING:
-    from warm_slime import WarmSlime
+    from slime_plugin_kit.warm_slime import WarmSlime
 
 RUNS = Path(__file__).parents[1] / "data/runs-0.1"
 WAS_AT = "/srv/runs-0.1"

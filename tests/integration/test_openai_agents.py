@@ -1,9 +1,6 @@
 """A whole run that trains an agent of the openai-agents package, which calls OpenAI's responses API with default settings."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -64,7 +61,7 @@ save_hf = false
 """
 
 
-def test_an_agent_with_default_settings_is_trained(tmp_path):
+def test_an_agent_with_default_settings_is_trained(warm, tmp_path):
     pytest.importorskip("agents", reason="pip install openai-agents")
     sizes = ModelSizes(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32, max_length=64)
     template = "{{ tools[0].function.name }} {% for m in messages %}{{ m.content }} {% endfor %}"
@@ -73,12 +70,8 @@ def test_an_agent_with_default_settings_is_trained(tmp_path):
     (tmp_path / "counter.py").write_text(PLUGIN)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
     (tmp_path / "run.toml").write_text(RUN)
-    slime = [sys.executable, "-c", "from slime_core.cli.main import main; main()"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*slime, "run", "run.toml"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr
+    code, out, err = warm.run(["run", "run.toml"], tmp_path)
+    assert code == 0, out[-2000:] + err
     folder = tmp_path / "runs" / "counts"
     groups = [group for path in sorted((folder / "rollouts").glob("*.parquet")) for group in read_groups(path)]
     samples = [sample for group in groups for sample in group.samples]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,23 +11,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slime_plugin_kit.warm_slime import WarmSlime
+
 PEERS = Path(__file__).parents[2] / "plugins" / "slime-compat" / "tests" / "peers"
 SUMS = [(a, b) for a in range(5) for b in range(4)]
-TRANSLATE = [sys.executable, "-c", "from slime_core.cli.main import main; main()", "compat"]
 
 
 @pytest.fixture
-def tiny_peer(make_tiny: Callable, tmp_path: Path):
+def tiny_peer(make_tiny: Callable, warm: WarmSlime, tmp_path: Path):
     """`tiny_peer(words)` translates there; its model has a chat template."""
     tiny = make_tiny(tmp_path / "there")
+    tiny.warm = warm
     shutil.copytree(PEERS, tiny.folder, dirs_exist_ok=True)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (tiny / "base" / "chat_template.jinja").write_text(template)
 
     def translate(*words: str):
-        translated = subprocess.run([*TRANSLATE, *words], cwd=tiny.folder, capture_output=True, text=True, check=False)
-        assert translated.returncode == 0, translated.stderr
-        (tiny / "run.toml").write_text(translated.stdout)
+        translated = tiny.slime("compat", *words)
+        assert translated.code == 0, translated.err
+        (tiny / "run.toml").write_text(translated.out)
         planned = tiny.run("--dry-run")
         assert planned.code == 0, planned.err
         ended = tiny.run()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import pytest
 
 if TYPE_CHECKING:
-    from warm_slime import Forked, WarmSlime
+    from slime_plugin_kit.warm_slime import Forked, WarmSlime
 
 pytestmark = pytest.mark.faults
 

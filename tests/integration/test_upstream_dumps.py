@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 from safetensors.numpy import load_file
 
@@ -36,6 +37,7 @@ def written_as_upstream(file: Path, step: int, target: Path) -> None:
     torch.save({"rollout_id": step, "samples": samples}, target / f"{step}.pt")
 
 
+@pytest.mark.usefixtures("tiny_forks")
 def test_it_trains_as_the_run_that_was_dumped(tiny):
     whole = tiny.run(*TRAINING, "--name", "whole", "--dump-rollouts")
     assert whole.code == 0, whole.err

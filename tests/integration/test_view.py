@@ -19,7 +19,7 @@ from slime_sources.replay_example import example_group, write_example
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warm_slime import WarmSlime
+    from slime_plugin_kit.warm_slime import WarmSlime
 
     View: TypeAlias = Callable[..., tuple[int, str, str]]
     """Exit code, standard output, standard error."""

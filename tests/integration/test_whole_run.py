@@ -19,7 +19,7 @@ from slime_plugin_kit.listening_sockets import PLUGIN, beyond_loopback
 
 if TYPE_CHECKING:
     from conftest import Installed, TinyRun
-    from warm_slime import WarmSlime
+    from slime_plugin_kit.warm_slime import WarmSlime
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,11 +53,11 @@ def test_the_demo_in_short_form_learns(tmp_path: Path) -> None:
         "run",
         str(example / "run.toml"),
         "--num-rollout",
-        "12",
+        "8",
         "--runs-dir",
         str(tmp_path / "runs"),
         "--lr-warmup-iters",
-        "8",
+        "4",
     ]
     command = [sys.executable, "-c", "from slime_core.cli.main import main; main()", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,34 +147,29 @@ def tokens_of(path: Path) -> list[list[int]]:
 
 @pytest.mark.ray
 def test_a_strangers_wheel_is_used_by_name(tiny: TinyRun, install_third_party: Callable[..., Installed]) -> None:
-    """Reward, advantage, KL estimator and observer of a third-party distribution, under Ray too."""
+    """Reward, advantage, KL estimator and observer of a third-party distribution, under Ray: the driver and the ranks have to
+    find it. What one process does with it is in test_third_party.py."""
     installed = install_third_party("acme-slime")
     words = ("--reward", "acme", "--algo.advantage", "acme_rank", "--rank-scale", "0.5", "--kl-loss-type", "acme_half")
-    for name, launcher in (("here", "local"), ("there", "ray")):
-        out = succeed(
-            tiny, *words, "--kl-loss-coef", "0.1", "--num-rollout", "2", "--name", name, "--launcher", launcher,
-            env=installed.env(OMP_NUM_THREADS="1"),
-        )  # fmt: skip
-        assert (tiny.runs / name / "acme.log").exists(), out
-        manifest = json.loads((tiny.runs / name / "manifest.json").read_text())
-        assert {"slime.rewards:acme-slime/acme 1.2.3", "slime.kl:acme-slime/acme_half 1.2.3"} <= set(
-            manifest["plugins"].values()
-        )
-        assert manifest["config"]["algo"]["advantage"] == {"name": "acme_rank", "rank_scale": 0.5}
-        assert "train/kl_loss" in rows(tiny.runs / name, "train/step")[0]
+    out = succeed(
+        tiny, *words, "--kl-loss-coef", "0.1", "--num-rollout", "2", "--name", "there", "--launcher", "ray",
+        env=installed.env(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    assert (tiny.runs / "there" / "acme.log").exists(), out
+    manifest = json.loads((tiny.runs / "there" / "manifest.json").read_text())
+    assert {"slime.rewards:acme-slime/acme 1.2.3", "slime.kl:acme-slime/acme_half 1.2.3"} <= set(
+        manifest["plugins"].values()
+    )
+    assert manifest["config"]["algo"]["advantage"] == {"name": "acme_rank", "rank_scale": 0.5}
+    assert "train/kl_loss" in rows(tiny.runs / "there", "train/step")[0]
 
 
-@pytest.mark.ray
-def test_a_plugin_file_is_used_by_name(tiny: TinyRun) -> None:
-    """And nothing of the run can be reached from another machine."""
+def test_a_plugin_file_is_used_by_name(tiny: TinyRun, warm: WarmSlime) -> None:
+    """And nothing of the run can be reached from another machine. Both with Ray: test_ray_with_two_ranks_equals_one_process."""
     (tiny / "mine.py").write_text(
         "from slime_core.plugin import reward\n\n\n@reward('mine')\ndef mine(sample):\n    return sample.response_length % 2\n"
         f"\n\n{PLUGIN}"
     )
-    for name, launcher in (("file-here", "local"), ("file-there", "ray")):
-        plugin = str(tiny / "mine.py")
-        out = succeed(
-            tiny, "--plugin", plugin, "--reward", "mine", "--num-rollout", "1", "--name", name, "--launcher", launcher
-        )
-        assert rows(tiny.runs / name, "rollout/step"), out
-        assert beyond_loopback(tiny.runs / name / "listening.txt") == []
+    out = succeed_warm(warm, tiny, "--plugin", str(tiny / "mine.py"), "--reward", "mine", "--num-rollout", "1")
+    assert rows(tiny.runs / "tiny", "rollout/step"), out
+    assert beyond_loopback(tiny.runs / "tiny" / "listening.txt") == []

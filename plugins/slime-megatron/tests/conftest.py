@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slime_plugin_kit.rank_server import RankServer
+from slime_plugin_kit.warm_slime import WarmSlime, warm_slime
 
 # The suite is collected with importlib, which does not put its folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +56,19 @@ def run_layouts(out, cases):
     return Layouts(out, cases)
 
 
+IMPORTED = (
+    "slime_sources.files",
+    "slime_core.cli.main",
+    "slime_core.cli.training",
+    "slime_core.controller.loop",
+    "slime_core.controller.run_inputs",
+    "slime_core.controller.startup",
+    "slime_fsdp.backend",
+    "slime_local.engine",
+    "slime_megatron.backend",
+    "slime_megatron.conversion",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 SLIME = [sys.executable, "-W", "ignore", "-c", "from slime_core.cli.main import main; main()"]
 REWARD = """\
 from slime_core.plugin import reward
@@ -84,9 +98,13 @@ class Project:
     """A folder with run.toml, base/ (a model), data and a reward, in which the `slime` command is run."""
 
     folder: Path
+    warm: WarmSlime
 
-    def slime(self, *words, site=None):
-        """`site`: a folder of installed distributions to put before the others."""
+    def slime(self, *words, site=None, started=False):
+        """`site`: a folder of installed distributions to put before the others. The command is a fork, unless there is a `site`
+        or it is `started`."""
+        if site is None and not started:
+            return subprocess.CompletedProcess(words, *self.warm.run(words, self.folder, timeout_s=TIMEOUT_S))
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if site is not None:
             env["PYTHONPATH"] = str(site)
@@ -124,7 +142,13 @@ def tiny_base(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def make_project(tiny_base):
+def warm(tmp_path_factory):
+    with warm_slime(tmp_path_factory.mktemp("warm"), IMPORTED) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def make_project(tiny_base, warm):
     def make(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.toml").write_text(RUN)
@@ -132,6 +156,6 @@ def make_project(tiny_base):
         rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(6)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         shutil.copytree(tiny_base, folder / "base")
-        return Project(folder)
+        return Project(folder, warm)
 
     return make

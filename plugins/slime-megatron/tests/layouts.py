@@ -6,11 +6,13 @@ folder `out`: its scores, what it reports, and, from the first rank, weights bef
 
 from __future__ import annotations
 
+import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,7 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
             "grad_norm": reports[-1].grad_norm,
             "before": before,
             "after": one.weights(),
+            "compiled": compiled_functions(),
         }
         if case.get("save") is not None:
             one.backend.train_step(training.micros(split), objective_of())
@@ -119,6 +122,22 @@ def run_rank(rank: int, case: dict[str, Any], out: Path) -> None:
             one.backend.train_step(training.micros(split), objective_of())
             writing.result()
         torch.save(state, out / f"rank_{rank}.pt")
+
+
+def compiled_functions() -> list[str]:
+    """Of Megatron's modules, those that are decorated with torch.compile."""
+    found = []
+    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.core.")]:
+        places = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        found += [
+            f"{module.__name__}.{name}"
+            for place in places
+            for name, value in vars(place).items()
+            if isinstance(value, FunctionType)
+            and value.__module__.startswith("megatron.")
+            and hasattr(value, "_torchdynamo_orig_callable")
+        ]
+    return found
 
 
 def run_cases(request: dict[str, Any]) -> None:

@@ -339,7 +339,10 @@ def weights_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_they_are_converted_and_back(folder_of, tmp_path):
+def test_they_are_converted_and_back(folder_of, tmp_path, monkeypatch):
+    from test_conversion import HereExecutor
+
+    monkeypatch.setattr("slime_models.convert.ProcessPoolExecutor", HereExecutor)
     folder = folder_of("glm-4.5", 2)
     convert_to("torch_dist", folder, tmp_path / "torch_dist")
     convert_to("hf", tmp_path / "torch_dist", tmp_path / "back")

@@ -3,8 +3,9 @@ first call, without benefit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,7 +21,18 @@ def no_compiler() -> Iterator[None]:
         return
     # transformers builds rotary frequencies with torch's factories: it is imported before anything that rebinds them.
     import transformers.modeling_utils  # noqa: F401
-    from megatron.core import jit
+
+    # The package of the switch imports decorated functions itself, such as those of routers.
+    compiled, torch.compile = torch.compile, uncompiled  # type: ignore[assignment]
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiled
 
     jit.disable_jit_fuser()
     yield
+
+
+def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """In place of torch.compile, with arguments or as a decorator without."""
+    return function if function is not None else lambda decorated: decorated

@@ -1,8 +1,8 @@
 """`slime` commands as forks of one process that has imported what takes seconds. Each is a process of its own, with its own
 folder, words, output and exit code. Tests of the start of a command start a process instead.
 
-Run as a script, this file is that process: each line of JSON on standard input is a command, and is served by two lines, the
-fork's pid and, when it has ended, its exit code.
+Run with names of modules, this module is that process, and imports them: each line of JSON on standard input is a
+command, and is served by two lines, the fork's pid and, when it has ended, its exit code.
 """
 
 from __future__ import annotations
@@ -23,49 +23,33 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240.0
-IMPORTED = (
-    "slime_sources.files",
-    "slime_core.cli.main",
-    "slime_core.cli.training",
-    "slime_viewer.viewing",
-    "slime_core.controller.loop",
-    "slime_core.controller.run_inputs",
-    "slime_core.controller.startup",
-    "slime_fsdp.backend",
-    "slime_fsdp.plugin",
-    "slime_grpo.plugin",
-    "slime_local.engine",
-    "slime_local.plugin",
-    "slime_rm_math.plugin",
-    "torch",
-    "transformers.models.auto.auto_factory",
-    "transformers.models.qwen3.modeling_qwen3",
-)
 
 
 class WarmSlime:
     """One command at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: for what the commands print."""
+    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+        """`folder`: for what the commands print. `modules`: what takes seconds to import."""
         self._files = {"out": str(folder / "out"), "err": str(folder / "err")}
         pipe = subprocess.PIPE
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         # Unbuffered: `select` on the pipe shows whether there is a line.
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, bufsize=0, env=env)
+        command = [sys.executable, "-P", "-m", __name__, *modules]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)
         self._last: Forked | None = None
 
-    def start(self, words: Sequence[str], folder: Path) -> Forked:
+    def start(self, words: Sequence[str], folder: Path, *, timeout_s: float = TIMEOUT_S) -> Forked:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {"words": list(words), "folder": str(folder), **self._files}
+        given = {"words": list(words), "folder": str(folder), **self._files}
+        request = {"command": given, "timeout_s": timeout_s}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._last = Forked(words, int(self._process.stdout.readline()), self._process.stdout, Path(self._files["err"]))
         return self._last
 
-    def run(self, words: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    def run(self, words: Sequence[str], folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
-        code = self.start(words, folder).wait()
+        code = self.start(words, folder, timeout_s=timeout_s).wait()
         return code, Path(self._files["out"]).read_text(), Path(self._files["err"]).read_text()
 
     def close(self) -> None:
@@ -95,7 +79,7 @@ class Forked:
             if timeout_s is not None and not select.select([self._exit_codes], [], [], timeout_s)[0]:
                 raise subprocess.TimeoutExpired(self._words, timeout_s)
             code = json.loads(self._exit_codes.readline())
-            assert code is not None, f"slime {' '.join(self._words)}: no end within {TIMEOUT_S:g} s"
+            assert code is not None, f"slime {' '.join(self._words)}: no end within its time limit"
             self._code = int(code)
         return self._code
 
@@ -116,8 +100,8 @@ class Forked:
 
 
 @contextlib.contextmanager
-def warm_slime(folder: Path) -> Iterator[WarmSlime]:
-    warm = WarmSlime(folder)
+def warm_slime(folder: Path, modules: Sequence[str]) -> Iterator[WarmSlime]:
+    warm = WarmSlime(folder, modules)
     try:
         yield warm
     finally:
@@ -144,17 +128,18 @@ def command(words: Sequence[str], folder: str, out: str, err: str) -> None:
     main()
 
 
-def serve() -> None:
-    for name in IMPORTED:
+def serve(modules: Sequence[str]) -> None:
+    for name in modules:
         importlib.import_module(name)
     # Forks share what they do not look at.
     gc.freeze()
     fork: Any = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        process = fork.Process(target=command, kwargs=json.loads(line))
+        request = json.loads(line)
+        process = fork.Process(target=command, kwargs=request["command"])
         process.start()
         print(process.pid, flush=True)
-        process.join(TIMEOUT_S)
+        process.join(request["timeout_s"])
         code = process.exitcode
         if code is None:
             process.kill()
@@ -162,6 +147,6 @@ def serve() -> None:
         print(json.dumps(code), flush=True)
 
 
-# Workers of a run import this file too, under another name.
+# Workers of a run import this module too, under another name.
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:])
