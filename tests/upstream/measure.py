@@ -26,13 +26,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="also start each run file with --dry-run")
     parser.add_argument("--only", nargs="+", default=[""], help="scripts whose path contains one of these")
     typed = parser.parse_args()
-
-    def is_asked(name: str) -> bool:
-        return any(text in name for text in typed.only)
-
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        lines = [(name, line) for name, line in launch_lines(typed.checkout.resolve(), folder) if is_asked(name)]
+        lines = list(launch_lines(typed.checkout.resolve(), folder, typed.only))
         translations = {}
         failed = {}
         for name, line in lines:

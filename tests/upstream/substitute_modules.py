@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any, Final
 
-PACKAGES: Final = frozenset({"mooncake", "strands", "strands_sglang", "tau_bench"})
+PACKAGES: Final = ("mooncake", "strands", "strands_sglang", "tau_bench")
+WITH_TORCHVISION: Final = ("sglang_tool_parser",)
+"""Modules of examples that import SGLang and with it torchvision, of which there may be no build for this torch."""
 
 
 class Anything:
@@ -42,15 +45,19 @@ class ModuleLoader(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Asked last: a package that is installed is used."""
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        if not any(f"{fullname}.".startswith(f"{name}.") for name in self._names):
             return None
         return importlib.machinery.ModuleSpec(fullname, ModuleLoader(), is_package=True)
 
 
 def install() -> None:
-    sys.meta_path.append(Finder())
+    """Packages that are installed are used."""
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.insert(0, Finder(WITH_TORCHVISION))
+    sys.meta_path.append(Finder(PACKAGES))
