@@ -98,7 +98,7 @@ def test_defaults_that_differ_are_written_out(translate):
         ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
          "rollout.filters", ["nonzero_std"]),
         ("--num-layers 36 --swiglu --norm-epsilon 1e-6", "backend", "megatron"),
-        # Left out for a dense model, which the flags of its shape tell.
+        # Left out if the flags of the shape are those of a dense model.
         ("--num-layers 36 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "backend", "megatron"),
         ("--num-layers 36 --num-experts 8 --moe-token-dispatcher-type alltoall", "backend.moe_token_dispatcher_type",
          "alltoall"),

@@ -53,9 +53,9 @@ def compute_score(
         raise RewardError("compute_score: pause_tokens_index is not supported by slime-compat. Leave it out.")
     solution = solution_str[-SCORED_CHARS:]
     if strict_box_verify:
-        answer = boxed(solution[-BOX_CHARS:])
-        right = answer == ground_truth
-        return {"score": 1.0 if right else -1.0, "acc": right, "pred": answer}
+        pred = boxed(solution[-BOX_CHARS:])
+        right = pred == ground_truth
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
     found = scored(named_reward("dapo", None), Sample(response=solution, label=ground_truth, tokens=[0]))
     return {"score": found["score"], "acc": found["acc"] == 1, "pred": None}
 
