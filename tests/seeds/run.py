@@ -84,7 +84,7 @@ def run(folder: Path, name: str) -> Ran:
     begun = time.monotonic()
     translated = slime(folder, "compat", *ON_CPU, f"{name}.sh")
     (folder / f"{name}.toml").write_text(translated.stdout)
-    slime(folder, "run", f"{name}.toml")
+    slime(folder, "run", f"{name}.toml", "--name", name)
     records = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
     steps = sum(record["axis"] == "rollout/step" for record in records)
     return Ran(name, translated.stderr, steps, time.monotonic() - begun)
