@@ -57,6 +57,13 @@ def prepare(folder: Path, warm: WarmSlime) -> None:
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}=?"}], "label": str(a + b)} for a, b in sums]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    choices = [
+        {"prompt": [{"role": "user", "content": "2+2? A: 3, B: 4"}], "label": "B", "metadata": {"choices": ["3", "4"]}}
+    ] * 2
+    asked = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    instructions = [{"prompt": [{"role": "user", "content": "No commas."}], "label": "", "metadata": asked}]
+    for name, table in (("choices", choices), ("instructions", instructions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
     chats = [{"messages": [*row["prompt"], {"role": "assistant", "content": row["label"]}]} for row in rows[:8]]
     pq.write_table(pa.Table.from_pylist(chats), folder / "messages.parquet")
 
@@ -74,7 +81,7 @@ def run(folder: Path, name: str, warm: WarmSlime) -> Ran:
     begun = time.monotonic()
     translated, notes = slime(warm, folder, "compat", *ON_CPU, f"{name}.sh")
     (folder / f"{name}.toml").write_text(translated)
-    slime(warm, folder, "run", f"{name}.toml")
+    slime(warm, folder, "run", f"{name}.toml", "--name", name)
     records = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
     steps = sum(record["axis"] == "rollout/step" for record in records)
     return Ran(name, notes, steps, time.monotonic() - begun)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import substitute_modules
 import substitutes
 
 from slime_compat.run_document import run_file
@@ -50,6 +51,7 @@ def dry_run(tables: dict[str, Any], own: Path, checkout: Path) -> str:
                 os.chdir(own)
                 # Before this repository, which has a package `examples` too.
                 sys.path.insert(0, str(checkout))
+                substitute_modules.install()
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
                 sys.argv = ["slime", "run", "run.toml", "--dry-run"]
@@ -94,6 +96,8 @@ def write_substitutes(tables: Mapping[str, Any], own: Path) -> None:
     named = [prompts] if isinstance(prompts, str) else [*prompts]
     for path in [*named, *(evals[1::2] if isinstance(evals, list) else [])]:
         substitutes.data_file(own / re.sub(r"@\[.*", "", path), data, eval_, sft=sft)
+    for one in eval_.get("datasets", {}).values():
+        substitutes.data_file(own / re.sub(r"@\[.*", "", one["path"]), data, eval_, sft=False)
     for key in ("wandb_key_file",):
         if key in tables:
             (own / tables[key]).touch()

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,20 +22,25 @@ VARIABLES: Final = {"BASE_DIR": "/root", "BASE_FOLDER": "/root", "MASTER_ADDR": 
 TIMEOUT_S: Final = 120.0
 
 
-def launch_lines(checkout: Path, folder: Path) -> Iterator[tuple[str, LaunchLine | SlimeError]]:
-    """Yields (script, line), or the error with which a script failed. `folder`: for files that scripts write."""
+def launch_lines(checkout: Path, folder: Path, only: Sequence[str]) -> Iterator[tuple[str, LaunchLine | SlimeError]]:
+    """Yields (script, line), or the error with which a script failed. `folder`: for files that scripts write; `only`: scripts
+    whose path contains one of these."""
     os.chdir(checkout)
     os.environ |= {"TMPDIR": str(folder), **VARIABLES}
     for script in sorted(Path().rglob("*.sh")):
-        if STARTS.search(script.read_text()):
+        if is_asked(script, only) and STARTS.search(script.read_text()):
             yield str(script), read(script)
     for launcher in sorted(Path().rglob("*.py")):
-        text = launcher.read_text()
-        if "execute_train" in text and launcher.name != "command_utils.py":
+        is_launcher = launcher.name != "command_utils.py" and "execute_train" in launcher.read_text()
+        if is_launcher and is_asked(launcher, only):
             for n, command in enumerate(of_launcher(launcher, folder)):
                 script = folder / f"{launcher.stem}-{n}.sh"
                 script.write_text(command)
                 yield f"{launcher}#{n}", read(script)
+
+
+def is_asked(script: Path, only: Sequence[str]) -> bool:
+    return any(text in str(script) for text in only)
 
 
 def read(script: Path) -> LaunchLine | SlimeError:

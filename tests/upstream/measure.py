@@ -1,9 +1,10 @@
 """Translates every launch line of a checkout of upstream slime, and starts each run file with --dry-run.
 
-    python tests/upstream/measure.py CHECKOUT [--dry-run] [--only TEXT]
+    python tests/upstream/measure.py CHECKOUT [--dry-run] [--only TEXT ...]
 
 Models are substitutes: the config.json of a public model of this name, a small tokenizer and no weights. Data files are made
-up. Paths that begin with / are moved into a folder for temporary files.
+up. Paths that begin with / are moved into a folder for temporary files. Functions of upstream import pylatexenc, aiohttp,
+omegaconf and pybase64, which must be installed; the packages of substitute_modules.py need not.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="also start each run file with --dry-run")
-    parser.add_argument("--only", default="", help="scripts whose path contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="scripts whose path contains one of these")
     typed = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        lines = [(name, line) for name, line in launch_lines(typed.checkout.resolve(), folder) if typed.only in name]
+        lines = list(launch_lines(typed.checkout.resolve(), folder, typed.only))
         translations = {}
         failed = {}
         for name, line in lines:

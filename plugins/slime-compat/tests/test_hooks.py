@@ -18,6 +18,7 @@ from slime_compat.plugin import (
     CompatCorrection,
     CompatGenerator,
     CompatReducer,
+    CompatReward,
     CompatSource,
 )
 from slime_core.algorithm.advantages import AdvantageConfig, compute_advantages_and_returns
@@ -29,7 +30,7 @@ from slime_core.contracts.aggregation import Aggregation
 from slime_core.contracts.filter import Versions
 from slime_core.data.buffer import DataBuffer
 from slime_core.data.pop_first import PopFirstFilter
-from slime_core.errors import PluginError, RolloutError
+from slime_core.errors import PluginError, RewardError, RolloutError
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import GroupRunner, GroupSettings
 from slime_core.rollout.single_turn import SingleTurn
@@ -37,6 +38,7 @@ from slime_core.types.batch import TokenColumns
 from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.completion import SamplingParams
 from slime_core.types.sample import SampleGroup, Status
+from slime_plugin_kit.groups import group_of
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import (
     BUDGET,
@@ -595,6 +597,44 @@ def test_experts_of_a_partial_response_are_joined():
         sample.append_response_tokens(Args, meta_info={"routed_experts": [1, 2, 3]})
 
 
+HUB = """
+    from slime.rollout import rm_hub
+    from slime.rollout.rm_hub import batched_async_rm
+    from slime.rollout.rm_hub.math_dapo_utils import compute_score
+
+    async def by_type(args, samples):
+        rewards = await batched_async_rm(args, samples)
+        assert [await rm_hub.async_rm(args, sample) for sample in samples] == rewards
+        return rewards
+
+    async def strict(args, sample):
+        return compute_score(sample.response, sample.label, strict_box_verify=True)
+"""
+
+
+def test_functions_score_by_the_type_in_the_args_or_in_the_metadata(write_module):
+    folder = write_module("old_hub", HUB)
+    # Truncated: without the end token, which upstream's responses keep.
+    responses = ("Answer: \\boxed{4}", "Answer: 04", "\\boxed{3} Answer: 3", "4")
+    group = group_of(responses, statuses=[Status.TRUNCATED] * 4)
+    prompt = replace(group.prompt, label="4", metadata={})
+    group = replace(group, prompt=prompt, samples=tuple(replace(s, prompt=prompt) for s in group.samples))
+
+    def scores(name, metadata, **options):
+        of = replace(group, samples=tuple(replace(s, metadata=metadata) for s in group.samples))
+        config = CompatReward.Config(path=f"old_hub.{name}", python_path=(folder,), **options)
+        return CompatReward.build(config).score(of)
+
+    dapo = [value["score"] for value in scores("by_type", {}, group=True, args={"rm_type": "dapo"})]
+    assert dapo == [1, 1, -1, -1]
+    # The row's own type is preferred.
+    assert scores("by_type", {"rm_type": "math"}, group=True, args={"rm_type": "dapo"}) == [1, 0, 0, 0]
+    # Only the text of the last box counts.
+    assert [value["score"] for value in scores("strict", {})] == [1, -1, -1, -1]
+    with pytest.raises(RewardError, match="rm_type"):
+        scores("by_type", {}, group=True, args={"rm_type": "maths"})
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -603,7 +643,11 @@ def test_experts_of_a_partial_response_are_joined():
             "from slime.agent.sandbox import E2BSandbox",
             "slime.agent is a module of upstream slime, which is not installed",
         ),
-        ("import slime.rollout.rm_hub", "slime.rollout.rm_hub is a module of upstream slime"),
+        (
+            "from slime.rollout.rm_hub import grade_answer_verl",
+            "grade_answer_verl is not provided by slime-compat, which has async_rm, batched_async_rm",
+        ),
+        ("import slime.rollout.rm_hub.f1", "slime.rollout.rm_hub.f1 is a module of upstream slime"),
     ],
 )
 def test_what_the_stand_in_lacks_is_named(write_module, line, expected):

@@ -157,8 +157,17 @@ def test_reading_runs_no_code(collect, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("path", ["dump.pt", "{step}.pt", "{}.pt"])
+@pytest.mark.parametrize("path", ["{step}.pt", "{}.pt"])
 def test_a_path_has_a_place_for_the_number(path):
     with pytest.raises(ValidationError, match=r"\{?rollout_id\}?"):
         CompatDump.Config(path=path)
-    assert CompatDump.Config(path="a/{rollout_id:04d}.pt").path_of(7).endswith("a/0007.pt")
+    each = CompatDump.Config(path="a/{rollout_id:04d}.pt")
+    assert each.path_of(7).endswith("a/0007.pt")
+    assert not CompatDump.notices(each)
+
+
+def test_a_path_without_a_place_is_the_file_of_every_step():
+    one = CompatDump.Config(path="a/dump.pt")
+    assert one.path_of(0) == one.path_of(7)
+    (notice,) = CompatDump.notices(one)
+    assert "every step trains on this file" in notice

@@ -98,6 +98,18 @@ def test_defaults_that_differ_are_written_out(translate):
         ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
          "rollout.filters", ["nonzero_std"]),
         ("--num-layers 36 --swiglu --norm-epsilon 1e-6", "backend", "megatron"),
+        # Left out if the flags of the shape are those of a dense model.
+        ("--num-layers 36 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.1", "backend", "megatron"),
+        ("--num-layers 36 --num-experts 8 --moe-token-dispatcher-type alltoall", "backend.moe_token_dispatcher_type",
+         "alltoall"),
+        # 12 + 12 + 12 + 11.
+        ("--num-layers 47 --pipeline-model-parallel-size 4", "backend",
+         {"name": "megatron", "num_layers_in_last_pipeline_stage": 11, "pipeline_model_parallel_size": 4}),
+        ("--num-layers 47 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 20", "backend",
+         {"name": "megatron", "num_layers_in_last_pipeline_stage": 20, "pipeline_model_parallel_size": 2}),
+        # 2 + 2 + 2 would leave none for the last one.
+        ("--num-layers 6 --pipeline-model-parallel-size 4", "backend",
+         {"name": "megatron", "pipeline_model_parallel_size": 4}),
     ],
 )  # fmt: skip
 def test_flags_become_keys(translate, flags, path, value):
@@ -657,6 +669,20 @@ PYTHONPATH=/x/y python3 -u slime/train.py "${{ARGS[@]}}" 2>&1 | tee {tmp_path}/l
     assert script.exists()
     assert not marker.exists()
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_launch_line_without_a_backslash_is_joined_and_noted(tmp_path, capsys, slime):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "ARGS=(--lr 1)\nset -e\npython3 train.py --hf-checkpoint base\n  ${ARGS[@]} \\\n  --rm-type math\n"
+    )
+    line = from_script(script, [])
+    assert line.words == ("--hf-checkpoint", "base", "--lr", "1", "--rm-type", "math")
+    with pytest.raises(SystemExit):
+        slime("compat", str(script))
+    assert "a backslash is missing at the end of one of its lines" in capsys.readouterr().err
+    script.write_text("python3 train.py --hf-checkpoint base\necho -- --lr 1\n")
+    assert not from_script(script, []).is_joined
 
 
 def test_a_script_may_use_what_programs_print_that_are_not_run(tmp_path, monkeypatch):

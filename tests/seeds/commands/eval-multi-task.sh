@@ -1,5 +1,5 @@
 #!/bin/bash
-# Evaluation on several sets.
+# Evaluation on several sets, with a reward each.
 pkill -9 sglang
 sleep 3
 ray stop --force
@@ -36,10 +36,7 @@ ROLLOUT_ARGS=(
 
 EVAL_ARGS=(
    --eval-interval 2
-   --eval-prompt-data aime test.jsonl math "test.jsonl@[0:2]"
-   --n-samples-per-eval-prompt 2
-   --eval-max-response-len 16
-   --eval-top-p 1
+   --eval-config "${SCRIPT_DIR}/eval.yaml"
 )
 
 PERF_ARGS=(
@@ -68,6 +65,8 @@ GRPO_ARGS=(
 
 OPTIMIZER_ARGS=(--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
 
+SGLANG_ARGS=(--rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.7)
+
 MISC_ARGS=(
    --attention-dropout 0.0
    --hidden-dropout 0.0
@@ -84,5 +83,5 @@ ray job submit --address="http://127.0.0.1:8265" \
    -- python3 train.py \
    --actor-num-nodes 1 \
    --actor-num-gpus-per-node 1 \
-   --rollout-num-gpus 1 \
-   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${OPTIMIZER_ARGS[@]} ${GRPO_ARGS[@]} ${EVAL_ARGS[@]} ${PERF_ARGS[@]} ${MISC_ARGS[@]}
+   --colocate \
+   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${OPTIMIZER_ARGS[@]} ${GRPO_ARGS[@]} ${EVAL_ARGS[@]} ${SGLANG_ARGS[@]} ${PERF_ARGS[@]} ${MISC_ARGS[@]}

@@ -46,7 +46,7 @@ PERF_ARGS=(
    --max-tokens-per-gpu 4608
 )
 
-OPTIMIZER_ARGS=(--optimizer adam --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95)
+OPTIMIZER_ARGS=(--optimizer adam --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95)
 
 MISC_ARGS=(
    --attention-dropout 0.0

@@ -45,7 +45,8 @@ class CompatGeneratorConfig(AskingFunctionConfig):
 
 class CompatDumpConfig(DriverConfig):
     path: RunPath
-    """Path of each step's dump, with {rollout_id} in place of its number, as of --save-debug-rollout-data."""
+    """Path of the dump of each step, with {rollout_id} in place of its number, as of --save-debug-rollout-data. Without it
+    every step has the same samples."""
     subsample: float | None = Field(None, gt=0, le=1)
     """Share of the samples to use, half of them from the beginning and half from the end of a dump; unset: all."""
     missing_log_probs: Literal["error", "zero"] = "error"
@@ -56,12 +57,14 @@ class CompatDumpConfig(DriverConfig):
     @classmethod
     def check_path(cls, path: RunPath) -> RunPath:
         try:
-            paths = {str(path).format(rollout_id=step) for step in (0, 1)}
+            str(path).format(rollout_id=0)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(f"only {{rollout_id}} may be in braces: {error!r}") from error
-        if len(paths) == 1:
-            raise ValueError("it has no {rollout_id} in place of the number of a step, such as dump/{rollout_id}.pt")
         return path
+
+    @property
+    def is_one_file(self) -> bool:
+        return self.path_of(0) == self.path_of(1)
 
     def path_of(self, step: int) -> str:
         return str(self.path).format(rollout_id=step)

@@ -187,6 +187,7 @@ REWARDS: Final[Mapping[str, str]] = {
 
 ARGS_BY_DEFAULT: Final[Mapping[str, Any]] = {
     "apply_chat_template": False,
+    "context_parallel_size": 1,
     "custom_generate_function_path": None,
     "custom_rm_path": None,
     "eval_reward_key": None,

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -66,6 +66,8 @@ class LaunchLine:
     """Module search path of the launched Python: the folder of train.py, then PYTHONPATH."""
     is_env_unread: bool = False
     """Whether Ray's runtime environment could not be read, such as when a program that is not run makes it."""
+    is_joined: bool = False
+    """Whether its last arguments were written as a command of their own, because a backslash is missing before them."""
 
     @property
     def asynchronous(self) -> bool:
@@ -147,7 +149,11 @@ def from_script(
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{script}: bash did not finish within {TIMEOUT_S:g} s.") from None
-        lines = [line for line in (reader(*call) for call in recorded(calls)) if line is not None]
+        lines = [
+            replace(line, is_joined=is_joined)
+            for words, python_path, is_joined in joined(recorded(calls))
+            if (line := reader(words, python_path)) is not None
+        ]
     distinct = list(dict.fromkeys(lines))
     if len(distinct) == 1:
         return distinct[0]
@@ -158,6 +164,18 @@ def from_script(
     last = "\n".join(ended.stderr.strip().splitlines()[-3:])
     ending = f" bash ended with exit code {ended.returncode}: {last}" if ended.returncode else ""
     raise ConfigError(f"{script}: it starts no {started}.{ending}")
+
+
+def joined(commands: Iterator[tuple[list[str], str]]) -> list[tuple[list[str], str, bool]]:
+    """The commands, and whether words were added: a command whose name begins with a dash is the rest of the one before it."""
+    found: list[tuple[list[str], str, bool]] = []
+    for words, python_path in commands:
+        if words[0].startswith("-") and found:
+            before, path, _ = found[-1]
+            found[-1] = ([*before, *words], path, True)
+        else:
+            found.append((words, python_path, False))
+    return found
 
 
 def recorded(calls: Path) -> Iterator[tuple[list[str], str]]:

@@ -348,6 +348,14 @@ class CompatDump(CollectorDriver):
         return False
 
     @classmethod
+    def notices(cls, config: CompatDumpConfig) -> Sequence[str]:
+        if not config.is_one_file:
+            return ()
+        return (
+            f'rollout.collector.path = "{config.path}": it has no {{rollout_id}}, so every step trains on this file.',
+        )
+
+    @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         from slime_compat.written_dump import write_example
 

@@ -43,6 +43,8 @@ WITHOUT_UPSTREAM: Final[Mapping[str, Mapping[str, str]]] = {
     "slime.utils.misc": names("loading", "load_function SingletonMeta")
     | names("response_metadata", "decode_int32_meta_array"),
     "slime.utils.processing_utils": names("loading", "load_tokenizer load_processor encode_image_for_rollout_engine"),
+    "slime.rollout.rm_hub": names("hub_rewards", "async_rm batched_async_rm"),
+    "slime.rollout.rm_hub.math_dapo_utils": names("hub_rewards", "compute_score"),
     "slime.rollout.data_source": names("old_source", "DataSource pop_first"),
     "slime.rollout.filter_hub.dynamic_sampling_filters": names(
         "written_before", "check_reward_nonzero_std check_reward_nonzero_std_with_fallback"
@@ -60,6 +62,9 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        module = f"{self.__name__}.{name}"
+        if module in REPLACED or module in WITHOUT_UPSTREAM:
+            return importlib.import_module(module)
         upstream = upstream_module(self.__name__)
         if upstream is not None and hasattr(upstream, name):
             return getattr(upstream, name)
@@ -107,7 +112,9 @@ class StandIns(MetaPathFinder):
         if importlib.machinery.PathFinder.find_spec(fullname, path) is not None:
             return None
         if fullname in PACKAGES:
-            return importlib.machinery.ModuleSpec(fullname, StandInLoader({}), is_package=True)
+            return importlib.machinery.ModuleSpec(
+                fullname, StandInLoader(WITHOUT_UPSTREAM.get(fullname, {})), is_package=True
+            )
         if fullname in WITHOUT_UPSTREAM:
             return importlib.machinery.ModuleSpec(fullname, StandInLoader(WITHOUT_UPSTREAM[fullname]))
         # Without `name`: `from package import module` would take the error for a missing attribute, and hide the message.

@@ -19,6 +19,8 @@ D = TypeVar("D")
 SECRETS: Final = frozenset({"wandb-key"})
 FUNCTION_FLAGS: Final = ("custom-rm-path", "custom-generate-function-path", "dynamic-sampling-filter-path")
 """Flags of functions that run unchanged."""
+READ_BY_FUNCTIONS: Final = frozenset({"context-parallel-size"})
+"""Flags of trainers that generate functions read: with max-tokens-per-gpu it is the longest sequence that fits."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,12 @@ class Translation:
             else:
                 self.given[name] = words
         self.done.add("custom-config-path")
+        if self.line.is_joined:
+            self.note(
+                "the launch line",
+                "a backslash is missing at the end of one of its lines, so bash takes the next one for another command. Its "
+                "words are added",
+            )
         if self.line.is_env_unread and self.reads_args:
             self.note(
                 "runtime-env-json",
@@ -93,6 +101,7 @@ class Translation:
         hidden = set(SECRETS)
         if not of_trainer:
             hidden |= megatron_flags.SHAPE | set(megatron_flags.OPTIONS) | set(known_flags.WITHOUT_EFFECT)
+            hidden -= READ_BY_FUNCTIONS
         given_args = {
             name: guessed(words)
             for name, words in self.given.items()

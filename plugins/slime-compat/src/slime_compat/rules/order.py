@@ -12,6 +12,7 @@ from slime_compat.rules.model import model
 from slime_compat.rules.rollout import data, rollout
 from slime_compat.rules.same_names import same_names
 from slime_compat.rules.server_groups import server_groups
+from slime_compat.rules.stages import stages
 from slime_compat.rules.trackers import trackers
 from slime_compat.rules.trainer_hooks import trainer_hooks
 from slime_compat.translation import Translation
@@ -25,6 +26,7 @@ def apply(translation: Translation) -> None:
         balance,
         model,
         launcher,
+        stages,
         server_groups,
         data,
         trackers,

@@ -176,6 +176,14 @@ def of_megatron(translation: Translation, name: str, option: str, words: list[st
             trains=option in megatron_flags.TRAINING,
         )
         return
+    if option.startswith("moe-") and is_dense(translation):
+        translation.note(name, "left out: the model has no experts, so it has no effect")
+        return
     put_read(
         translation, name, words, f"backend.{option.replace('-', '_')}", megatron_flags.OPTIONS[option], negated=negated
     )
+
+
+def is_dense(translation: Translation) -> bool:
+    """Whether the flags give the shape of a model without experts."""
+    return "num-layers" in translation.given and "num-experts" not in translation.given
