@@ -403,7 +403,7 @@ def test_a_function_of_advantages_gets_upstreams_columns(batch_folder):
     # kl is the estimate alone, without the coefficient: 0.25 / 0.5.
     assert penalised.advantages.tolist() == [1.0, 0.5, 3.0, 2.0]
     assert penalised.returns.tolist() == [0.0] * 4
-    with pytest.raises(KeyError, match=r"rollout_data has no ref_log_probs: name the advantage .*compat_ref"):
+    with pytest.raises(KeyError, match=r"the batch has no ref_log_probs: name the advantage .*compat_ref"):
         estimate("reads_reference")
     with pytest.raises(ValueError, match=r"advantages of sample \d+ has 2 numbers; its response has 1 tokens"):
         estimate("too_short")

@@ -95,7 +95,7 @@ def test_missing_args_are_named_and_args_are_read_only(write_module):
 def test_an_unresolved_path_is_reported_with_what_there_is(write_module, path, expected):
     folder = write_module("old_rewards", REWARDS)
     write_module("needs_more", "import not_installed_here")
-    write_module("needs_slime", "from slime.backends.megatron_utils import loss")
+    write_module("needs_slime", "from slime.backends.megatron_utils import initialize")
     with pytest.raises(PluginError, match=f'reward.path = "{path}": .*{expected}'):
         reward(folder, path)
 
