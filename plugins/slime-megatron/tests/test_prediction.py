@@ -340,12 +340,16 @@ def weights_of(folder):
 
 
 def test_they_are_converted_and_back(folder_of, tmp_path, monkeypatch):
+    from megatron.core import parallel_state
     from test_conversion import HereExecutor
 
     monkeypatch.setattr("slime_models.convert.ProcessPoolExecutor", HereExecutor)
     folder = folder_of("glm-4.5", 2)
     convert_to("torch_dist", folder, tmp_path / "torch_dist")
     convert_to("hf", tmp_path / "torch_dist", tmp_path / "back")
+    # A worker would have ended with its groups.
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
     got, expected = weights_of(tmp_path / "back"), weights_of(folder)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
