@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slime_core.contracts.engine import EngineDriver, RolloutEngine
@@ -28,8 +29,8 @@ class AttachedCase:
 
 def properties_of(driver: type[EngineDriver]) -> tuple[list[str], list[str]]:
     """Names of the properties of an engine, and of those that are about a capability that its driver does not declare."""
-    probe: Any = AttachedCase(driver, driver.build)
+    declared: Any = SimpleNamespace(driver=driver)
     names: tuple[list[str], list[str]] = ([], [])
     for prop in ENGINES.properties:
-        names[0 if prop.applies(probe) else 1].append(prop.name)
+        names[0 if prop.applies(declared) else 1].append(prop.name)
     return names
