@@ -19,7 +19,7 @@ class AttachedCase:
     the model's folder, with the version that it started with."""
 
     driver: type[EngineDriver]
-    build: Callable[[], RolloutEngine]
+    build: Callable[..., RolloutEngine]
 
     def keep(self, name: str, model: Path) -> None:
         """Runs one property of the suite. AssertionError if the engine breaks it."""

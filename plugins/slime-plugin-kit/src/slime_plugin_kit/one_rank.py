@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -49,6 +49,12 @@ class OneRank:
 
     async def send(self, version: int, engines: Sequence[EngineEndpoint]) -> list[SentReport]:
         return [await asyncio.to_thread(self.sender.send, self.export, version, engines)]
+
+    async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
+        """None: its transport has senders."""
+        nothing: tuple[Any, ...] = ()
+        for bucket in nothing:
+            yield bucket
 
     async def push(self, engine: RolloutEngine, version: int) -> WeightUpdateReport:
         """The engine is paused."""

@@ -29,7 +29,7 @@ class DeviceHandle:
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceHandle:
-        rebuild, arguments = reduce_tensor(tensor)
+        rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
         uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
         return cls(rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :]))
 

@@ -17,8 +17,9 @@ from slime_core.contracts.transport import SenderSetup, SentReport
 from slime_core.errors import EngineError
 from slime_transports.flattened_bucket import FlattenedBucket, flat_buckets
 from slime_transports.handles import DeviceMemory, SharedMemory
+from slime_transports.receiver import Refused
 from slime_transports.sender import Failure, Layers, ServerSender, WeightUpdate, bucket_name, gravest
-from slime_transports.servers import Refused, receiver_of
+from slime_transports.servers import receiver_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
