@@ -55,7 +55,7 @@ def test_sft(run_example: RunExample) -> None:
 
 
 def test_distill(run_example: RunExample) -> None:
-    ran = run_example("distill", *SHORT)
+    ran = run_example("distill", "--num-rollout", "10", "--lr-warmup-iters", "8")
     assert ran.after["greedy"] > ran.before["greedy"] + 0.1
 
 
