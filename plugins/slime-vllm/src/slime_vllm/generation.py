@@ -75,6 +75,7 @@ class VllmRunning(Running):
                 token_ids=token_ids,
                 log_probs=column(content, "logprob", np.float64),
                 spans=covering_spans(choice["weight_versions"] or (), len(token_ids)),
+                cached_tokens=cached_tokens(reply.get("usage") or {}),
             )
             drafts = drafts_of((reply.get("metrics") or {}).get("speculative_decoding") or {})
         except EngineError:
@@ -87,6 +88,11 @@ class VllmRunning(Running):
 
     def completion(self, reason: FinishReason, engine_index: int) -> Completion:
         return replace(Running.completion(self, reason, engine_index), extra=self.drafts.metrics)
+
+
+def cached_tokens(usage: Mapping[str, Any]) -> int:
+    """0 for an external server that was started without `--enable-prompt-tokens-details`."""
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def drafts_of(counts: Mapping[str, Any]) -> SpecDecodeStats:

@@ -46,6 +46,8 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "dtype": "float32" if on_cpu else "bfloat16",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
+        # How many tokens of a prompt were cached.
+        "enable_prompt_tokens_details": True,
         # Routes with tokens in and tokens out.
         "enable_scale_out": True,
         "worker_extension_cls": EXTENSION,
