@@ -63,7 +63,7 @@ class ServedModel:
     model_path: str
     """Hugging Face folder of the served model."""
     engine: str = ""
-    """Name of the engine that serves it, such as `sglang`; programs differ in their requests."""
+    """Name of the engine that serves it: programs differ in their requests."""
 
 
 class Reward(ABC):

@@ -3,7 +3,6 @@ raised. What foreign code raises becomes a SlimeError with the plugin's name; a 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import signal
@@ -11,10 +10,13 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from slime_core.atomic_io.storage import FULL, storage_error
 from slime_core.errors import PluginError, SlimeError, StorageError
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 NAME: Final = "__slime_plugin__"
@@ -60,7 +62,7 @@ def raise_as(error: type[SlimeError], where: str, raised: BaseException, fix: st
         raise raised
     if isinstance(raised, OSError) and raised.errno in FULL:
         raise storage_error(Path(raised.filename or "."), raised) from raised
-    if isinstance(raised, asyncio.CancelledError):
+    if was_cancelled(raised):
         # Raised as it is, it would end the run like an interrupt.
         raise error(
             f"{where}: what it awaited was cancelled, there or in what it calls, and not by the run."
@@ -94,14 +96,23 @@ def held() -> Iterator[Held]:
 def is_own_stop(raised: BaseException) -> bool:
     """True for a cancellation by the run, and for Ctrl-C. A running run handles Ctrl-C as a signal, and reward workers ignore
     it: there only foreign code raises KeyboardInterrupt."""
-    if isinstance(raised, asyncio.CancelledError):
+    if was_cancelled(raised):
         task = running_task()
         return task is None or task.cancelling() > 0
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return isinstance(raised, KeyboardInterrupt) and running_task() is None and not ignored
 
 
+def was_cancelled(raised: BaseException) -> bool:
+    # Imported late, because a listing of plugins needs no event loop: a sixth of its time.
+    from asyncio import CancelledError
+
+    return isinstance(raised, CancelledError)
+
+
 def running_task() -> asyncio.Task[object] | None:
+    import asyncio
+
     try:
         return asyncio.current_task()
     except RuntimeError:

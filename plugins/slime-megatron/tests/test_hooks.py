@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from old_hooks import ADDED
 
 from slime_core.errors import PluginError
 from slime_megatron.plugin import Megatron
@@ -12,6 +11,8 @@ from slime_plugin_kit.tiny_training import Place, TrainingBatch, objective_of, o
 
 pytestmark = pytest.mark.megatron
 
+ADDED = 0.25
+"""By `old_trainer_hooks.before_train_step`, which needs Megatron."""
 HERE = str(Path(__file__).parent)
 NORM = "model.norm.weight"
 INIT, LOG_PROB, TRAIN_STEP = (
@@ -27,7 +28,11 @@ def options(*, lr_factor=None, adds_gradients=False, args=(), **paths):
     return {"hooks": {"name": "compat", "python_path": [HERE], "args": given, **paths}}
 
 
-ALL = {INIT: "old_hooks.init", LOG_PROB: "old_hooks.before_log_prob", TRAIN_STEP: "old_hooks.before_train_step"}
+ALL = {
+    INIT: "old_trainer_hooks.init",
+    LOG_PROB: "old_trainer_hooks.before_log_prob",
+    TRAIN_STEP: "old_trainer_hooks.before_train_step",
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +104,22 @@ def run_hooked(tmp_path):
     ("given", "message"),
     [
         (
-            options(**{INIT: "old_hooks.set_size"}),
-            r'backend\.hooks\.megatron_init_path = "old_hooks\.set_size", call: raised AttributeError: args\.hidden_size '
+            options(**{INIT: "old_trainer_hooks.set_size"}),
+            r'megatron_init_path = "old_trainer_hooks\.set_size", call: raised AttributeError: args\.hidden_size '
             "cannot be set: the backend does not read args",
         ),
         (
-            options(**{INIT: "old_hooks.fail"}),
-            r'backend\.hooks\.megatron_init_path = "old_hooks\.fail", call: raised RuntimeError: no such device \(.*old_hooks',
+            options(**{INIT: "old_trainer_hooks.fail"}),
+            r'megatron_init_path = "old_trainer_hooks\.fail", call: raised RuntimeError: no such device \(.*trainer_hooks',
         ),
         (
-            options(**{LOG_PROB: "old_hooks.init"}),
-            r'before_log_prob_hook_path = "old_hooks\.init": it takes \(args\), and is called as \(args, model, store_prefix\)',
+            options(**{LOG_PROB: "old_trainer_hooks.init"}),
+            r'before_log_prob_hook_path = "old_trainer_hooks\.init": it takes \(args\), and is called as '
+            r"\(args, model, store_prefix\)",
         ),
         (
             options(adds_gradients=True, args={"calculate_per_token_loss": True}, **ALL),
-            r'step_hook_path = "old_hooks\.before_train_step", what it adds to gradients: .* --calculate-per-token-loss',
+            r'"old_trainer_hooks\.before_train_step", what it adds to gradients: .* --calculate-per-token-loss',
         ),
     ],
     ids=["sets-an-option", "raises", "form", "per-token"],

@@ -121,7 +121,7 @@ def test_every_command_of_this_checkout_is_listed_with_its_line():
         "compat": "Translate a launch line of another trainer into a run file:...",
         "config": "Describe the keys of a run file.",
         "convert": "Convert a model folder: slime convert SOURCE TARGET --to NAME.",
-        "doctor": "Look at Python, packages, devices, Ray, plugins, ports, files...",
+        "doctor": "Look at Python, packages, devices, Ray, plugins, engines, ports,...",
         "models": "Shapes of public models, and models with random weights.",
         "new": "Write a distribution that passes the contract kit: slime new...",
         "plan": "What a run would do and whether it fits, before anything is...",
