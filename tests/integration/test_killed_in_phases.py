@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("tiny_forks", "dies")]
 STEPS, GROUPS, SAMPLES = 8, 2, 2
 PHASES = {"rollout": 1, "train": 2, "save": 4, "update_weights": 5, "eval": 7}
 """The first step in which the driver is killed, by phase."""
+EVERY = tuple(PHASES)
 WORDS = (
     "--plugin", "dies.py", "--reward", "odd", "--num-rollout", str(STEPS), "--save-interval", "2",
     "--rollout-max-response-len", "24", "--eval-interval", "1", "--dump-rollouts", "--save-hf",
@@ -123,7 +124,7 @@ def dies(tiny: TinyRun) -> None:
     (tiny / "dies.py").write_text(DIES)
 
 
-def killed_in_each_phase(tiny: TinyRun, words: tuple[str, ...], phases: tuple[str, ...] = tuple(PHASES)) -> None:
+def killed_in_each_phase(tiny: TinyRun, words: tuple[str, ...], phases: tuple[str, ...]) -> None:
     """The run is killed and started again until it ends."""
     for phase in phases:
         (tiny / "plan").write_text(f"{phase} {PHASES[phase]}")
@@ -153,23 +154,38 @@ def rows_of(run: Path) -> list[list[dict[str, Any]]]:
     return [pyarrow.parquet.read_table(run / f"rollouts/step_{step:06d}.parquet").to_pylist() for step in range(STEPS)]
 
 
-@pytest.mark.parametrize(("launcher", "mode"), [("local", "async"), pytest.param("ray", "sync", marks=pytest.mark.ray)])
-def test_it_ends_as_if_it_had_not_been_killed(tiny: TinyRun, launcher: str, mode: str) -> None:
+# A start of Ray takes many seconds, so every phase with it is tested by hand.
+@pytest.mark.parametrize(
+    ("launcher", "mode", "phases"),
+    [
+        pytest.param("local", "async", EVERY, id="local-async"),
+        pytest.param("ray", "sync", ("save",), marks=pytest.mark.ray, id="ray-sync-save"),
+        pytest.param("local", "sync", EVERY, marks=pytest.mark.hand, id="local-sync"),
+        pytest.param("ray", "sync", EVERY, marks=[pytest.mark.ray, pytest.mark.hand], id="ray-sync"),
+        pytest.param("ray", "async", EVERY, marks=[pytest.mark.ray, pytest.mark.hand], id="ray-async"),
+    ],
+)
+def test_it_ends_as_if_it_had_not_been_killed(tiny: TinyRun, launcher: str, mode: str, phases: tuple[str, ...]) -> None:
     words = (*WORDS, *MODES[mode])
     # In one process, also beside Ray.
     ended = tiny.run(*words, "--name", "straight")
     assert (ended.code, ended.err) == (0, ""), ended.err
-    # A start of Ray takes many seconds: the test below has every phase with it.
-    phases = ("save",) if launcher == "ray" else tuple(PHASES)
     killed_in_each_phase(tiny, (*words, "--launcher", launcher), phases)
     assert figures(tiny, "tiny") == figures(tiny, "straight")
     found, expected = (tiny.runs / name / "hf/model.safetensors" for name in ("tiny", "straight"))
     assert found.read_bytes() == expected.read_bytes()
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_no_prompt_is_lost_and_none_is_trained_twice(tiny: TinyRun, launcher: str) -> None:
-    killed_in_each_phase(tiny, (*WORDS, *MODES["partial"], "--launcher", launcher))
+@pytest.mark.parametrize(
+    ("launcher", "phases"),
+    [
+        pytest.param("local", EVERY, id="local"),
+        pytest.param("ray", ("rollout", "update_weights"), marks=pytest.mark.ray, id="ray-two-phases"),
+        pytest.param("ray", EVERY, marks=[pytest.mark.ray, pytest.mark.hand], id="ray"),
+    ],
+)
+def test_no_prompt_is_lost_and_none_is_trained_twice(tiny: TinyRun, launcher: str, phases: tuple[str, ...]) -> None:
+    killed_in_each_phase(tiny, (*WORDS, *MODES["partial"], "--launcher", launcher), phases)
     run = tiny.runs / "tiny"
     trained: Counter[int] = Counter()
     responses: Counter[int] = Counter()

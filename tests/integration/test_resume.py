@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.faults
 
 STEPS = 48
-UNIFORM_KILLS = 5
+UNIFORM_KILLS = 4
 KILLS_BESIDE_WRITES = 2
 PHASES = ("start", "rollout", "train", "save", "update_weights", "eval")
 SEED = 20261121
