@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,6 +95,14 @@ class Handler(BaseHTTPRequestHandler):
         if behave == "hangs up once" and not probe:
             self.server.behave = "well"
             self.close_connection = True
+            return None
+        if behave == "resets once" and not probe:
+            self.server.behave = "well"
+            self.close_connection = True
+            # Closed with a reset instead of an end of the stream.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.rfile.close()
+            self.connection.close()
             return None
         if isinstance(behave, int) and not probe:
             return self.send(behave, {"error": {"message": "Requested token count exceeds the context"}})

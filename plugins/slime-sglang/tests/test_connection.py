@@ -127,7 +127,8 @@ async def test_a_paused_server_is_well(fake, engine):
             await started.health()
 
 
-async def test_a_closed_connection_is_replaced_once(fake, engine):
+@pytest.mark.parametrize("closes", ["hangs up once", "resets once"])
+async def test_a_closed_connection_is_replaced_once(fake, engine, closes):
     """A server that was idle may close one on which a request has just arrived; one that closes the next too is dead."""
     server = fake()
     async with engine(server) as started:
@@ -135,7 +136,7 @@ async def test_a_closed_connection_is_replaced_once(fake, engine):
             lambda: started.generate([ask_for(3)]),
             lambda: started.score([np.array([5, 6, 7], np.int32)], [2]),
         ):
-            server.behave = "hangs up once"
+            server.behave = closes
             (response,) = await ask()
             assert len(getattr(response, "token_ids", response)) in (2, 3)
     ids = [options["rid"] for path, options in server.requests if path == "/generate" and "rid" in options]

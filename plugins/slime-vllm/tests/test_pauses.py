@@ -88,7 +88,7 @@ async def test_a_structural_tag_restricts_what_is_sampled(attached, model):
     async with attached() as engine:
         assert Capability.STRUCTURAL_TAG in engine.capabilities(engine._setup)
         await load(engine, named_weights(load_plain(model, torch.float32)), 17)
-        tag = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": "[a-c]{3}"}})
+        tag = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]{3}"}})
         found = set()
         for response in await engine.generate([asked(f"g{n}", [4, 5], n, structural_tag=tag) for n in range(6)]):
             assert np.isfinite(response.log_probs).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,9 +138,9 @@ class Connection:
             raise NoResponse(f"{self.name}: {method} {path} got no response in {timeout_s:g} s.") from error
         except aiohttp.ClientConnectorError as error:
             raise EngineUnavailable(f"{self.name}: {method} {path}: no server responds there: {error}.") from error
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-            raise ConnectionLost(f"{self.name}: {method} {path}: the server closed the connection.") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            if was_closed(error):
+                raise ConnectionLost(f"{self.name}: {method} {path}: the server closed the connection.") from error
             # A pool that was closed under a request raises RuntimeError.
             given = str(error) or type(error).__name__
             raise NoResponse(f"{self.name}: {method} {path} failed: {given}.") from error
@@ -170,6 +171,12 @@ class Connection:
             if (method, path) in self.dialect.words:
                 return content.decode(errors="replace")
             raise EngineError(f"{self.name}: {method} {path}: the response is not JSON: {shown(content)}") from error
+
+
+def was_closed(error: Exception) -> bool:
+    """aiohttp wraps a reset in a ClientOSError while it waits for the response."""
+    closed = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+    return closed or (isinstance(error, OSError) and error.errno == errno.ECONNRESET)
 
 
 def reason_in(content: bytes) -> str:

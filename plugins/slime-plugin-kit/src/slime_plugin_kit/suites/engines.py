@@ -43,6 +43,8 @@ from slime_plugin_kit.tiny_serving import (
 )
 
 A_WHILE_S = 0.05
+TRIES = 4
+"""Of what a busy machine may prevent."""
 DELAYS_S = (A_WHILE_S, 0.01, 0.3)
 """Tried in turn, until new weights come in the middle of a response."""
 
@@ -233,11 +235,16 @@ def test_an_abort_returns_what_there_is(case: Case, model: Path) -> None:
 
     async def scene(engine: RolloutEngine) -> None:
         requests = [long(0), long(1)]
-        both = asyncio.ensure_future(engine.generate(requests))
-        await asyncio.sleep(A_WHILE_S)
-        await engine.abort([requests[0].request_id, "test/unknown"])
-        third = asyncio.ensure_future(engine.generate([long(2)]))
-        aborted, whole = await both
+        for _ in range(TRIES):
+            both = asyncio.ensure_future(engine.generate(requests))
+            await asyncio.sleep(A_WHILE_S)
+            await engine.abort([requests[0].request_id, "test/unknown"])
+            third = asyncio.ensure_future(engine.generate([long(2)]))
+            aborted, whole = await both
+            if aborted.finish_reason is FinishReason.ABORT:
+                break
+            # On a busy machine this process may have slept until it had ended.
+            await third
         assert aborted.finish_reason is FinishReason.ABORT, f"an aborted request ends with {aborted.finish_reason}"
         assert len(aborted.token_ids) < LONG, "an aborted request runs to its end"
         require_true_log_probs(plain, requests[0], aborted, what="log-probs of what there was")
@@ -258,14 +265,17 @@ def test_an_abort_at_once_does_no_harm(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         for turns in range(5):
             request = long(turns)
-            running = asyncio.ensure_future(engine.generate([request]))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            while not running.done():
-                # It may still have been on its way.
-                await engine.abort([request.request_id])
-                await asyncio.sleep(0.001)
-            (response,) = await running
+            for _ in range(TRIES):
+                running = asyncio.ensure_future(engine.generate([request]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                while not running.done():
+                    # It may still have been on its way.
+                    await engine.abort([request.request_id])
+                    await asyncio.sleep(0.001)
+                (response,) = await running
+                if response.finish_reason is FinishReason.ABORT:
+                    break
             assert response.finish_reason is FinishReason.ABORT, (
                 f"aborted after {turns} turns: {response.finish_reason}"
             )
