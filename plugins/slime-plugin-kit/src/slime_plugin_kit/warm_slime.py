@@ -145,6 +145,9 @@ def serve(modules: Sequence[str]) -> None:
             process.kill()
             process.join()
         print(json.dumps(code), flush=True)
+    # Without the interpreter's end, at which triton reports every frozen object as leaked.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 # Workers of a run import this module too, under another name.
