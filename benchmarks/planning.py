@@ -10,11 +10,10 @@ Counts forward FLOPs of the Qwen3-4B shape; nothing is trained. A row has one la
   unavoidable bubble (stages - 1) / micro-batches; expert parallelism is `together`;
 - fill: the fewest micro-batches that hold the tokens, as a multiple of the ranks, over those that are used.
 
-Methods: `slime-core` is this project's. `upstream` is slime at 624b824: Karmarkar-Karp over ranks by tokens with equal counts,
-then as many micro-batches per rank as first fit in order needs on the fullest rank, Karmarkar-Karp by tokens into these. `verl`
-is verl 0.9: Karmarkar-Karp over ranks by FLOPs with equal counts, ceil(tokens / limit) micro-batches on the fullest rank,
-Karmarkar-Karp by FLOPs into these, costly ones in the middle. Both peers may exceed the limit of tokens in a micro-batch:
-`over` is the largest over the limit.
+Methods: `slime-core` is this project's. `upstream` is slime at 624b824: first fit in order, the heaviest micro-batches split
+until their number is a multiple of the ranks, Karmarkar-Karp over ranks by FLOPs with equal counts (as this project's 0.2). `verl`: Karmarkar-Karp over ranks by FLOPs with equal counts, ceil(tokens / limit) micro-batches on the fullest rank,
+Karmarkar-Karp by FLOPs into these, costly ones in the middle; these may exceed the limit of tokens: `over` is the largest
+over the limit.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime_core.algorithm.flops import ModelShape
-from slime_core.algorithm.micro_batches import FirstFit, MicroBatchLimits, plan_step
+from slime_core.algorithm.micro_batches import MicroBatchLimits, divide, pack, plan_step
 
 Lengths: TypeAlias = npt.NDArray[np.int64]
 Costs: TypeAlias = npt.NDArray[np.float64]
@@ -82,18 +81,9 @@ def of_this_project(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> P
 
 
 def of_upstream(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> Plan:
-    weights = lengths.astype(np.float64)
-    shares = [np.asarray(share) for share in karmarkar_karp(weights, ranks, equal_counts=True)]
-    count = max(in_order(lengths[share], limit) for share in shares)
-    return [
-        [share[np.asarray(micro, np.int64)] for micro in karmarkar_karp(weights[share], count, equal_counts=False)]
-        for share in shares
-    ]
-
-
-def in_order(lengths: Lengths, limit: int) -> int:
-    bins = FirstFit(len(lengths), limit)
-    return max(bins.place(int(length)) for length in lengths) + 1
+    bins = divide(pack(np.arange(len(lengths)), lengths, MicroBatchLimits(max_tokens=limit)), lengths, ranks)
+    weights = np.asarray([costs[micro].sum() for micro in bins])
+    return [[bins[number] for number in numbers] for numbers in karmarkar_karp(weights, ranks, equal_counts=True)]
 
 
 def of_verl(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> Plan:
