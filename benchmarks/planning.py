@@ -11,7 +11,8 @@ Counts forward FLOPs of the Qwen3-4B shape; nothing is trained. A row has one la
 - fill: the fewest micro-batches that hold the tokens, as a multiple of the ranks, over those that are used.
 
 Methods: `slime-core` is this project's. `upstream` is slime at 624b824: first fit in order, the heaviest micro-batches split
-until their number is a multiple of the ranks, Karmarkar-Karp over ranks by FLOPs with equal counts (as this project's 0.2). `verl`: Karmarkar-Karp over ranks by FLOPs with equal counts, ceil(tokens / limit) micro-batches on the fullest rank,
+until their number is a multiple of the ranks, Karmarkar-Karp over ranks by FLOPs with equal counts (as this project's 0.2).
+`verl`: Karmarkar-Karp over ranks by FLOPs with equal counts, ceil(tokens / limit) micro-batches on the fullest rank,
 Karmarkar-Karp by FLOPs into these, costly ones in the middle; these may exceed the limit of tokens: `over` is the largest
 over the limit.
 """
