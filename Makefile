@@ -68,8 +68,9 @@ test-examples: .venv/.test  ## Every example in short form: does it learn what i
 seeds: .venv/.test  ## Launch scripts with the flags of upstream's commands, translated and run in small; by hand.
 	$(BIN)/python tests/seeds/run.py $(FLAGS)
 
+# Half of the time is waiting: three at once on two cores.
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.
-	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal -rP --durations 10 tests/integration/test_resume.py tests/integration -m "faults and not hand"
+	$(SINGLE) $(BIN)/pytest --numprocesses 3 --dist worksteal -rP --durations 10 tests/integration/test_resume.py tests/integration -m "faults and not hand"
 
 test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
 	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"

@@ -180,7 +180,7 @@ def test_it_ends_as_if_it_had_not_been_killed(tiny: TinyRun, launcher: str, mode
     ("launcher", "phases"),
     [
         pytest.param("local", EVERY, id="local"),
-        pytest.param("ray", ("rollout", "update_weights"), marks=pytest.mark.ray, id="ray-two-phases"),
+        pytest.param("ray", ("update_weights",), marks=pytest.mark.ray, id="ray-update-weights"),
         pytest.param("ray", EVERY, marks=[pytest.mark.ray, pytest.mark.hand], id="ray"),
     ],
 )
