@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ OF_SLIME = frozenset({"name", "pause_mode", "python", "servers", "sleep_level", 
 
 
 @dataclass(frozen=True, slots=True)
-class PlainServer:
+class PlainServer(ABC):
     """Subclasses know how their programs are started and asked."""
 
     options: Mapping[str, Any]
@@ -28,20 +29,22 @@ class PlainServer:
     routed: ClassVar[bool]
     """slime-router serves its route of requests with tokens."""
 
+    @abstractmethod
     def command(self, port: int) -> list[str]:
-        raise NotImplementedError
+        """Words that start it."""
 
     def environment(self) -> dict[str, str]:
         """An interpreter of its own finds its own packages."""
         apart = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if "python" in self.options else set()
         return {name: value for name, value in os.environ.items() if name not in apart}
 
+    @abstractmethod
     def body(self, place: int, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
         """A request that ends with `new_tokens` tokens; `place` differs between requests."""
-        raise NotImplementedError
 
+    @abstractmethod
     def num_tokens(self, response: Any) -> int:
-        raise NotImplementedError
+        """Tokens that it generated."""
 
     @property
     def python(self) -> str:

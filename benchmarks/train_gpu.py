@@ -141,7 +141,7 @@ def make_batch(asked: argparse.Namespace, vocab: int, seed: int) -> tuple[Batch,
     return batch, np.split(number, np.cumsum([len(part) for part in per_micro])[:-1])
 
 
-def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace) -> dict[str, object]:
+def set_up(options: dict[str, object], folder: Path, asked: argparse.Namespace) -> tuple[TrainBackend, TokenObjective]:
     registry = Registry()
     resolved = registry.resolve(groups.BACKENDS, asked.backend, where="backend")
     backend: TrainBackend = resolved.driver.build(bind(resolved, options, where="backend"))
@@ -163,6 +163,11 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
             seed=0,
         )
     )
+    return backend, objective
+
+
+def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace) -> dict[str, object]:
+    backend, objective = set_up(options, folder, asked)
     shape = ModelShape.from_config(SHAPES[asked.shape])
     step_s, score_s, work = [], [], 0.0
     for step in range(asked.warmup + asked.steps):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from slime_core.config.run import DebugConfig
+from slime_core.contracts.needs import Need
 from slime_core.types.batch import Batch
 from slime_core.types.sample import Sample
 
@@ -21,6 +23,8 @@ EVAL_AXIS: Final = "eval/step"
 ZERO_STD_FRAC: Final = "rollout/zero_std/frac"
 REPETITION_CHARS: Final = 10_000
 REPETITION_RATIO: Final = 10.0
+METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
+"""Columns whose metric has another name."""
 BINARY_REWARDS: Final = ((0.0, 1.0), (-1.0, 1.0))
 """Pairs (fail, pass)."""
 
@@ -154,20 +158,21 @@ def step_rollout_metrics(
     batch: Batch,
     samples: Sequence[Sample],
     version: int,
-    entropy: npt.NDArray[np.float32] | None = None,
+    columns: Mapping[str, npt.NDArray[np.float32]] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """All rollout metrics of a step. asked: enables those that are off by default."""
+    """All rollout metrics of a step. asked: enables those that are off by default. columns: (M,) each, by `Need`."""
     metrics = {
         **rollout_metrics(batch, version),
         **group_metrics(batch),
         **repetition_metrics(samples),
         **reward_part_metrics(samples, "rollout/reward_part"),
         **count_metrics(samples, "rollout/count"),
+        **column_metrics(batch, {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}),
     }
     if asked.log_passrate:
         metrics |= pass_rate_metrics(batch, always=True)
     if asked.log_correct_samples:
-        metrics |= correct_metrics(batch, entropy)
+        metrics |= correct_metrics(batch, columns.get(Need.ENTROPY))
     if asked.log_multi_turn:
         metrics |= multi_turn_metrics(samples)
     if asked.log_reward_category is not None:

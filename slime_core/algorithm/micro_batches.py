@@ -55,8 +55,7 @@ def plan_step(
 
     Ranks that gather weights or exchange tokens inside a micro-batch wait for each other, so a step takes as long as the
     costliest m-th micro-batch of any rank, summed over m. With `balance`, the costs (forward FLOPs) of the m-th micro-batches
-    are nearly equal, and so are the ranks' sums. Without, samples are packed by first fit in order, and
-    ranks take micro-batches in turn.
+    are nearly equal, and so are the ranks' sums. Without, samples are packed by first fit in order, and dealt in turn.
 
     Every sample is placed once. All ranks have equally many micro-batches, the fewest that hold the samples; some are empty if
     there are not enough samples. `prompts`, (len(lengths),): neighbours with equal numbers share a prompt, and are placed
@@ -88,6 +87,8 @@ def level(
     samples: Int64, lengths: Int64, costs: Float64, limits: MicroBatchLimits, multiple: int, prompts: Int64 | None
 ) -> list[Int64]:
     """Micro-batches of nearly equal cost, as few as a multiple of `multiple` allows."""
+    if not len(samples):
+        return divide([], lengths, multiple)
     by_tokens = limits.max_tokens is not None
     room = limits.max_tokens if limits.max_tokens is not None else limits.max_samples
     sizes = lengths[samples] if by_tokens else np.ones(len(samples), np.int64)
@@ -97,10 +98,7 @@ def level(
     if prompts is not None:
         together = parts_of_prompts(prompts[samples], sizes, total // (count * ITEMS_OF_A_MICRO_BATCH))
         starts = together if len(together) >= count else starts
-    if len(samples):
-        sizes, item_costs = np.add.reduceat(sizes, starts), np.add.reduceat(costs[samples], starts)
-    else:
-        item_costs = costs[samples]
+    sizes, item_costs = np.add.reduceat(sizes, starts), np.add.reduceat(costs[samples], starts)
     order = np.argsort(-item_costs, kind="stable")
     items = np.split(samples, starts[1:])
     while True:

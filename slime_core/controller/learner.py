@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
@@ -16,24 +15,22 @@ from slime_core.algorithm.advantages import AdvantageConfig, CreditedBatch, comp
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.learning_signal import no_signal
 from slime_core.algorithm.loss_weights import split_steps
-from slime_core.algorithm.metrics import column_metrics, step_metrics, step_rollout_metrics
+from slime_core.algorithm.metrics import METRIC_OF_COLUMN, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
 from slime_core.algorithm.nonfinite import mask_samples, name_samples, nonfinite_samples
 from slime_core.config.bound import BoundAlgo, BoundRun
-from slime_core.config.roles import RolePlan, Scoring
+from slime_core.config.roles import RolePlan
 from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
+from slime_core.controller.role_task import RoleReport, RoleTask, dispatch_to, join_steps, require_finite, score_teacher
 from slime_core.data.train_data import read_train_data, train_data_file
-from slime_core.errors import NonfiniteWeights, RolloutError, TrainingError
+from slime_core.errors import RolloutError, TrainingError
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.train_group import Dispatch, TrainGroup
-
-METRIC_OF_COLUMN: Final = {"old_log_probs": "log_probs"}
-"""Columns whose metric has another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +98,6 @@ def advantage_config(run: BoundRun, algo: BoundAlgo) -> AdvantageConfig:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoleTask:
-    """A role's part in one rollout batch."""
-
-    plan: RolePlan
-    trainers: TrainGroup
-    rollout_id: int
-
-    @property
-    def trains(self) -> bool:
-        """False in its idle steps."""
-        return self.rollout_id >= self.plan.idle_steps
-
-    @property
-    def scoring(self) -> list[Scoring]:
-        return [scoring for scoring in self.plan.scoring if self.trains or scoring.by_others]
-
-
 class Learner:
     """Trains the roles; counts consecutive steps of each that had to be skipped."""
 
@@ -168,10 +147,11 @@ class Learner:
         self._before_steps()
         # In the opposite order of scoring: devices that several share are still with the role that was scored last.
         trained = await asyncio.gather(
-            *(train_role(task, dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
+            *(task.train(dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
         )
         ended = time.perf_counter()
         require_finite(rollout_id, trained)
+        samples = [sample for group in groups for sample in group.samples]
         return await asyncio.to_thread(
             lambda: TrainReport(
                 version=version + 1,
@@ -183,8 +163,11 @@ class Learner:
                     ],
                     trained,
                 ),
-                rollout=self._rollout_metrics(batch, groups, version, {**columns, **scores})
-                | {**credited.metrics, **counts},
+                rollout={
+                    **step_rollout_metrics(self._plan.logged, batch, samples, version, {**columns, **scores}),
+                    **credited.metrics,
+                    **counts,
+                },
                 perf={
                     "perf/score_time": scored - started,
                     "perf/train_time": ended - started,
@@ -209,16 +192,6 @@ class Learner:
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         return batch, recorded, step_of_sample, dispatch_to(tasks, batch, step_of_sample)
 
-    def _rollout_metrics(
-        self, batch: Batch, groups: Sequence[SampleGroup], version: int, columns: Mapping[str, Float32]
-    ) -> dict[str, float]:
-        samples = [sample for group in groups for sample in group.samples]
-        named = {METRIC_OF_COLUMN.get(name, name): column for name, column in columns.items()}
-        return {
-            **step_rollout_metrics(self._plan.logged, batch, samples, version, columns.get(Need.ENTROPY)),
-            **column_metrics(batch, named),
-        }
-
     def _speeds(
         self, batch: Batch, training_s: float, scoring_s: Mapping[str, float], trained: Sequence[RoleReport]
     ) -> dict[str, float]:
@@ -239,7 +212,7 @@ class Learner:
         """The columns that the roles and the teacher's engines compute at the same time, and the seconds that each took."""
         columns: dict[str, Float32] = {}
         seconds: dict[str, float] = {}
-        work = [score_role(task, dispatches[task.plan.name]) for task in tasks if task.scoring]
+        work = [task.score(dispatches[task.plan.name]) for task in tasks if task.scoring]
         if self._teacher is not None:
             work.append(score_teacher(self._teacher, batch))
         for of_role, took in await asyncio.gather(*work):
@@ -333,90 +306,3 @@ class Learner:
                         f"and what was trained before is saved; lower --{role.plan.metric_prefix}lr or look at the rewards."
                     )
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleReport:
-    """The metrics of one role's training."""
-
-    plan: RolePlan
-    steps: Sequence[Mapping[str, float]]
-    """Metrics of each optimizer step, without prefix."""
-    nonfinite: str | None
-    """See `StepReport.nonfinite`."""
-    seconds: float
-
-
-def require_finite(rollout_id: int, trained: Sequence[RoleReport]) -> None:
-    """NonfiniteWeights if a step of a role left something that is not finite."""
-    for role in trained:
-        if role.nonfinite is not None:
-            last = role.steps[-1]
-            raise NonfiniteWeights(
-                f"step {rollout_id}: {role.nonfinite} after optimizer step {len(role.steps)} of the {role.plan.name} "
-                f"(learning rate {last['lr-pg_0']:g}, norm of the gradient {last['grad_norm']:g}). These weights are not "
-                f"saved, and no engine gets them. Lower --{role.plan.metric_prefix}lr."
-            )
-
-
-def dispatch_to(tasks: Sequence[RoleTask], batch: Batch, step_of_sample: Int64) -> dict[str, Dispatch]:
-    """The dispatched batch of every role that scores or trains it, by the role's name."""
-    requested = [task for task in tasks if task.trains or task.scoring]
-    plain = replace(batch, routed_experts=None)
-    return {
-        task.plan.name: task.trainers.dispatch(
-            batch if task.plan.routing_replay is RoutingReplay.ROLLOUT else plain, step_of_sample
-        )
-        for task in requested
-    }
-
-
-async def score_role(task: RoleTask, dispatch: Dispatch) -> tuple[dict[str, Float32], dict[str, float]]:
-    """The columns that this role fills, and the seconds that each took."""
-    columns: dict[str, Float32] = {}
-    seconds: dict[str, float] = {}
-    async with task.trainers.turn():
-        for scoring in task.scoring:
-            began = time.perf_counter()
-            scores = await task.trainers.score(dispatch, weights=scoring.weights)
-            columns[scoring.column.value] = scores[scoring.output]
-            seconds[scoring.column.value] = time.perf_counter() - began
-    return columns, seconds
-
-
-async def score_teacher(teacher: TeacherClient, batch: Batch) -> tuple[dict[str, Float32], dict[str, float]]:
-    """Like `score_role`, with the teacher's engines."""
-    began = time.perf_counter()
-    column = await teacher.log_probs(batch)
-    name = Need.TEACHER_LOGPROBS.value
-    return {name: column}, {name: time.perf_counter() - began}
-
-
-async def train_role(task: RoleTask, dispatch: Dispatch, columns: TokenColumns, refresh: bool) -> RoleReport:
-    """Takes the optimizer steps of one role; with `refresh` then updates its frozen copies."""
-    async with task.trainers.turn():
-        began = time.perf_counter()
-        trained = await task.trainers.train(dispatch, columns.only(task.plan.columns), task.rollout_id)
-        for name in task.plan.updated_frozen_models if refresh and trained.nonfinite is None else ():
-            await task.trainers.call_all("update_frozen_model", name)
-        return RoleReport(
-            plan=task.plan,
-            steps=trained.metrics,
-            nonfinite=trained.nonfinite,
-            seconds=time.perf_counter() - began,
-        )
-
-
-def join_steps(
-    of_driver: Sequence[Sequence[Mapping[str, float]]], trained: Sequence[RoleReport]
-) -> tuple[Mapping[str, float], ...]:
-    """Metrics of each optimizer step under the names that trackers see. All roles take equally many steps. `of_driver`:
-    what was computed here, several kinds of it."""
-    joined: list[dict[str, float]] = [{} for _ in trained[0].steps]
-    for kind in of_driver:
-        for number, metrics in enumerate(kind):
-            joined[number] |= {f"train/{name}": value for name, value in metrics.items()}
-    for role in reversed(trained):
-        for number, metrics in enumerate(role.steps):
-            joined[number] |= {f"train/{role.plan.metric_prefix}{name}": value for name, value in metrics.items()}
-    return tuple(joined)

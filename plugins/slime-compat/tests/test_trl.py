@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from slime_compat.config import TrlRewardConfig
-from slime_compat.plugin import TrlReward
 from slime_compat.run_document import run_file
 from slime_compat.trl.command import translated
 from slime_compat.trl.defaults import DEFAULTS
+from slime_compat.trl.plugin import TrlReward
 from slime_core.contracts.example import RewardExample
 from slime_core.errors import ConfigError, PluginError, RewardError
 from slime_plugin_kit.groups import group_of

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from slime_compat.config import VerlRewardConfig
-from slime_compat.plugin import VerlReward
 from slime_compat.run_document import run_file
 from slime_compat.verl import settings
 from slime_compat.verl.command import translated
 from slime_compat.verl.defaults import DEFAULTS
+from slime_compat.verl.plugin import VerlReward
 from slime_core.contracts.example import RewardExample
 from slime_core.errors import ConfigError, PluginError, RewardError
 from slime_plugin_kit.groups import group_of

@@ -498,7 +498,7 @@ def test_a_delta_is_small_and_a_wrong_base_gets_everything(ranks, stack):
     assert all(engine.holds(tensors) for engine in engines)
     # One engine reports other weights, another one is a new process.
     tensors["a.w"][5, 5] = 7
-    engines[0].partner._identity = "other"
+    engines[0].partner.server.identity = "other"
     assert rank.send(tensors, 3, *engines).bytes_sent > whole
     assert all(engine.holds(tensors) for engine in engines)
     tensors["a.w"][5, 5] = 8

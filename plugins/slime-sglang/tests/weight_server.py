@@ -10,24 +10,19 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-import xxhash
-from safetensors.torch import load_file
-from torch import Tensor
 
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
-from slime_transports.delta_code import BITS, changed, decompress
-from slime_transports.flattened_bucket import FlattenedBucket, flatten
-from slime_transports.folder import WRONG_BASE, DamagedWeights, Manifest, read_manifest, verify_whole
+from slime_transports.flattened_bucket import flatten
+from slime_transports.folder import DamagedWeights
+from slime_transports.in_process_server import InProcessServer
+from slime_transports.receiver import GroupPlace
 
-JOINED_S: Final = 20.0
 PLAIN: Final = ("torch", "types", "functools", "collections")
 
 
@@ -48,11 +43,8 @@ class FakeServer:
         """Paths, in order."""
         self.server_info: Mapping[str, Any] = {}
         """Its response to /server_info."""
-        self.groups: dict[str, dist.ProcessGroupGloo] = {}
-        self._receive = receive
-        self._index = 0
-        self._held: dict[str, Tensor] = {}
-        self._identity: str | None = None
+        self.server = InProcessServer(receive)
+        self.groups = self.server.groups
 
     def respond(self, path: str, body: Mapping[str, Any]) -> str:
         """Handles a call, and returns its message. Raises EngineError or DamagedWeights to refuse it."""
@@ -75,13 +67,18 @@ class FakeServer:
             raise EngineError(f"Unsupported action={body['action']!r}")
 
     def _join(self, body: Mapping[str, Any]) -> None:
-        name, limit = body["group_name"], timedelta(seconds=JOINED_S)
+        name = body["group_name"]
         if name in self.groups:
             raise EngineError(f"group {name} exists already")
-        store: dist.Store = dist.TCPStore(body["master_address"], body["master_port"], timeout=limit)
-        for prefix in (name, f"{name}/", "cpu/"):
-            store = dist.PrefixStore(prefix, store)
-        self.groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], limit)
+        place = GroupPlace(
+            name=name,
+            address=body["master_address"],
+            port=body["master_port"],
+            backend="gloo",
+            first_rank=body["rank_offset"],
+            size=body["world_size"],
+        )
+        self.server.join(place)
 
     def _leave(self, body: Mapping[str, Any]) -> None:
         if self.groups.pop(body["group_name"], None) is None:
@@ -92,9 +89,7 @@ class FakeServer:
             (name, torch.empty(shape, dtype=getattr(torch, dtype)))
             for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
         ]
-        bucket = flatten(tensors, index=0, last=False)
-        self.groups[body["group_name"]].broadcast([bucket.data], dist.BroadcastOptions()).wait()
-        self._take(dict(bucket.tensors()), body.get("weight_version"))
+        self.server.take_broadcast(body["group_name"], flatten(tensors, index=0, last=False), version_in(body))
 
     def _tensor(self, body: Mapping[str, Any]) -> None:
         found = Restricted(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0]))).load()
@@ -103,55 +98,16 @@ class FakeServer:
             meta.name: flat[meta.start_idx : meta.end_idx].clone().view(meta.dtype).view(meta.shape)
             for meta in found["metadata"]
         }
-        self._take(tensors, body.get("weight_version"))
+        self.server.take(tensors, version_in(body))
 
     def _disk(self, body: Mapping[str, Any]) -> None:
-        folder = Path(body["model_path"])
-        manifest = read_manifest(folder)
-        if manifest.base is not None and manifest.base != self._identity:
-            raise DamagedWeights(f"version {manifest.version} is {WRONG_BASE}")
-        if manifest.base is None:
-            verify_whole(folder, manifest)
-        self._identity = None
-        for number, entry in enumerate(manifest.buckets):
-            last = number == len(manifest.buckets) - 1
-            if manifest.base is None:
-                tensors = load_file(folder / entry.file)
-                tensors = {name: tensors[name] for name in entry.names}
-            else:
-                tensors = self._changed(folder, manifest, number)
-            self._held.update(tensors)
-            self._take(tensors, body["weight_version"] if last else None)
-        self._identity = manifest.identity
+        self.server.load_folder(Path(body["model_path"]), int(body["weight_version"]))
 
-    def _changed(self, folder: Path, manifest: Manifest, number: int) -> dict[str, Tensor]:
-        entry = manifest.buckets[number]
-        content = (folder / entry.file).read_bytes()
-        if xxhash.xxh3_64_hexdigest(content) != entry.checksum:
-            raise DamagedWeights(f"bucket {number} is damaged")
-        bucket: FlattenedBucket = flatten([(name, self._held[name]) for name in entry.names], index=0, last=False)
-        for width, start, end, positions, values in changed(
-            decompress(content, entry.parts), bucket.dtypes, bucket.ends, bucket.data.device
-        ):
-            bucket.data[start:end].view(BITS[width])[positions] = values
-        return dict(bucket.tensors())
 
-    def _take(self, tensors: Mapping[str, Tensor], version: str | None) -> None:
-        bucket = flatten(list(tensors.items()), index=self._index, last=version is not None)
-        data = bucket.data.numpy()
-        index, self._index = self._index, 0 if bucket.last else self._index + 1
-        self._receive(
-            Bucket(
-                version=-1 if version is None else int(version),
-                index=index,
-                last=bucket.last,
-                names=bucket.names,
-                dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in bucket.dtypes),
-                shapes=bucket.shapes,
-                data=data,
-                checksum=xxhash.xxh3_64_hexdigest(data.data),
-            )
-        )
+def version_in(body: Mapping[str, Any]) -> int | None:
+    """Only the last bucket has one."""
+    version = body.get("weight_version")
+    return None if version is None else int(version)
 
 
 @contextmanager

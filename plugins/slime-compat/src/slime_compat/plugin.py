@@ -18,8 +18,6 @@ from slime_compat.config import (
     CompatSourceConfig,
     CompatTrainerHooksConfig,
     OldFunctionConfig,
-    TrlRewardConfig,
-    VerlRewardConfig,
 )
 from slime_core.contracts.advantage import AdvantageDriver, AdvantageEstimator
 from slime_core.contracts.collector import Collector, CollectorDriver, RolloutOptions
@@ -362,57 +360,3 @@ class CompatDump(CollectorDriver):
         shape = CollectorExample(options={"path": str(folder / "{rollout_id}.pt")})
         write_example(folder, shape.num_steps, shape.rollout_batch_size, shape.n_samples_per_prompt)
         return [shape]
-
-
-class VerlReward(RewardDriver):
-    """A reward function of verl: (data_source, solution_str, ground_truth, extra_info) to a number, or a dict with `score`."""
-
-    Config = VerlRewardConfig
-    reward_key: ClassVar[str | None] = "score"
-
-    @classmethod
-    def build(cls, config: VerlRewardConfig) -> Reward:
-        from slime_compat.verl.reward import VerlFunctionReward
-
-        return VerlFunctionReward(config)
-
-    @classmethod
-    def examples(cls, folder: Path) -> Sequence[Example]:
-        file = folder / "score.py"
-        file.write_text(
-            "def compute_score(data_source, solution_str, ground_truth, extra_info=None, right=1.0):\n"
-            "    return right * (solution_str == ground_truth)\n"
-        )
-        return [
-            RewardExample(
-                options={"path": str(file), "reward_kwargs": {"right": 2.0}},
-                prompt="2+2=",
-                metadata={"data_source": "sums", "reward_model": {"ground_truth": "4"}},
-                responses=("4", "5", ""),
-                rewards=(2.0, 0.0, 0.0),
-            )
-        ]
-
-
-class TrlReward(RewardDriver):
-    """A reward function of TRL: (prompts, completions, **columns) to a list of numbers."""
-
-    Config = TrlRewardConfig
-
-    @classmethod
-    def build(cls, config: TrlRewardConfig) -> Reward:
-        from slime_compat.trl.reward import TrlFunctionReward
-
-        return TrlFunctionReward(config)
-
-    @classmethod
-    def examples(cls, folder: Path) -> Sequence[Example]:
-        return [
-            RewardExample(
-                options={"path": "slime_compat.written_before.equals_solution"},
-                prompt="2+2=",
-                metadata={"solution": "4"},
-                responses=("4", "5", ""),
-                rewards=(1.0, 0.0, 0.0),
-            )
-        ]

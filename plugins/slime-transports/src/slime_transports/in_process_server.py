@@ -39,15 +39,16 @@ class InProcessServer:
         self._receive = receive
         self._index = 0
         self._held: dict[str, Tensor] = {}
-        self._identity: str | None = None
+        self.identity: str | None = None
+        """Of the weights that it has, if they came as files."""
 
     def load_folder(self, folder: Path, version: int) -> None:
         manifest = read_manifest(folder)
-        if manifest.base is not None and manifest.base != self._identity:
+        if manifest.base is not None and manifest.base != self.identity:
             raise Refused(f"version {manifest.version} is {WRONG_BASE}")
         if manifest.base is None:
             verify_whole(folder, manifest)
-        self._identity = None
+        self.identity = None
         for number, entry in enumerate(manifest.buckets):
             if manifest.base is None:
                 tensors = load_file(folder / entry.file)
@@ -56,7 +57,7 @@ class InProcessServer:
                 tensors = self._changed(folder, manifest, number)
             self._held.update(tensors)
             self.take(tensors, version if number == len(manifest.buckets) - 1 else None)
-        self._identity = manifest.identity
+        self.identity = manifest.identity
 
     def _changed(self, folder: Path, manifest: Manifest, number: int) -> dict[str, Tensor]:
         entry = manifest.buckets[number]
