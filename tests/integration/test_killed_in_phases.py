@@ -176,16 +176,9 @@ def test_it_ends_as_if_it_had_not_been_killed(tiny: TinyRun, launcher: str, mode
     assert found.read_bytes() == expected.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "phases"),
-    [
-        pytest.param("local", EVERY, id="local"),
-        pytest.param("ray", ("update_weights",), marks=pytest.mark.ray, id="ray-update-weights"),
-        pytest.param("ray", EVERY, marks=[pytest.mark.ray, pytest.mark.hand], id="ray"),
-    ],
-)
-def test_no_prompt_is_lost_and_none_is_trained_twice(tiny: TinyRun, launcher: str, phases: tuple[str, ...]) -> None:
-    killed_in_each_phase(tiny, (*WORDS, *MODES["partial"], "--launcher", launcher), phases)
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.hand])])
+def test_no_prompt_is_lost_and_none_is_trained_twice(tiny: TinyRun, launcher: str) -> None:
+    killed_in_each_phase(tiny, (*WORDS, *MODES["partial"], "--launcher", launcher), EVERY)
     run = tiny.runs / "tiny"
     trained: Counter[int] = Counter()
     responses: Counter[int] = Counter()

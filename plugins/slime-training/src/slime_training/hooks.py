@@ -1,7 +1,7 @@
 """Hooks of trainers: what other distributions have called in the processes of the trainer's ranks.
 
-A distribution registers a driver in one of the two entry-point groups. A table of the run file (`backend.hooks`, `sync.post_write_hook`)
-names it and has its options.
+A distribution registers a driver in one of the two entry-point groups. A table of the run file (`backend.hooks`,
+`sync.post_write_hook`) names it and has its options.
 """
 
 from __future__ import annotations
