@@ -120,6 +120,7 @@ def test_weights_are_quantized_by_vllm_alone():
     ("options", "text"),
     [
         ({"quantization": "fp8"}, 'engine.quantization = "fp8": vLLM for CPUs has no float8 kernels'),
+        ({"enable_chunked_prefill": True}, "engine.enable_chunked_prefill: on a CPU, vLLM dies of a prompt that is"),
         ({"spec_method": "ngram"}, "engine.spec_method: with drafts, vLLM for CPUs returns log-probs that are not"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from vllm_setup import differences, load, require_close
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, logits_of, named_weights
@@ -58,6 +59,27 @@ async def test_log_probs_are_of_what_was_sampled_from(attached, model):
             plain, request.token_ids.tolist(), response.token_ids.tolist(), 0.8, WAYS[request.request_id][1]
         )
         assert np.abs(response.log_probs - true).max() < CLOSE, request.request_id
+
+
+async def test_prompts_that_fill_more_than_one_batch(attached, model):
+    """Of 12 prompts some do not fit into the first batch of prompts. Cut in two, one ends a server on a CPU."""
+    draw = np.random.default_rng(0)
+    requests = [
+        GenerateRequest(
+            request_id=f"long/{number}",
+            token_ids=draw.integers(5, 20, size=700, dtype=np.int32),
+            sampling=SamplingParams(max_new_tokens=2, min_new_tokens=2),
+            seed=number,
+        )
+        for number in range(12)
+    ]
+    async with attached() as engine:
+        await load(engine, named_weights(load_plain(model, torch.float32)), 0)
+        responses = await engine.generate(requests)
+    assert [len(response.token_ids) for response in responses] == [2] * 12
+    require_close(
+        np.concatenate([differences(load_plain(model), *pair) for pair in zip(requests, responses, strict=True)])
+    )
 
 
 async def test_a_penalty_counts_the_tokens_from_before_an_update(attached, served, model):

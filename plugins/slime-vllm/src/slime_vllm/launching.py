@@ -28,6 +28,8 @@ EXTENSION: Final = "slime_vllm_server.worker.WorkerExtension"
 BACKEND: Final = "slime"
 """Of vLLM's weight transfers, the one that the extension registers."""
 MAX_SEQUENCES_ON_CPU: Final = 256
+MIN_BATCH_ON_CPU: Final = 4096
+"""Tokens."""
 
 
 def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
@@ -59,6 +61,10 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         options |= {
             "enforce_eager": True,
             "max_num_seqs": min(setup.max_batch, MAX_SEQUENCES_ON_CPU),
+            # The server dies of a prompt that is computed in two steps: a draw with a seed is taken back then, which torch's
+            # generator of a CPU cannot do.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(setup.max_context_len, MIN_BATCH_ON_CPU),
             "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
         }
     if setup.offload and not on_cpu:

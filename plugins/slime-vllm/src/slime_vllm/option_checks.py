@@ -88,6 +88,11 @@ def problem_of_device(config: Any, device: str) -> str | None:
     asked = getattr(config, "quantization", None)
     if device == "cpu" and asked in AT_LOAD:
         return f'engine.quantization = "{asked}": vLLM for CPUs has no float8 kernels. Omit it.'
+    if device == "cpu" and getattr(config, "enable_chunked_prefill", None):
+        return (
+            "engine.enable_chunked_prefill: on a CPU, vLLM dies of a prompt that is computed in several steps, with the seeds "
+            "that a run's requests have. Omit it."
+        )
     if device == "cpu" and (drafts := next((name for name in DRAFTS if getattr(config, name, None)), None)):
         return (
             f"engine.{drafts}: with drafts, vLLM for CPUs returns log-probs that are not those of its tokens (some are below "
