@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_models.new_model import new_model
+from slime_models.new_model import ModelSizes, new_model
+from slime_models.new_vision_model import VisionSizes, new_vision_model
 from slime_plugin_kit.event_loop import BackgroundLoop
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_serving.interpreter import program_in
@@ -96,6 +97,18 @@ def model(tmp_path_factory):
     """With tied embeddings: vLLM's head is a parameter of its own. Runs with other weights of these sizes attach too."""
     folder = tmp_path_factory.mktemp("model") / "tied"
     new_model(folder, "qwen3", SIZES, alphabet=CHARACTERS, seed=3, initializer_range=0.3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory):
+    """A Qwen3-VL with heads of 32 elements."""
+    folder = tmp_path_factory.mktemp("model") / "vision"
+    sizes = ModelSizes(hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, intermediate_size=64, max_length=256)
+    vision = VisionSizes(
+        hidden_size=64, num_layers=2, num_heads=2, intermediate_size=48, patch_size=4, max_pixels=24 * 24
+    )
+    new_vision_model(folder, sizes, vision, alphabet=CHARACTERS, seed=3, initializer_range=0.3)
     return folder
 
 
