@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from vllm_setup import asked, differences, require_close
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, logits_of, named_weights
@@ -83,3 +84,15 @@ async def test_a_penalty_counts_the_tokens_from_before_an_update(attached, serve
     tokens = response.token_ids.tolist()[: after + 8]
     true = expected(load_plain(model), [5, 6, *tokens[:after]], tokens[after:], 1.0, WAYS["repetition_penalty"][1])
     assert np.abs(response.log_probs[after : after + 8] - true).max() < CLOSE
+
+
+async def test_prompts_that_do_not_fit_into_one_step(attached, served, model):
+    """vLLM for CPUs dies of a prompt that it reads in two steps, if the request has a seed."""
+    served.renew()
+    plain = load_plain(model)
+    rng = np.random.default_rng(3)
+    requests = [asked(f"long-{seed}", rng.integers(4, 24, 900), seed, max_new_tokens=4) for seed in range(4)]
+    async with attached() as engine:
+        responses = await engine.generate(requests)
+    for request, response in zip(requests, responses, strict=True):
+        require_close(differences(plain, request, response))

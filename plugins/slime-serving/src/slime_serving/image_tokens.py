@@ -42,7 +42,8 @@ class ImageTokens:
         """`token_ids` with each run of image tokens replaced by one."""
         is_image = token_ids == self.image
         again = np.concatenate([[False], is_image[1:] & is_image[:-1]])
-        return token_ids[~again]
+        kept: npt.NDArray[np.int32] = token_ids[~again]
+        return kept
 
     def problem(self, request: GenerateRequest) -> str | None:
         """Why a request cannot be sent; None if it can."""
