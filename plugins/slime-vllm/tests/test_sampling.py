@@ -91,7 +91,7 @@ async def test_prompts_that_do_not_fit_into_one_step(attached, served, model):
     served.renew()
     plain = load_plain(model)
     rng = np.random.default_rng(3)
-    requests = [asked(f"long-{seed}", rng.integers(4, 24, 900), seed, max_new_tokens=4) for seed in range(4)]
+    requests = [asked(f"long-{seed}", rng.integers(4, 24, 1900), seed, max_new_tokens=4) for seed in range(8)]
     async with attached() as engine:
         responses = await engine.generate(requests)
     for request, response in zip(requests, responses, strict=True):
