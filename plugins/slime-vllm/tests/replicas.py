@@ -1,5 +1,5 @@
-"""One server with two replicas of the model, by every transport. It starts a server of its own, for a minute and a half: run it by
-hand, pytest plugins/slime-vllm/tests/replicas.py"""
+"""One server with two replicas of the model, by every transport. Its server takes a minute and a half to start, so this is run
+by hand: pytest plugins/slime-vllm/tests/replicas.py"""
 
 import asyncio
 import re
