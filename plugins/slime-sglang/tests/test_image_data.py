@@ -17,8 +17,8 @@ from slime_core.types.completion import FinishReason, GenerateRequest, SamplingP
 from slime_models.media.image_processor import ImageProcessor
 from slime_plugin_kit.tiny_model import make_tiny_model
 from slime_plugin_kit.tiny_vision import IMAGE_TOKEN, image_prompt, make_tiny_vision_model, noise
+from slime_serving.image_tokens import ImageTokens
 from slime_sglang.generation import SglangRunning
-from slime_sglang.image_data import ImageTokens
 from slime_sglang.launching import environment_for, options_for
 from slime_sglang.plugin import Sglang
 

@@ -1,5 +1,5 @@
-"""Servers that hang or die: the errors of an engine, and a run that continues with another one. Runs last (conftest.py): it
-ends the session's server."""
+"""Servers that hang or die: the errors of an engine, and a run that continues with another one, and has images. Runs last
+(conftest.py): it ends the session's server."""
 
 import asyncio
 import json
@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import PIL.Image
 import psutil
 import pytest
 from test_whole_run import write_run
 from vllm_setup import PYTHON, asked
 
 from slime_core.errors import EngineError
+from slime_plugin_kit.tiny_vision import noise
 
 pytestmark = pytest.mark.vllm
 
@@ -38,10 +40,27 @@ def rollout_start(event):
 '''
 
 
-def test_a_run_continues_with_another_server(model, tmp_path):
-    """From the step that it was in, with the weights of that step."""
+def write_images(folder, model):
+    """Images that the vision tower gets smaller, as they are, with colors of a palette, and a prompt without one."""
+    (folder / "small.png").write_bytes(noise(16, 24, 0).data)
+    (folder / "large.png").write_bytes(noise(40, 37, 1).data)
+    PIL.Image.open(folder / "small.png").convert("P").save(folder / "palette.png")
+    names = ("small", "large", "palette", "small")
+    rows = [{"prompt": f"{n}+<image>=", "images": [f"{name}.png"], "label": str(n)} for n, name in enumerate(names)]
+    rows.append({"prompt": "1+1=", "label": "2"})
+    rows.append({"prompt": "<image>+<image>=", "images": ["large.png", "small.png"], "label": "3"})
+    write_run(folder, model)
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = (folder / "run.toml").read_text()
+    media = 'label_key = "label", apply_chat_template = true, multimodal_keys = { image = "images" }'
+    (folder / "run.toml").write_text(text.replace('label_key = "label"', media).replace("math", "random"))
+
+
+def test_a_run_with_images_continues_with_another_server(vision_model, tmp_path):
+    """From the step that it was in, with the weights of that step; nothing is left of features by older weights, though the
+    images are the same in every step."""
     (tmp_path / "vandal.py").write_text(VANDAL)
-    write_run(tmp_path, model)
+    write_images(tmp_path, vision_model)
     words = ["--engine", "vllm", "--vllm-python", str(PYTHON), "--plugin", "vandal.py"]
     command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -62,6 +81,7 @@ def test_a_run_continues_with_another_server(model, tmp_path):
     steps = [line["metrics"] for line in logged if line["axis"] == "train/step"]
     assert len(steps) == 3
     assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in steps)
+    assert min(step["train/grad_norm"] for step in steps) > 0
 
 
 def test_an_engine_notices_that_its_servers_process_hangs_or_dies(served):

@@ -81,7 +81,7 @@ def test_external_servers_take_no_options():
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ({"num_devices": 3}, "3 devices are not a multiple of engine.servers x pipeline_parallel_size = 2"),
+        ({"num_devices": 3}, "not a multiple of engine.servers x pipeline_parallel_size x data_parallel_size = 2"),
         ({"num_devices": 2, "num_nodes": 2}, "is on one machine, and this one would be on 2"),
         ({"num_devices": 2, "routed_experts": True}, "train.use_rollout_routing_replay"),
     ],
@@ -91,11 +91,13 @@ def test_what_does_not_fit_the_run_is_a_problem(layout, text):
     assert text in problem
 
 
-def test_devices_are_shared_by_servers_and_stages(tmp_path):
-    options = options_for(
-        Vllm.Config(servers=2, pipeline_parallel_size=2), setup_for(tmp_path, tmp_path, num_devices=8), 1
-    )
+def test_devices_are_shared_by_servers_stages_and_replicas(tmp_path):
+    config = Vllm.Config(servers=2, pipeline_parallel_size=2, data_parallel_size=2)
+    setup = setup_for(tmp_path, tmp_path, num_devices=16)
+    options = options_for(config, setup, 1)
     assert (options["tensor_parallel_size"], options["pipeline_parallel_size"], options["seed"]) == (2, 2, 1)
+    assert options["data_parallel_size"] == 2
+    assert Features.of_options(options, setup).ranks == 8
     assert options["skip_tokenizer_init"]
 
 
@@ -147,10 +149,9 @@ def test_options_of_servers_that_share_devices(tmp_path):
     [
         ({"logprobs_mode": "raw_logprobs"}, "start this server with --logprobs-mode processed_logprobs."),
         ({"weight_transfer_backend": None}, '--weight-transfer-config \'{"backend": "slime"}\''),
-        ({"replicas": 2}, "without --data-parallel-size"),
         ({"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
         ({"model": "other"}, "vocab_size 9 instead of 7"),
-        ({"grammar_backend": None, "ranks": "two"}, "does not respond like vLLM with slime's extension"),
+        ({"world_size": "two"}, "does not respond like vLLM with slime's extension"),
     ],
 )
 async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_path):
@@ -161,8 +162,6 @@ async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_
         "model": "own",
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": False,
-        "ranks": 1,
-        "replicas": 1,
         "enable_prefix_caching": False,
         "grammar_backend": "auto",
         "scheduling_policy": "fcfs",
@@ -176,12 +175,16 @@ async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_
             given = options | changes
             return {"results": [given | {"model": str(tmp_path / given["model"])}]}
 
+        async def get(self, path, *, timeout_s):
+            return {"world_size": 2} | changes
+
     config = Vllm.Config(external_engine_addrs=("a:1",), pause_mode="in_place")
     setup = setup_for(tmp_path / "own", tmp_path)
     with pytest.raises(EngineError, match=re.escape(text)):
         await Features.of_all([Server()], config, setup)
     changes.clear()
-    assert (await Features.of_all([Server()], config, setup)).guided_decoding
+    found = await Features.of_all([Server()], config, setup)
+    assert (found.guided_decoding, found.ranks) == (True, 2)
 
 
 def test_counts_of_drafts():

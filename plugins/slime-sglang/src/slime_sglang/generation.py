@@ -11,13 +11,15 @@ import numpy as np
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.routed_experts import RoutedExperts
+from slime_serving.image_tokens import ImageTokens, data_url, require_all_read
 from slime_serving.running import Part, Running, column, covering_spans, version_of
 from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_sglang.experts import ExpertSizes
-from slime_sglang.image_data import ImageTokens, encoded
 
 BAD_REQUEST: Final = 400
 SEED_BITS: Final = (1 << 63) - 1
+ADVICE: Final = "Use the run's model folder for it, and do not disable SGLANG_MM_AVOID_RETOKENIZE."
+"""SGLang keeps the other token ids of a prompt with images; the variable is on by default."""
 
 
 def drafts_of(meta: Mapping[str, Any], written: int) -> SpecDecodeStats:
@@ -88,7 +90,7 @@ class SglangRunning(Running):
         }
         if self.image_tokens is not None:
             body["input_ids"] = np.ascontiguousarray(self.image_tokens.collapsed(tokens))
-            body["image_data"] = encoded(request.images)
+            body["image_data"] = [data_url(image.data) for image in request.images]
         return body
 
     @property
@@ -121,12 +123,8 @@ class SglangRunning(Running):
             raise
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise self.invalid(server, reply, error) from error
-        if prompt_tokens is not None and prompt_tokens != sent and reason is not FinishReason.ABORT:
-            raise EngineRefused(
-                f"{server}: it read {prompt_tokens} tokens, but request {self.request.request_id} has {sent}: it computes "
-                "other image features than the run, or tokenizes the prompt again. Use the run's model folder for it, and do "
-                "not disable SGLANG_MM_AVOID_RETOKENIZE."
-            )
+        if prompt_tokens is not None and reason is not FinishReason.ABORT:
+            require_all_read(prompt_tokens, sent, self.request.request_id, server, ADVICE)
         self.add(part, expected_version=expected_version, server=server)
         self.drafts = self.drafts + drafts_of(meta, len(rows))
         self.routed_experts += routed

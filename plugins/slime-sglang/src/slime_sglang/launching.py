@@ -15,13 +15,13 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
 from slime_serving.devices import DEVICES, devices_of
+from slime_serving.image_tokens import ImageTokens
 from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_serving.start import RESPONSE_S, start_until_up
 from slime_sglang.config import SglangOptions, options_of_role, role_of, server_options
 from slime_sglang.connection import SglangConnection
-from slime_sglang.image_data import ImageTokens
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
 from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD

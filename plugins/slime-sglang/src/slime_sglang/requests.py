@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_serving.image_tokens import ImageTokens
 from slime_serving.requests import AcceptedRequests, vocab_size_of
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.generation import SglangRunning
-from slime_sglang.image_data import ImageTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

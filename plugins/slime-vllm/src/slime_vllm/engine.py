@@ -16,6 +16,7 @@ from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
 from slime_vllm.features import Features
 from slime_vllm.held_weights import VllmWeights
+from slime_vllm.images import SentImages
 from slime_vllm.option_checks import problem_of_device
 from slime_vllm.receiver import VllmReceiver
 from slime_vllm.requests import VllmRequests
@@ -40,6 +41,7 @@ class VllmEngine(ServingEngine[VllmServers]):
         super().__init__("vllm", VllmServers(config))
         self._config = config
         self._features: Features | None = None
+        self._images: SentImages | None = None
         self._dropped = False
         """The weights were dropped when it slept."""
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
@@ -52,11 +54,13 @@ class VllmEngine(ServingEngine[VllmServers]):
         own = not self._config.external_engine_addrs
         features = self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._held = VllmWeights(self._fleet, setup, shared=own)
+        # vLLM processes images with the tokenizer.
+        self._images = SentImages.of(setup) if features.tokenizer else None
         exact = self._config.pause_mode == "abort"
         await self._fleet.post("/init_weight_transfer_engine", {"init_info": {}})
         self._requests = RequestsInFlight(
             self._fleet,
-            VllmRequests.of(setup, features),
+            VllmRequests.of(setup, features, images=self._images, pause_mode=self._config.pause_mode),
             setup,
             # In the other modes weights change while requests run.
             expected_version=lambda: weights.given if exact else None,
@@ -70,6 +74,8 @@ class VllmEngine(ServingEngine[VllmServers]):
             offered.add(Capability.SLEEP)
         if self._features is not None and self._features.guided_decoding:
             offered.add(Capability.STRUCTURAL_TAG)
+        if self._images is not None and self._config.pause_mode == "abort":
+            offered.add(Capability.IMAGES)
         return frozenset(offered)
 
     @property

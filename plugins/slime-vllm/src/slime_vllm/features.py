@@ -21,7 +21,7 @@ SIZES: Final = ("model_type", "hidden_size", "num_hidden_layers", "num_attention
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
     ranks: int
-    """Processes that hold weights."""
+    """Processes of a server that hold weights, those of all its replicas."""
     tokenizer: bool
     prefix_caching: bool
     grammar_backend: str
@@ -36,7 +36,9 @@ class Features:
     def of_options(cls, options: Mapping[str, Any], setup: EngineSetup) -> Features:
         """Of a server that was started with these options."""
         return cls(
-            ranks=options["tensor_parallel_size"] * options.get("pipeline_parallel_size", 1),
+            ranks=options["tensor_parallel_size"]
+            * options.get("pipeline_parallel_size", 1)
+            * options.get("data_parallel_size", 1),
             tokenizer=has_tokenizer(setup),
             prefix_caching=options.get("enable_prefix_caching", True),
             grammar_backend=(options.get("structured_outputs_config") or {}).get("backend", "auto"),
@@ -64,6 +66,8 @@ class Features:
         """Raises EngineError for a server with another model, or that was started without what the README lists."""
         try:
             response = await server.post("/collective_rpc", {"method": "served_options"}, timeout_s=TIMEOUT_S)
+            # Replicas of a model without experts do not know of each other.
+            together = await server.get("/get_world_size", timeout_s=TIMEOUT_S)
         except EngineUnavailable:
             raise
         except EngineError as error:
@@ -76,12 +80,11 @@ class Features:
                     "with --logprobs-mode processed_logprobs": given["logprobs_mode"] == "processed_logprobs",
                     f'with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'': setup.transport is None
                     or given["weight_transfer_backend"] == BACKEND,
-                    "without --data-parallel-size": given["replicas"] == 1,
                 }.items()
                 if not fits
             ]
             found = cls(
-                ranks=int(given["ranks"]),
+                ranks=int(together["world_size"]),
                 tokenizer=not given["skip_tokenizer_init"],
                 prefix_caching=bool(given["enable_prefix_caching"]),
                 grammar_backend=str(given["grammar_backend"]),

@@ -10,16 +10,21 @@ import numpy as np
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason
+from slime_serving.image_tokens import require_all_read
 from slime_serving.running import Part, Running, column, covering_spans
 from slime_serving.spec_decode_stats import SpecDecodeStats
+from slime_vllm.images import SentImages
 
 SEED_BITS: Final = (1 << 63) - 1
 PREFIX: Final = "generate-tokens-"
 """vLLM puts it before the ids of requests."""
+ADVICE: Final = "Use the run's model folder for it."
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmRunning(Running):
+    images: SentImages | None = None
+    """For a request with images."""
     drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     def body(self, room: int) -> dict[str, Any]:
@@ -55,13 +60,21 @@ class VllmRunning(Running):
                 params["stop"] = list(sampling.stop)
             if sampling.stop_token_ids:
                 params["stop_token_ids"] = list(sampling.stop_token_ids)
-        return {
+        body = {
             "request_id": self.rid,
             "token_ids": self.tokens(),
             "sampling_params": params,
             "priority": -self.request.priority,
             "stream": False,
         }
+        if self.images is not None:
+            body["token_ids"] = np.ascontiguousarray(self.images.tokens.collapsed(self.tokens()))
+            body["content_parts"] = self.images.parts(self.request.images)
+        return body
+
+    def kept(self) -> int:
+        keep = Running.kept(self)
+        return keep if self.images is None else min(keep, self.images.tokens.first_in(self.token_ids))
 
     def take(self, reply: Any, *, expected_version: int | None, server: str) -> FinishReason:
         try:
@@ -77,11 +90,14 @@ class VllmRunning(Running):
                 spans=covering_spans(choice["weight_versions"] or (), len(token_ids)),
                 cached_tokens=cached_tokens(reply.get("usage") or {}),
             )
+            prompt_tokens = int(reply["usage"]["prompt_tokens"]) if self.images is not None else None
             drafts = drafts_of((reply.get("metrics") or {}).get("speculative_decoding") or {})
         except EngineError:
             raise
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise self.invalid(server, reply, error) from error
+        if prompt_tokens is not None:
+            require_all_read(prompt_tokens, len(self.tokens()), self.request.request_id, server, ADVICE)
         self.add(part, expected_version=expected_version, server=server)
         self.drafts = self.drafts + drafts
         return reason

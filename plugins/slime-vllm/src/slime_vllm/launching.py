@@ -36,7 +36,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     """vLLM's options, without the port."""
     chosen = server_options(config)
     on_cpu = setup.device == "cpu"
-    tp_size = setup.num_devices // config.servers // chosen.get("pipeline_parallel_size", 1)
+    tp_size = setup.num_devices // parts_of(config)
     options: dict[str, Any] = {
         "model": str(setup.model_path),
         "trust_remote_code": setup.trust_remote_code,
@@ -60,10 +60,10 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     if on_cpu:
         options |= {
             "enforce_eager": True,
-            "max_num_seqs": min(setup.max_batch, MAX_SEQUENCES_ON_CPU),
-            # The server dies of a prompt that is computed in two steps: a draw with a seed is taken back then, which torch's
-            # generator of a CPU cannot do.
+            # A part of a prompt that ends a step ends vLLM, if the request has a seed: it sets back the seed's generator, whose
+            # position torch has on GPUs alone.
             "enable_chunked_prefill": False,
+            "max_num_seqs": min(setup.max_batch, MAX_SEQUENCES_ON_CPU),
             "max_num_batched_tokens": max(setup.max_context_len, MIN_BATCH_ON_CPU),
             "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
         }
@@ -76,6 +76,12 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     if not has_tokenizer(setup):
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def parts_of(config: VllmOptions) -> int:
+    """Into how many equal parts an engine's devices are divided, each with tensor parallelism."""
+    chosen = server_options(config)
+    return config.servers * chosen.get("pipeline_parallel_size", 1) * chosen.get("data_parallel_size", 1)
 
 
 def has_tokenizer(setup: EngineSetup) -> bool:

@@ -58,11 +58,11 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
         )
     if layout.routed_experts:
         problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
-    parts = config.servers * (config.pipeline_parallel_size or 1)
+    parts = config.servers * (config.pipeline_parallel_size or 1) * (config.data_parallel_size or 1)
     if not config.external_engine_addrs and layout.num_devices % parts:
         problems.append(
             f"{layout.devices_flag}: an engine's {layout.num_devices} devices are not a multiple of engine.servers x "
-            f"pipeline_parallel_size = {parts}."
+            f"pipeline_parallel_size x data_parallel_size = {parts}."
         )
     return problems
 

@@ -28,6 +28,7 @@ class Vllm(StartsProgram, EngineDriver):
             Capability.VERSION_SPANS,
             Capability.SCORES,
             Capability.HTTP,
+            Capability.IMAGES,
             Capability.SLEEP,
             Capability.STRUCTURAL_TAG,
             Capability.REPETITION_PENALTY,

@@ -13,7 +13,7 @@ from slime_serving.connection import Connection
 from slime_serving.shared_bytes import SharedBytes
 from slime_transports.device_handle import DeviceHandle
 from slime_transports.flattened_bucket import FlattenedBucket
-from slime_transports.receiver import GroupPlace, Refused, WeightReceiver
+from slime_transports.receiver import GroupPlace, WeightReceiver
 from slime_vllm.connection import VllmConnection
 
 
@@ -25,12 +25,9 @@ class VllmReceiver(WeightReceiver):
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         return await self.server.post(path, body, timeout_s=self.timeout_s)
 
-    async def _ask_workers(self, method: str, **arguments: str) -> list[Any]:
-        response = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
-        try:
-            return list(response["results"])
-        except (KeyError, TypeError):
-            raise Refused(f"{self.server.name}: {method}: the response is {response!r:.300}.") from None
+    async def _ask_workers(self, method: str, **arguments: str) -> None:
+        """Raises EngineError if it fails in any worker."""
+        await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
 
     async def begin(self) -> None:
         await self._ask_workers("begin_weight_update")
@@ -44,13 +41,11 @@ class VllmReceiver(WeightReceiver):
     # ---------------------------------------------------------------- files
 
     async def require_verifies(self) -> None:
-        await self._ask_workers("problem_of_folder", folder="")
+        await self._ask_workers("require_loadable", folder="")
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """All workers read the whole folder before one of them loads any of it."""
-        found = [str(result["problem"]) for result in await self._ask_workers("problem_of_folder", folder=str(folder))]
-        if problems := dict.fromkeys(problem for problem in found if problem):
-            raise Refused(f"{self.server.name}: {'; '.join(problems)}")
+        await self._ask_workers("require_loadable", folder=str(folder))
         await self.begin()
         await self._update({"folder": str(folder)}, version)
 

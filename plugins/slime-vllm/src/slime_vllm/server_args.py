@@ -26,10 +26,10 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "trust_remote_code": "model.trust_remote_code",
         "seed": "seed",
         "max_model_len": "the model's max_position_embeddings and rollout.rollout_max_context_len",
-        "tensor_parallel_size": "launcher.rollout_num_gpus_per_engine, pipeline_parallel_size and engine.servers",
+        "tensor_parallel_size": "launcher.rollout_num_gpus_per_engine, pipeline_parallel_size, data_parallel_size and "
+        "engine.servers",
         **dict.fromkeys(
             (
-                "data_parallel_size",
                 "data_parallel_rank",
                 "data_parallel_start_rank",
                 "data_parallel_size_local",
@@ -40,7 +40,7 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
                 "data_parallel_multi_port_external_lb",
                 "data_parallel_backend",
             ),
-            "engine.servers: each server is a replica",
+            "data_parallel_size; an engine of slime-vllm is on one machine",
         ),
         "nnodes": "the launcher; an engine of slime-vllm is on one machine",
         "node_rank": "the launcher",

@@ -105,6 +105,25 @@ class ImageProcessor:
             num_tokens=int(grid.prod()) // self._patches_of_token,
         )
 
+    def resized(self, image: Image) -> bytes:
+        """A file of the picture in the size that its pixels are computed from, RGB without loss: processors that differ in how
+        they resize make equal pixels of it. The image's own file if it has this size already."""
+        picture = opened(image)
+        width, height = picture.size
+        output = self._processor(
+            images=[picture.convert("RGB")], do_rescale=False, do_normalize=False, return_tensors="np"
+        )
+        merge, side = int(self._processor.merge_size), int(self._processor.patch_size)
+        _, rows, columns = (int(count) for count in np.asarray(output["image_grid_thw"])[0])
+        if picture.mode == "RGB" and (rows * side, columns * side) == (height, width):
+            return image.data
+        values = np.asarray(output["pixel_values"]).reshape(
+            rows // merge, columns // merge, merge, merge, 3, int(self._processor.temporal_patch_size), side, side
+        )
+        # One of the two equal moments: (rows, merge, side, columns, merge, side, channels).
+        pixels = values[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)
+        return png(np.rint(pixels).astype(np.uint8))
+
     def _video_pixels(self, video: Image) -> Pixels:
         """Pixels of two frames. Patches of one picture hold it twice; here the second half is the second frame's."""
         whole = opened(video).convert("RGB")
@@ -122,6 +141,15 @@ class ImageProcessor:
             grid_thw=grid,
             num_tokens=int(grid.prod()) // self._patches_of_token,
         )
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """(rows, columns, RGB) as a file, uncompressed: compression takes longer than sending."""
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, format="PNG", compress_level=0)
+    return file.getvalue()
 
 
 def opened(image: Image) -> PIL.Image.Image:

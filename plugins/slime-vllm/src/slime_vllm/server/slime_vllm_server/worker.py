@@ -82,6 +82,10 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         self.loaded = LoadedFolder()
         self._groups: dict[str, dist.Backend] = {}
         self._open = False
+        parallel = self.parallel_config
+        # Of a model without experts, each replica's ranks begin at 0.
+        self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        """Of this worker in its server, over all replicas."""
         self._in_place = loads_in_place(self.model, self.device)
         config = self.model_config.hf_config
         self._tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
@@ -89,7 +93,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
     def init_transfer_engine(self, init_info: SlimeInit) -> None:
         if init_info.join is not None:
             place = init_info.join
-            self._groups[str(place["name"])] = join(place, self.parallel_config.rank, self.device)
+            self._groups[str(place["name"])] = join(place, self._rank, self.device)
         if init_info.leave is not None:
             self._groups.pop(init_info.leave)
 
@@ -122,7 +126,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         if update.path is not None:
             return torch.from_file(update.path, shared=True, size=update.size, dtype=torch.uint8)
         if update.payloads is not None:
-            return opened(update.payloads[self.parallel_config.rank], self.device, copies=not self._in_place)
+            return opened(update.payloads[self._rank], self.device, copies=not self._in_place)
         if update.group is not None:
             return broadcast(self._groups[update.group], update.size, self.device)
         return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
@@ -164,20 +168,20 @@ class WorkerExtension:
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
 
-    def problem_of_folder(self, folder: str) -> dict[str, str]:
-        """See `LoadedFolder.problem`."""
-        return {"problem": self.weight_transfer_engine.loaded.problem(Path(folder)) if folder else ""}
+    def require_loadable(self, folder: str) -> None:
+        """Raises ValueError with `LoadedFolder.problem`. An error, because vLLM returns what the workers of the first replica
+        return, and raises what any of them raises. Empty: nothing is asked."""
+        if folder and (problem := self.weight_transfer_engine.loaded.problem(Path(folder))):
+            raise ValueError(problem)
 
     def served_options(self) -> dict[str, Any]:
         """What the server was started with, as far as a run must know it."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
+        model, transfer = config.model_config, config.weight_transfer_config
         return {
             "model": model.model,
             "logprobs_mode": model.logprobs_mode,
             "skip_tokenizer_init": model.skip_tokenizer_init,
-            "ranks": parallel.world_size,
-            "replicas": parallel.data_parallel_size,
             "enable_prefix_caching": config.cache_config.enable_prefix_caching,
             "grammar_backend": config.structured_outputs_config.backend,
             "scheduling_policy": config.scheduler_config.policy,

@@ -1,14 +1,14 @@
-"""ImageTokens: converts requests with images to SGLang's form: each image's token once, which SGLang repeats per feature.
+"""ImageTokens: converts requests with images to the form of serving programs: each image's token once, which the program
+repeats per feature.
 
-SGLang keeps the other token ids (`SGLANG_MM_AVOID_RETOKENIZE`, on by default), and finds the position of an image by its
-token. So an image token that the model generated cannot be sent back together with images.
+Programs find the position of an image by its token. So an image token that the model generated cannot be sent back together
+with images.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.errors import EngineRefused
 from slime_core.types.completion import GenerateRequest
-from slime_core.types.image import Image
 
 KEYS: Final = ("image_token_id", "video_token_id")
 """Keys of config.json."""
@@ -27,7 +27,7 @@ KEYS: Final = ("image_token_id", "video_token_id")
 class ImageTokens:
     image: int
     all: frozenset[int]
-    """All tokens that SGLang treats as the position of an image or a video."""
+    """All tokens that mark the position of an image or a video."""
 
     @classmethod
     def of(cls, model_path: Path) -> ImageTokens | None:
@@ -42,7 +42,8 @@ class ImageTokens:
         """`token_ids` with each run of image tokens replaced by one."""
         is_image = token_ids == self.image
         again = np.concatenate([[False], is_image[1:] & is_image[:-1]])
-        return token_ids[~again]
+        kept: npt.NDArray[np.int32] = token_ids[~again]
+        return kept
 
     def problem(self, request: GenerateRequest) -> str | None:
         """Why a request cannot be sent; None if it can."""
@@ -51,7 +52,7 @@ class ImageTokens:
             return None
         return (
             f"request {request.request_id} has {len(request.images)} images, but {places} places for them in its tokens. "
-            "SGLang cannot distinguish an image's token from one that the model generated"
+            "Servers cannot distinguish an image's token from one that the model generated"
         )
 
     def first_in(self, token_ids: npt.NDArray[np.int32]) -> int:
@@ -60,6 +61,15 @@ class ImageTokens:
         return int(places[0]) if len(places) else len(token_ids)
 
 
-def encoded(images: Sequence[Image]) -> list[str]:
-    """The values of `image_data`: data URLs in base64."""
-    return [f"data:image;base64,{base64.b64encode(image.data).decode()}" for image in images]
+def require_all_read(found: int, sent: int, request_id: str, server: str, advice: str) -> None:
+    """Raises EngineRefused if the server read another number of tokens than the request has with its images' features."""
+    if found != sent:
+        raise EngineRefused(
+            f"{server}: it read {found} tokens, but request {request_id} has {sent}: it computes other image features than the "
+            f"run, or tokenizes the prompt again. {advice}"
+        )
+
+
+def data_url(content: bytes) -> str:
+    """An image file in base64."""
+    return f"data:image;base64,{base64.b64encode(content).decode()}"

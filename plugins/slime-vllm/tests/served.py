@@ -1,0 +1,69 @@
+"""Served: a running server of the tests."""
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+
+import torch
+from vllm_setup import setup_for
+
+from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
+from slime_vllm.plugin import Vllm
+
+
+class Served:
+    """A running server, without anything of ours in between."""
+
+    def __init__(self, info, model, folder, engine, background):
+        self.engine, self.run = engine, background.run
+        """The engine that started it, whose calls run in another thread."""
+        self.address, self.token, self.pid = info.address, info.token, info.pid
+        self.model, self._folder = model, folder
+        self.token_file = folder / "token"
+        self.token_file.write_text(self.token)
+
+    def ask(self, path, body=None, token=None):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+    def renew(self):
+        """The weights of the folder and the version of a start, no requests, no pause."""
+        self.run(self._load_folder())
+        self.ask("/update_weight_version", {"new_version": "default"})
+
+    async def _load_folder(self):
+        engine = self.attach()
+        await engine.start(setup_for(self.model, self._folder))
+        try:
+            await engine.pause()
+            await engine.load_bucket(*buckets_of(named_weights(load_plain(self.model, torch.float32)), 0, 1))
+            await engine.resume()
+        finally:
+            await engine.stop()
+
+    def attach(self, **options):
+        """An engine, not started, on the server."""
+        attached = {"external_engine_addrs": (self.address,), "external_engine_token_file": str(self.token_file)}
+        return Vllm.build(Vllm.Config(**(attached | options)))
+
+    async def until_generating(self, tokens=20):
+        """Waits until it has generated so many more tokens."""
+        enough = self.generated() + tokens
+        while self.generated() < enough:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0.01)
+
+    def generated(self):
+        request = urllib.request.Request(self.address + "/metrics", headers={"Authorization": f"Bearer {self.token}"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read().decode()
+        return sum(
+            float(count) for count in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+        )
