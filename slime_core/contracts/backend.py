@@ -2,7 +2,7 @@
 
 Calling order: `setup`, then any of `load`, `forward_only`, `begin_rollout`, `train_step`, `export_weights`, `save`, `sleep`,
 `wake_up`, then `close`. Between `sleep` and `wake_up` only `close` may be called, and after `sleep(keep_weights=True)` also
-`export_weights`.
+`export_weights`. `train_step` is `forward_backward`, once or more, and `optim_step`; between them only `forward_only`.
 All ranks of a role make the same calls in the same order with the same number of micro-batches.
 """
 
@@ -135,11 +135,21 @@ class TrainBackend(ABC):
     def begin_rollout(self, rollout_id: int) -> None:
         """Called before the optimizer steps of a rollout step. rollout_id: its number, from 0."""
 
-    @abstractmethod
     def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
-        """Forward and backward of every micro-batch, gradients summed over them and over all ranks (undoing any
-        averaging), clip, one optimizer step, one step of the schedule. If loss or norm is not finite, nothing changes and
-        the report has `skipped` set. Raises OutOfDeviceMemory."""
+        """One optimizer step on these micro-batches. Raises OutOfDeviceMemory."""
+        self.forward_backward(micros, objective)
+        return self.optim_step()
+
+    @abstractmethod
+    def forward_backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
+        """Forward and backward of every micro-batch; adds their gradients to those since the last `optim_step`, summed over
+        all ranks (undoing any averaging). Raises OutOfDeviceMemory, and has dropped all these gradients then."""
+
+    @abstractmethod
+    def optim_step(self) -> StepReport:
+        """Clips the gradients, then one optimizer step and one step of the schedule. If loss or norm is not finite, nothing
+        changes and the report has `skipped` set. The report has the sums of all `forward_backward` since the last one. Raises
+        TrainingError if there was none."""
 
     @abstractmethod
     def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:

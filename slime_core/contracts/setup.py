@@ -12,14 +12,14 @@ from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig
 
 
 class RoutingReplay(StrEnum):
-    """Source of the expert choices that the trained weights use in `forward_only` and `train_step`. Gates are computed from the
+    """Source of the expert choices that the trained weights use in `forward_only` and in training. Gates are computed from the
     current router's scores of these experts, so routers still learn. Frozen copies use their own choices."""
 
     RECORDED = "recorded"
-    """`forward_only` of the trained weights records their routers' choices for each of `MicroBatch.samples`, and `train_step`
+    """`forward_only` of the trained weights records their routers' choices for each of `MicroBatch.samples`, and training
     uses them; the next `forward_only` records anew."""
     ROLLOUT = "rollout"
-    """The engine's choices, `MicroBatch.routed_experts`, in `forward_only` of the trained weights and in `train_step`."""
+    """The engine's choices, `MicroBatch.routed_experts`, in `forward_only` of the trained weights and in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

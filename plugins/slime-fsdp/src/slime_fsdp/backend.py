@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_core.contracts.backend import ACTOR, Objective, ObjectiveOutput, Scores
-from slime_core.errors import ModelError
+from slime_core.errors import ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
@@ -25,13 +25,13 @@ from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.optimizer import (
-    GradientSums,
     gradient_norm,
     learning_rate,
     make_state,
     optimizer_tensors,
     scale_gradients,
 )
+from slime_fsdp.optimizer_step import OptimizerStep
 from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
@@ -81,43 +81,47 @@ class FsdpBackend(TrainerBackend[Trainer]):
         micro, plan = prepare(self._ready, self._config, whole)
         return micro, model(micro, plan, entropy)
 
-    def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
-        started = time.perf_counter()
+    def forward_backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
         trainer = self._ready
         entropy = requested_entropy(objective)
-        loss = torch.zeros((), device=trainer.placement.device)
-        sums: dict[str, Tensor] = {}
-        parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-        gradients = GradientSums(parameters)
+        if trainer.step is None:
+            trainer.step = OptimizerStep.begun(trainer.model, trainer.placement.device)
+        else:
+            trainer.step.gradients.take()
+        step = trainer.step
         for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
             with reports_out_of_memory(number - 1, self._drop_gradients):
                 result = self._backward(whole, objective, entropy)
             if number < len(micros):
-                gradients.take()
-            loss += result.loss
-            for name, value in result.sums.items():
-                sums[name] = sums[name] + value if name in sums else value
-        gradients.give()
-        norm = gradient_norm(parameters).to(loss.device)
-        finite = trainer.ranks.all_agree(loss.isfinite() & norm.isfinite())
+                step.gradients.take()
+            step.add(result)
+
+    def optim_step(self) -> StepReport:
+        trainer = self._ready
+        step, trainer.step = trainer.step, None
+        if step is None:
+            raise TrainingError("optim_step without gradients: call forward_backward first.")
+        step.gradients.give()
+        norm = gradient_norm(step.parameters).to(step.loss.device)
+        finite = trainer.ranks.all_agree(step.loss.isfinite() & norm.isfinite())
         # One transfer to the host for all metrics of the step.
         grad_norm, is_finite, *totals = torch.stack(
-            [norm.double(), finite.double(), *(value.double() for value in sums.values())]
+            [norm.double(), finite.double(), *(value.double() for value in step.sums.values())]
         ).tolist()
         lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
         nonfinite = None
         if is_finite:
-            self._step(parameters, grad_norm, lr)
+            self._step(step.parameters, grad_norm, lr)
             nonfinite = self._nonfinite()
         trainer.optimizer.zero_grad(set_to_none=True)
         return StepReport(
-            sums=dict(zip(sums, totals, strict=True)),
+            sums=dict(zip(step.sums, totals, strict=True)),
             grad_norm=grad_norm,
             lr=lr,
             skipped=not is_finite,
             nonfinite=nonfinite,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - step.began,
         )
 
     def _backward(self, whole: MicroBatch, objective: Objective, entropy: EntropyMode) -> ObjectiveOutput:
@@ -135,10 +139,12 @@ class FsdpBackend(TrainerBackend[Trainer]):
         return replace(result, loss=result.loss.detach())
 
     def _drop_gradients(self) -> None:
-        forget_iteration(self._ready.model)
-        self._ready.optimizer.zero_grad(set_to_none=True)
+        trainer = self._ready
+        trainer.step = None
+        forget_iteration(trainer.model)
+        trainer.optimizer.zero_grad(set_to_none=True)
 
-    def _step(self, parameters: list[torch.nn.Parameter], grad_norm: float, lr: float) -> None:
+    def _step(self, parameters: Sequence[torch.nn.Parameter], grad_norm: float, lr: float) -> None:
         trainer = self._ready
         limit = trainer.setup.optimizer.clip_grad
         if 0 < limit < grad_norm:
@@ -276,6 +282,7 @@ class FsdpBackend(TrainerBackend[Trainer]):
 
     def sleep(self, keep_weights: bool = False) -> None:
         trainer = self._ready
+        trainer.step = None
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()

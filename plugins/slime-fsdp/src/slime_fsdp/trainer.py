@@ -16,6 +16,7 @@ from slime_fsdp.config import FsdpConfig, layout_of
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
 from slime_fsdp.optimizer import make_optimizer
+from slime_fsdp.optimizer_step import OptimizerStep
 from slime_fsdp.packed_model import PackedModel, Placement, build_model
 from slime_fsdp.process import Ranks, join
 from slime_fsdp.sharding import Sharding
@@ -42,6 +43,8 @@ class Trainer:
     """Copies of the folder that adapters are trained on: only the adapters, for the same base."""
     refreshed: set[str]
     steps_done: int = 0
+    step: OptimizerStep | None = None
+    """Begun by `forward_backward`, and not taken yet."""
     offloader: TrainerOffloader
     staging: Staging | None = None
     checkpoint_groups: CheckpointGroups

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime_core.contracts.backend import ACTOR, Objective, Scores
+from slime_core.errors import TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_megatron import checkpoint
@@ -32,10 +33,12 @@ from slime_megatron.clipping import clip, is_finite_step
 from slime_megatron.config import MegatronOptions
 from slime_megatron.expert_counts import biases_of, forget_counts
 from slime_megatron.frozen_models import put
+from slime_megatron.gradients import add_gradients, copied_gradients
 from slime_megatron.hooks import before_log_probs, before_train_step
 from slime_megatron.micro_batch_inputs import MicroBatchInputs
 from slime_megatron.mtp import drop_embedding, fetch_embedding
 from slime_megatron.optimizer import optimizer_state, set_step
+from slime_megatron.optimizer_step import OptimizerStep
 from slime_megatron.preparation import prepare
 from slime_megatron.process import Ranks
 from slime_megatron.scaling import scale_losses
@@ -117,7 +120,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
 
         sources = [iter(works) for _ in trainer.chunks]
         with (
-            reports_out_of_memory(lambda: (len(begun) - 1) // len(sources), self._drop_step),
+            reports_out_of_memory(lambda: (len(begun) - 1) // len(sources), partial(self._drop_step, forward_only)),
             torch.no_grad() if forward_only else nullcontext(),
         ):
             found: list[Any] = get_forward_backward_func()(
@@ -138,31 +141,40 @@ class MegatronBackend(TrainerBackend[Trainer]):
     def begin_rollout(self, rollout_id: int) -> None:
         self._rollout_id, self._step_id = rollout_id, 0
 
-    def train_step(self, micros: Sequence[MicroBatch], objective: Objective) -> StepReport:
-        started = time.perf_counter()
+    def forward_backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
         trainer = self._ready
+        began = time.perf_counter()
         entropy = requested_entropy(objective)
         works = [prepare(trainer, micro, entropy, trainer.routing, ahead=True) for micro in micros]
-        # Losses are divided by the step's tokens, so that Megatron's auxiliary losses become means over them: the objective,
+        # Losses are divided by the call's tokens, so that Megatron's auxiliary losses become means over them: the objective,
         # which already is a sum over its own denominator, is multiplied by them.
         tokens = over_ranks(trainer.ranks, [work.num_tokens for work in works])
         scale_losses(trainer.config, trainer.optimizer, tokens)
         weigh_sequences(trainer, works, tokens)
         loss_fn = self._loss_fn(objective, tokens, targets_ahead(trainer, works))
+        earlier = [] if trainer.step is None else copied_gradients(trainer.chunks)
         for chunk in trainer.chunks:
             chunk.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        set_step(trainer.schedule, trainer.steps_done)
-        before_train_step(trainer, self._rollout_id, self._step_id)
+        if trainer.step is None:
+            trainer.optimizer.zero_grad()
+            set_step(trainer.schedule, trainer.steps_done)
+            before_train_step(trainer, self._rollout_id, self._step_id)
+            trainer.step = OptimizerStep(biases=biases_of(trainer.tensors), began=began)
         if trainer.num_ahead:
             fetch_embedding(trainer.bare)
-        biases = biases_of(trainer.tensors)
-        found = self._run(works, loss_fn, forward_only=False)
+        trainer.step.found += self._run(works, loss_fn, forward_only=False)
+        add_gradients(trainer.chunks, earlier)
         for chunk in trainer.bare:
             chunk.sequence_balance.forget()
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
-        loss, sums = reduce_metrics(found, trainer.placement.device)
+
+    def optim_step(self) -> StepReport:
+        trainer = self._ready
+        step, trainer.step = trainer.step, None
+        if step is None:
+            raise TrainingError("optim_step without gradients: call forward_backward first.")
+        loss, sums = reduce_metrics(step.found, trainer.placement.device)
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
         nonfinite = None
@@ -172,7 +184,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
             trainer.steps_done += 1
             nonfinite = self._nonfinite()
         else:
-            put(biases, trainer.tensors)
+            put(step.biases, trainer.tensors)
         trainer.optimizer.zero_grad()
         self._step_id += 1
         return StepReport(
@@ -181,12 +193,14 @@ class MegatronBackend(TrainerBackend[Trainer]):
             lr=lr,
             skipped=not finite,
             nonfinite=nonfinite,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - step.began,
         )
 
-    def _drop_step(self) -> None:
+    def _drop_step(self, forward_only: bool) -> None:
         """After a micro-batch that did not fit into memory. The next step zeroes the gradients."""
         trainer = self._ready
+        if not forward_only:
+            trainer.step = None
         for chunk in trainer.bare:
             forget_counts(chunk)
             chunk.sequence_balance.forget()

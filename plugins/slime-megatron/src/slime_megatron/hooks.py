@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from megatron.core import parallel_state
 
 from slime_core.registry.boundary import foreign
+from slime_megatron.gradients import gradient_buffers
 from slime_megatron.trainer import Trainer
 from slime_training.hooks import HookedStep
 
@@ -41,8 +39,3 @@ def before_train_step(trainer: Trainer, rollout_id: int, step_id: int) -> None:
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     for buffer in gradient_buffers(trainer.chunks):
         buffer.grad_data.div_(ranks)
-
-
-def gradient_buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Of Megatron's DistributedDataParallel."""
-    return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

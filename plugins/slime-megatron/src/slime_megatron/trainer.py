@@ -32,6 +32,7 @@ from slime_megatron.model_chunks import Placement, build_chunks, check_copy, dty
 from slime_megatron.native_optimizer import native_name
 from slime_megatron.offloading import Residency
 from slime_megatron.optimizer import make_optimizer, make_schedule
+from slime_megatron.optimizer_step import OptimizerStep
 from slime_megatron.options import RECORDS, megatron_folder
 from slime_megatron.process import Ranks, join
 from slime_megatron.routing import Routing
@@ -74,6 +75,8 @@ class Trainer:
     """None: the run has none."""
     refreshed: set[str] = field(default_factory=set)
     steps_done: int = 0
+    step: OptimizerStep | None = None
+    """Begun by `forward_backward`, and not taken yet."""
     staging: dict[str, HostCopy] = field(default_factory=dict)
     checkpoint_groups: CheckpointGroups = field(default_factory=lambda: CheckpointGroups(group_for_saving))
 

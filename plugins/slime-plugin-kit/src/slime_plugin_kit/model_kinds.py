@@ -57,6 +57,10 @@ BACKENDS: Final = Kind(
             "a_micro_batch_without_memory_changes_nothing",
             "a micro-batch that does not fit into memory is named, and the step leaves nothing",
         ),
+        alone(
+            "gradients_add_up_until_the_optimizer_steps",
+            "a step after several calls of forward_backward is that of one call with all their micro-batches",
+        ),
         alone("weights_that_overflow_are_reported", "a step that leaves weights that are not finite is reported"),
         alone("copies_stay_frozen", "a frozen model keeps its weights until it is updated"),
         alone("sleep_loses_nothing", "after sleep and wake_up it continues as without them"),

@@ -43,7 +43,10 @@ def run_rank(rank: int, part: BoundPlugin, request: dict[str, Any]) -> None:
         # Every rank has as many micro-batches, of which one may be empty.
         split = (mine[:2], mine[2:], ()) if layout.dp_rank else (mine[:1], mine[1:3], mine[3:])
         scores = rank_of.scores(training, (mine,))
-        report = rank_of.backend.train_step(training.micros(split), objective_of())
+        # Gradients of the first call are summed over the ranks before those of the second are.
+        for called in (split[:1], split[1:]):
+            rank_of.backend.forward_backward(training.micros(called), objective_of())
+        report = rank_of.backend.optim_step()
         weights = rank_of.weights()
         state = {
             "log_probs": torch.from_numpy(scores["log_probs"]),

@@ -30,8 +30,8 @@ def scaled(objective, factor):
 class CarelessSums(FsdpBackend):
     """A mean of micro-batches, where a sum belongs; and each token gets the log-prob of the one before."""
 
-    def train_step(self, micros, objective):
-        return super().train_step(micros, scaled(objective, 1 / len(micros)))
+    def forward_backward(self, micros, objective):
+        super().forward_backward(micros, scaled(objective, 1 / len(micros)))
 
     def forward_only(self, micros, **asked):
         scores = super().forward_only(micros, **asked)
@@ -41,8 +41,8 @@ class CarelessSums(FsdpBackend):
 class TwiceTheGradient(FsdpBackend):
     """A factor too much."""
 
-    def train_step(self, micros, objective):
-        return super().train_step(micros, scaled(objective, 2))
+    def forward_backward(self, micros, objective):
+        super().forward_backward(micros, scaled(objective, 2))
 
 
 class Unrepeatable(FsdpBackend):
@@ -50,8 +50,8 @@ class Unrepeatable(FsdpBackend):
 
     noise = np.random.default_rng()
 
-    def train_step(self, micros, objective):
-        return super().train_step(micros, scaled(objective, 1 + 1e-5 * self.noise.random()))
+    def forward_backward(self, micros, objective):
+        super().forward_backward(micros, scaled(objective, 1 + 1e-5 * self.noise.random()))
 
 
 class CarelessState(FsdpBackend):
@@ -80,10 +80,11 @@ class CarelessChecks(FsdpBackend):
         with contextlib.suppress(CheckpointError):
             super().load(folder)
 
-    def train_step(self, micros, objective):
-        if objective.reads_values:
-            objective = scaled(objective, 0.0)
-        return replace(super().train_step(micros, objective), skipped=False, nonfinite=None)
+    def forward_backward(self, micros, objective):
+        super().forward_backward(micros, scaled(objective, 0.0) if objective.reads_values else objective)
+
+    def optim_step(self):
+        return replace(super().optim_step(), skipped=False, nonfinite=None)
 
     def update_frozen_model(self, name):
         pass

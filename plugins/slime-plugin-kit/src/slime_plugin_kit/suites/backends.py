@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.contracts.backend import REFERENCE, OutOfDeviceMemory
 from slime_core.contracts.example import BackendExample
-from slime_core.errors import CheckpointError
+from slime_core.errors import CheckpointError, TrainingError
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.compare import require_same, require_same_sums
 from slime_plugin_kit.objectives import EVERY_NEED
@@ -284,6 +284,28 @@ def test_a_micro_batch_without_memory_changes_nothing(case: Case, model: Path, t
             one.backend.train_step(training.micros(split), objective_of())
             # Gradients of the micro-batches before it are gone, and optimizer and schedule have not moved.
             require_same_weights("after a step, one without memory and a step", one.weights(), expected)
+
+
+def test_gradients_add_up_until_the_optimizer_steps(case: Case, model: Path, training: TrainingBatch) -> None:
+    split = SPLITS[0]
+    with opened(case.build(), Place(model=model), optimizer=ADAM) as straight:
+        expected = [straight.backend.train_step(training.micros(split), objective_of()) for _ in range(2)]
+        weights = straight.weights()
+    with opened(case.build(), Place(model=model), optimizer=ADAM) as one:
+        for step in expected:
+            before = one.weights()
+            for micro in training.micros(split):
+                one.backend.forward_backward([micro], objective_of())
+                # Log-probs between two calls change nothing.
+                one.scores(training)
+            require_same_weights("after forward_backward alone", one.weights(), before)
+            report = one.backend.optim_step()
+            require_same("the norm of gradients of several calls", report.grad_norm, step.grad_norm, tolerance=1e-4)
+            require_same_sums("several calls of forward_backward", report.sums, step.sums, tolerance=1e-4)
+        # Adam divides by the root of squares: differences of gradients count more.
+        require_close("weights after steps of several calls", one.weights(), weights, tolerance=1e-3)
+        with pytest.raises(TrainingError, match="forward_backward first"):
+            one.backend.optim_step()
 
 
 def test_weights_that_overflow_are_reported(case: Case, model: Path, training: TrainingBatch) -> None:
