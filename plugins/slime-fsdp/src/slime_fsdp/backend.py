@@ -110,17 +110,15 @@ class FsdpBackend(TrainerBackend[Trainer]):
             [norm.double(), finite.double(), *(value.double() for value in step.sums.values())]
         ).tolist()
         lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
-        nonfinite = None
         if is_finite:
             self._step(step.parameters, grad_norm, lr)
-            nonfinite = self._nonfinite()
         trainer.optimizer.zero_grad(set_to_none=True)
         return StepReport(
             sums=dict(zip(step.sums, totals, strict=True)),
             grad_norm=grad_norm,
             lr=lr,
             skipped=not is_finite,
-            nonfinite=nonfinite,
+            nonfinite=self._nonfinite() if is_finite else None,
             seconds=time.perf_counter() - step.began,
         )
 

@@ -423,7 +423,9 @@ def test_the_loop_continues_meanwhile(case: Case, model: Path) -> None:
 def test_a_stopped_engine_fails_its_requests(case: Case, model: Path) -> None:
     async def scene(engine: RolloutEngine) -> None:
         await engine.health()
-        running = asyncio.ensure_future(engine.generate([long(0)]))
+        # Long enough for an engine that is fast while this process waits for its core.
+        longest = SamplingParams(max_new_tokens=2 * LONG, min_new_tokens=2 * LONG)
+        running = asyncio.ensure_future(engine.generate([replace(long(0), sampling=longest)]))
         await asyncio.sleep(A_WHILE_S)
         await engine.stop()
         with pytest.raises(EngineError):
