@@ -147,7 +147,12 @@ def main() -> None:
     sides: dict[str, str] = dict(side.split("=", 1) for side in asked.side) or {"slime": ""}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        new_model(folder / "model", "qwen3", ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=string.ascii_lowercase)
+        new_model(
+            folder / "model",
+            "qwen3",
+            ModelSizes(hidden_size=16, num_layers=1, num_heads=2),
+            alphabet=string.ascii_lowercase,
+        )
         write_model(folder / "model", asked.shape, asked.device)
         (folder / "prompts.jsonl").write_text('{"input": "a"}\n')
         (folder / "dump").mkdir()
