@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rollout_gpu import steps_of, toml
 from train_gpu import SHAPES, write_model
 
 from slime_core.data.table import dump_file, write_groups
@@ -74,11 +75,10 @@ def sample(prompt: Prompt, index: int, draw: np.random.Generator, asked: argpars
 
 
 def run_file(asked: argparse.Namespace, folder: Path) -> str:
-    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in asked.backend.items())
     return f"""
 name = "lockstep"
 seed = 0
-backend = {{ {table} }}
+backend = {toml(asked.backend)}
 engine = "local"
 reward = "math"
 algo = {{ name = "grpo", use_rollout_logprobs = true }}
@@ -102,20 +102,13 @@ save_hf = false
 """
 
 
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    path = folder / "lockstep" / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record["metrics"] for record in records if record["axis"] == "rollout/step"]
-
-
 def run(asked: argparse.Namespace, run_toml: Path, runs: Path, packages: str) -> list[dict[str, float]]:
     """Metrics of each step. The run is killed when it has them: its last checkpoint takes minutes."""
     environment = os.environ | ({"PYTHONPATH": packages} if packages else {})
     command = [*SLIME, "run", str(run_toml), "--runs-dir", str(runs)]
     with subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True) as started:
         try:
-            while started.poll() is None and len(steps_of(runs)) < asked.steps:
+            while started.poll() is None and len(steps_of(runs / "lockstep")) < asked.steps:
                 time.sleep(0.2)
         finally:
             ended = started.poll()
@@ -126,7 +119,7 @@ def run(asked: argparse.Namespace, run_toml: Path, runs: Path, packages: str) ->
                     os.killpg(started.pid, signal.SIGKILL)
     if ended:
         raise subprocess.CalledProcessError(ended, command)
-    return steps_of(runs)
+    return steps_of(runs / "lockstep")
 
 
 def main() -> None:

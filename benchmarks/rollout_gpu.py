@@ -138,7 +138,9 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
     command = ["slime", "run", str(folder / "run.toml")]
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as run:
         try:
-            while run.poll() is None and not (asked.end_early and len(steps_of(folder)) == asked.steps):
+            while run.poll() is None and not (
+                asked.end_early and len(steps_of(folder / "runs" / "rollout")) == asked.steps
+            ):
                 time.sleep(0.5)
         finally:
             ended = run.poll()
@@ -146,11 +148,12 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
                 os.killpg(run.pid, signal.SIGKILL)
     if ended:
         raise subprocess.CalledProcessError(ended, command)
-    return steps_of(folder)
+    return steps_of(folder / "runs" / "rollout")
 
 
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    path = folder / "runs" / "rollout" / "metrics.jsonl"
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics of each step that a run has logged so far."""
+    path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record["metrics"] for record in records if record["axis"] == "rollout/step"]

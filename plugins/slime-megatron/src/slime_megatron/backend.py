@@ -308,6 +308,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
         trainer.refreshed.add(name)
 
     def sleep(self, keep_weights: bool = False) -> None:
+        self._ready.step = None
         self._ready.residency.sleep(keep_weights=keep_weights)
         torch.cuda.empty_cache()
 

@@ -82,3 +82,9 @@ def server_options(config: Any) -> dict[str, Any]:
     """Those of the server's options that the run file gives."""
     names = {option.name for option in shipped_options()} - set(OWNED) - set(VllmOptions.model_fields)
     return {name: value for name in sorted(names) if (value := getattr(config, name)) is not None}
+
+
+def parts_of(config: VllmOptions) -> int:
+    """Into how many equal parts an engine's devices are divided, each with tensor parallelism."""
+    chosen = server_options(config)
+    return config.servers * chosen.get("pipeline_parallel_size", 1) * chosen.get("data_parallel_size", 1)

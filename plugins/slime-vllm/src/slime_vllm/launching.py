@@ -16,7 +16,7 @@ from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_serving.start import RESPONSE_S, start_until_up
-from slime_vllm.config import DRAFTS, VllmOptions, server_options
+from slime_vllm.config import DRAFTS, VllmOptions, parts_of, server_options
 from slime_vllm.connection import VLLM_LOG, VllmConnection
 
 MODULE: Final = "slime_vllm_server.launch"
@@ -76,12 +76,6 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     if not has_tokenizer(setup):
         options["skip_tokenizer_init"] = True
     return options | chosen
-
-
-def parts_of(config: VllmOptions) -> int:
-    """Into how many equal parts an engine's devices are divided, each with tensor parallelism."""
-    chosen = server_options(config)
-    return config.servers * chosen.get("pipeline_parallel_size", 1) * chosen.get("data_parallel_size", 1)
 
 
 def has_tokenizer(setup: EngineSetup) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
 from slime_serving.interpreter import program_in
-from slime_vllm.config import DRAFTS, server_options
+from slime_vllm.config import DRAFTS, parts_of, server_options
 from slime_vllm.program import VLLM
 from slime_vllm.server_args import options_in
 
@@ -58,7 +58,7 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
         )
     if layout.routed_experts:
         problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
-    parts = config.servers * (config.pipeline_parallel_size or 1) * (config.data_parallel_size or 1)
+    parts = parts_of(config)
     if not config.external_engine_addrs and layout.num_devices % parts:
         problems.append(
             f"{layout.devices_flag}: an engine's {layout.num_devices} devices are not a multiple of engine.servers x "
