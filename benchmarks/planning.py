@@ -2,13 +2,17 @@
 
     python benchmarks/planning.py [--samples 2048 16384] [--ranks 8 64] [--max-tokens 16384 32768] [--stages 4]
 
-Counts forward FLOPs of the Qwen3-4B shape; nothing is trained. A row has one law of lengths, and for each method
+Counts forward FLOPs; nothing is trained. A row has one law of lengths, and for each method
 
-- together: ranks wait for each other in every micro-batch (FSDP2 that reshards, expert parallelism): the sum over m of the
-  costliest m-th micro-batch, over the bound max(all work / ranks, longest sample);
-- pipeline: a one-forward-one-backward schedule of `--stages` stages per rank, the slowest rank over the bound and its
-  unavoidable bubble (stages - 1) / micro-batches; expert parallelism is `together`;
-- fill: the fewest micro-batches that hold the tokens, as a multiple of the ranks, over those that are used.
+- FSDP2: ranks gather weights inside a micro-batch, so they wait for each other in every one: the sum over m of the costliest
+  m-th micro-batch, over the bound max(all work / ranks, longest sample), of Qwen3-4B's shape;
+- PP: a one-forward-one-backward schedule of `--stages` stages per rank, the slowest rank over the bound and its unavoidable
+  bubble (stages - 1) / micro-batches, of the same shape;
+- EP: ranks exchange tokens inside a micro-batch, so they wait as with FSDP2, of Qwen3-30B-A3B's shape, in which attention is
+  a larger share of a long sample's cost; experts are thought of as equally loaded;
+- fill: the fewest micro-batches that can hold the samples, as a multiple of the ranks, over those that are used. Fewest by
+  tokens, and by samples over half the limit, no two of which fit together (Martello and Toth's bound L2 of bin packing);
+- CPU time to plan.
 
 Methods: `slime-core` is this project's. `upstream` is slime at 624b824: first fit in order, the heaviest micro-batches split
 until their number is a multiple of the ranks, Karmarkar-Karp over ranks by FLOPs with equal counts (as this project's 0.2).
@@ -40,6 +44,9 @@ Plan: TypeAlias = Sequence[Sequence[Lengths]]
 QWEN3_4B: Final = ModelShape(
     num_layers=36, hidden=2560, num_heads=32, num_kv_heads=8, head_dim=128, ffn=9728, vocab=151936
 )
+QWEN3_30B_A3B: Final = ModelShape(
+    num_layers=48, hidden=2048, num_heads=32, num_kv_heads=4, head_dim=128, ffn=8 * 768, vocab=151936
+)
 LONGEST: Final = 16384
 LAWS: Final[dict[str, Callable[[np.random.Generator, int], npt.NDArray[np.generic]]]] = {
     "log-normal(ln 2000, 1), 32 to 16k": lambda draw, count: np.clip(
@@ -70,24 +77,26 @@ def karmarkar_karp(weights: Costs, num_bins: int, *, equal_counts: bool) -> list
     return [sorted(items) for _, items in heap[0][2]]
 
 
-def of_this_project(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> Plan:
+def of_this_project(lengths: Lengths, shape: ModelShape, ranks: int, limit: int) -> Plan:
     return plan_step(
         np.arange(len(lengths)),
         lengths,
         dp_size=ranks,
         limits=MicroBatchLimits(max_tokens=limit),
-        shape=QWEN3_4B,
+        shape=shape,
         balance=True,
     ).ranks
 
 
-def of_upstream(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> Plan:
+def of_upstream(lengths: Lengths, shape: ModelShape, ranks: int, limit: int) -> Plan:
     bins = divide(pack(np.arange(len(lengths)), lengths, MicroBatchLimits(max_tokens=limit)), lengths, ranks)
+    costs = shape.forward_flops(lengths)
     weights = np.asarray([costs[micro].sum() for micro in bins])
     return [[bins[number] for number in numbers] for numbers in karmarkar_karp(weights, ranks, equal_counts=True)]
 
 
-def of_verl(lengths: Lengths, costs: Costs, ranks: int, limit: int) -> Plan:
+def of_verl(lengths: Lengths, shape: ModelShape, ranks: int, limit: int) -> Plan:
+    costs = shape.forward_flops(lengths)
     shares = [np.asarray(share) for share in karmarkar_karp(costs, ranks, equal_counts=True)]
     count = max(math.ceil(int(lengths[share].sum()) / limit) for share in shares)
     plan = []
@@ -130,23 +139,45 @@ def pipeline(costs: Sequence[float], stages: int) -> float:
     return max(clock) / 3
 
 
+def fewest(lengths: Lengths, ranks: int, limit: int) -> int:
+    """Micro-batches of a rank that any method needs, by the bound L2 of Martello and Toth (1990)."""
+    most = 0
+    for small in np.unique(lengths[2 * lengths <= limit]).tolist() or [0]:
+        alone = lengths > limit - small
+        halves = (2 * lengths > limit) & ~alone
+        others = lengths[(2 * lengths <= limit) & (lengths >= small)].sum() - (limit - lengths[halves]).sum()
+        most = max(most, int(alone.sum() + halves.sum()) + max(0, math.ceil(int(others) / limit)))
+    return math.ceil(most / ranks)
+
+
+def together(plan: Plan, costs: Costs, bound: float) -> float:
+    by_rank = np.array([[costs[micro].sum() for micro in micros] for micros in plan])
+    return float(by_rank.max(axis=0).sum()) / bound - 1
+
+
+def in_pipeline(plan: Plan, costs: Costs, bound: float, stages: int) -> float:
+    slowest = max(pipeline([float(costs[micro].sum()) for micro in micros], stages) for micros in plan)
+    return slowest * stages / (bound * (1 + (stages - 1) / len(plan[0]))) - 1
+
+
 def row(law: str, lengths: Lengths, ranks: int, limit: int, stages: int) -> list[str]:
-    costs = QWEN3_4B.forward_flops(lengths)
-    bound = max(float(costs.sum()) / ranks, float(costs.max()))
-    fewest = math.ceil(int(lengths.sum()) / (limit * ranks))
+    dense, experts = (shape.forward_flops(lengths) for shape in (QWEN3_4B, QWEN3_30B_A3B))
+    of_dense, of_experts = (max(float(costs.sum()) / ranks, float(costs.max())) for costs in (dense, experts))
+    needed = fewest(lengths, ranks, limit)
     cells = [law, f"{len(lengths):,}", str(ranks), f"{limit:,}"]
     for method in METHODS.values():
-        begun = time.perf_counter()
-        plan = method(lengths, costs, ranks, limit)
-        seconds = time.perf_counter() - begun
-        by_rank = np.array([[costs[micro].sum() for micro in micros] for micros in plan])
-        together = by_rank.max(axis=0).sum() / bound - 1
-        count = by_rank.shape[1]
-        slowest = max(pipeline(of_rank.tolist(), stages) for of_rank in by_rank)
-        piped = slowest * stages / (bound * (1 + (stages - 1) / count)) - 1
+        begun = time.process_time()
+        plan = method(lengths, QWEN3_4B, ranks, limit)
+        seconds = time.process_time() - begun
         over = max(int(lengths[micro].sum()) for micros in plan for micro in micros) / limit - 1
+        figures = [
+            together(plan, dense, of_dense),
+            in_pipeline(plan, dense, of_dense, stages),
+            together(method(lengths, QWEN3_30B_A3B, ranks, limit), experts, of_experts),
+        ]
         note = f", over {over:.0%}" if over > 0 else ""
-        cells.append(f"{together:+.1%}, {piped:+.1%}, {min(1.0, fewest / count):.3f}{note}, {seconds:.2f} s")
+        waits = ", ".join(f"{figure:+.1%}" for figure in figures)
+        cells.append(f"{waits}, {min(1.0, needed / len(plan[0])):.3f}{note}, {seconds:.2f} s")
     return cells
 
 
@@ -160,7 +191,7 @@ def main() -> None:
     typed = parser.parse_args()
     for name in set(METHODS) - set(typed.methods):
         del METHODS[name]
-    print(f"Each cell: together, pipeline of {typed.stages}, fill, time to plan.\n")
+    print(f"Each cell: FSDP2, PP {typed.stages}, EP, fill, CPU time to plan.\n")
     head = ["lengths", "samples", "ranks", "limit", *METHODS]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for limit in typed.max_tokens:

@@ -12,8 +12,8 @@ import numpy as np
 from slime_core.algorithm.flops import ModelShape
 from slime_core.types.batch import Float64, Int64
 
-TRIES: Final = 16
-"""Micro-batches, lightest first, that are tried for a sample."""
+TRIES: Final = 64
+"""Micro-batches, those with most work left first, that are tried for a sample."""
 ITEMS_OF_A_MICRO_BATCH: Final = 4
 """Samples that share a prompt are kept together in parts of a micro-batch: with larger ones, costs would differ."""
 SLACKS: Final = (1.002, 1.01, 1.03)
@@ -61,12 +61,11 @@ def plan_step(
     there are not enough samples. `prompts`, (len(lengths),): neighbours with equal numbers share a prompt, and are placed
     together in parts of a micro-batch.
     """
-    multiple = dp_size * limits.multiple
     if not balance:
-        bins = divide(pack(samples, lengths, limits), lengths, multiple)
+        bins = divide(pack(samples, lengths, limits), lengths, dp_size * limits.multiple)
         return StepPlan(ranks=tuple(tuple(bins[rank::dp_size]) for rank in range(dp_size)))
     costs = shape.forward_flops(lengths)
-    bins = level(samples, lengths, costs, limits, multiple, prompts)
+    bins = level(samples, lengths, costs, limits, dp_size, prompts)
     return StepPlan(ranks=deal(bins, [float(costs[b].sum()) for b in bins], dp_size))
 
 
@@ -84,27 +83,28 @@ def deal(bins: Sequence[Int64], costs: Sequence[float], dp_size: int) -> tuple[t
 
 
 def level(
-    samples: Int64, lengths: Int64, costs: Float64, limits: MicroBatchLimits, multiple: int, prompts: Int64 | None
+    samples: Int64, lengths: Int64, costs: Float64, limits: MicroBatchLimits, dp_size: int, prompts: Int64 | None
 ) -> list[Int64]:
-    """Micro-batches of nearly equal cost, as few as a multiple of `multiple` allows."""
+    """Micro-batches of nearly equal cost in rounds of `dp_size`, as few as the limits allow."""
+    multiple = dp_size * limits.multiple
     if not len(samples):
         return divide([], lengths, multiple)
-    by_tokens = limits.max_tokens is not None
     room = limits.max_tokens if limits.max_tokens is not None else limits.max_samples
-    sizes = lengths[samples] if by_tokens else np.ones(len(samples), np.int64)
+    sizes = np.ones(len(samples), np.int64) if limits.max_tokens is None else lengths[samples]
     total = int(np.minimum(sizes, room).sum())
-    count = max(1, -(-total // (room * multiple))) * multiple
+    fewest = max(1, -(-total // room), int(np.count_nonzero(2 * sizes > room)))
+    count = -(-fewest // multiple) * multiple
     starts = np.arange(len(samples))
     if prompts is not None:
         together = parts_of_prompts(prompts[samples], sizes, total // (count * ITEMS_OF_A_MICRO_BATCH))
         starts = together if len(together) >= count else starts
-    sizes, item_costs = np.add.reduceat(sizes, starts), np.add.reduceat(costs[samples], starts)
-    order = np.argsort(-item_costs, kind="stable")
+    sizes, costs = np.add.reduceat(sizes, starts), np.add.reduceat(costs[samples], starts)
+    order = np.argsort(-costs, kind="stable")
     items = np.split(samples, starts[1:])
     while True:
-        placed = lightest_first(order, sizes, item_costs, count, room) or first_fit(order, sizes, count, room)
+        placed = most_left_first(order, sizes, costs, count, dp_size, room) or even_first_fit(order, sizes, count, room)
         if len(placed) <= count:
-            bins = [np.sort(np.concatenate([np.empty(0, np.int64), *(items[i] for i in one)])) for one in placed]
+            bins = [np.sort(np.concatenate([items[i] for i in one])) for one in placed if one]
             return divide(bins, lengths, multiple)
         count = -(-len(placed) // multiple) * multiple
 
@@ -112,54 +112,68 @@ def level(
 def parts_of_prompts(prompts: Int64, sizes: Int64, most: int) -> Int64:
     """First sample of each part: neighbours with one prompt, of `most` tokens together at most."""
     starts, size = [0], 0
-    before = None
-    for number, (prompt, own) in enumerate(zip(prompts.tolist(), sizes.tolist(), strict=True)):
-        if number and (prompt != before or size + own > most):
+    for number, own in enumerate(sizes.tolist()):
+        if number and (prompts[number] != prompts[number - 1] or size + own > most):
             starts.append(number)
             size = 0
         size += own
-        before = prompt
     return np.asarray(starts, np.int64)
 
 
-def lightest_first(order: Int64, sizes: Int64, costs: Float64, count: int, room: int) -> list[list[int]] | None:
-    """Each item, costliest first, goes into the one with the smallest cost so far that has room. None: there is none among
-    the lightest few. (Graham's longest processing time rule, 1969, with a capacity.)"""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    left = [room] * count
-    lightest = [(0.0, number) for number in range(count)]
-    for item, size, cost in zip(order.tolist(), sizes[order].tolist(), costs[order].tolist(), strict=True):
+def levels(sizes: Int64, costs: Float64, price: float, total: float, count: int, dp_size: int, room: int) -> Float64:
+    """(count,): costs to add to micro-batches, so that the sum over rounds of `dp_size` of a round's costliest is smallest.
+
+    sizes, costs: of the items over half of `room`, costliest first; no two fit together, so each begins a micro-batch. The
+    others are thought of as a fluid of `price` a token, all items together cost `total`. A round's micro-batches rise to one
+    level, or stop where they are full. They rise where most of a round are not full; of equal rounds, the lowest first.
+    """
+    own, used = np.zeros(count), np.zeros(count)
+    own[: len(costs)], used[: len(sizes)] = costs, sizes
+    full = (own + price * np.maximum(0, room - used)).reshape(-1, dp_size)
+    first = own.reshape(-1, dp_size)[:, :1]
+    tops = np.hstack([first, np.maximum(first, np.sort(full, axis=1))])
+    needed = total - np.array([np.minimum(full, top[:, None]).sum() for top in tops.T])
+    done = max(1, min(int(np.count_nonzero(needed >= 0)), dp_size)) - 1
+    low, high = tops[:, done], tops[:, done + 1]
+    steps = np.sort(np.hstack([low, high]))
+    risen = [(np.clip(step, low, high) - low).sum() for step in steps]
+    reached = np.clip(np.interp(needed[done] / (dp_size - done), risen, steps), low, high)
+    return np.asarray(np.minimum(full, reached[:, None]).ravel() - own, np.float64)
+
+
+def most_left_first(order: Int64, sizes: Int64, costs: Float64, count: int, dp_size: int, room: int) -> list[list[int]]:
+    """Each item, costliest first, goes into the one farthest below its level that has room. Empty: there is none among the
+    farthest few. (Graham's longest processing time rule, 1969, with a capacity and a level for each.)"""
+    over_half = 2 * sizes[order] > room
+    large, others = order[over_half], order[~over_half]
+    bins = [[item] for item in large.tolist()] + [[] for _ in range(count - len(large))]
+    left = (room - sizes[large]).tolist() + [room] * (count - len(large))
+    price = float(costs[others].sum()) / max(1, int(sizes[others].sum()))
+    gaps = levels(sizes[large], costs[large], price, float(costs.sum()), count, dp_size, room)
+    farthest = sorted((-gap, number) for number, gap in enumerate(gaps.tolist()))
+    for item, size, cost in zip(others.tolist(), sizes[others].tolist(), costs[others].tolist(), strict=True):
         full: list[tuple[float, int]] = []
-        while lightest and len(full) < TRIES:
-            so_far, number = heapq.heappop(lightest)
-            if size <= left[number] or not bins[number]:
+        while farthest and len(full) < TRIES:
+            below, number = heapq.heappop(farthest)
+            if size <= left[number]:
                 break
-            full.append((so_far, number))
+            full.append((below, number))
         else:
-            return None
+            return []
         bins[number].append(item)
         left[number] -= size
-        heapq.heappush(lightest, (so_far + cost, number))
-        for entry in full:
-            heapq.heappush(lightest, entry)
+        for entry in (*full, (below + cost, number)):
+            heapq.heappush(farthest, entry)
     return bins
 
 
-def first_fit(order: Int64, sizes: Int64, count: int, room: int) -> list[list[int]]:
+def even_first_fit(order: Int64, sizes: Int64, count: int, room: int) -> list[list[int]]:
     """First fit, costliest first, into as even sizes as `count` of them allow, or into more than `count` if it takes more.
     (Coffman, Garey and Johnson, An Application of Bin-Packing to Multiprocessor Scheduling, 1978.)"""
     longest = min(room, int(sizes.max(initial=0)))
     mean = int(np.minimum(sizes, room).sum()) / count
-    limits = sorted({min(room, max(longest, int(mean * slack))) for slack in SLACKS} | {room})
-    ordered = list(zip(order.tolist(), sizes[order].tolist(), strict=True))
-    bins: list[list[int]] = []
-    for limit in limits:
-        bins, space = [], FirstFit(len(ordered), limit)
-        for item, size in ordered:
-            number = space.place(size)
-            if number == len(bins):
-                bins.append([])
-            bins[number].append(item)
+    for limit in sorted({min(room, max(longest, int(mean * slack))) for slack in SLACKS} | {room}):
+        bins = first_fit(order, sizes, limit)
         if len(bins) <= count:
             break
     return bins
@@ -169,44 +183,30 @@ def pack(samples: Int64, lengths: Int64, limits: MicroBatchLimits) -> list[Int64
     """First fit in order; a sample longer than the limit gets its own micro-batch."""
     if limits.max_tokens is None:
         return [samples[i : i + limits.max_samples] for i in range(0, len(samples), limits.max_samples)]
-    if lengths[samples].sum() <= limits.max_tokens:
-        return [samples] if len(samples) else []
-    bins: list[list[int]] = []
-    room = FirstFit(len(samples), limits.max_tokens)
-    for sample in samples.tolist():
-        length = int(lengths[sample])
-        number = room.place(length)
-        if number == len(bins):
-            bins.append([])
-        bins[number].append(sample)
-    return [np.asarray(b, np.int64) for b in bins]
+    return [np.asarray(one, np.int64) for one in first_fit(samples, lengths, limits.max_tokens)]
 
 
-class FirstFit:
-    """Places each item in the first bin with room for it, else in a new one, in O(log(bins)).
+def first_fit(items: Int64, sizes: Int64, room: int) -> list[list[int]]:
+    """Puts each item in the first bin with room for it, else in a new one, in O(log(bins)). One larger than a bin is alone.
 
     A tournament tree: a leaf is a bin's free room, an inner node the largest below it. Unused bins are leaves with
     all their room, so a new bin needs no special case.
     """
-
-    def __init__(self, num_items: int, room: int) -> None:
-        self._room = room
-        self._leaves = 1 << max(0, num_items - 1).bit_length()
-        self._free = [room] * (2 * self._leaves)
-
-    def place(self, size: int) -> int:
-        """Returns the bin's number. An item larger than a bin gets an empty one for itself."""
-        free = self._free
-        requested = min(size, self._room)
+    bins: list[list[int]] = []
+    leaves = 1 << max(0, len(items) - 1).bit_length()
+    free = [room] * (2 * leaves)
+    for item, size in zip(items.tolist(), np.minimum(sizes[items], room).tolist(), strict=True):
         node = 1
-        while node < self._leaves:
-            node = 2 * node if free[2 * node] >= requested else 2 * node + 1
-        number = node - self._leaves
-        free[node] -= requested
+        while node < leaves:
+            node = 2 * node if free[2 * node] >= size else 2 * node + 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(item)
+        free[node] -= size
         while node > 1:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])
-        return number
+    return bins
 
 
 def divide(bins: Sequence[Int64], lengths: Int64, multiple: int) -> list[Int64]:

@@ -152,18 +152,19 @@ LAWS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(("max_tokens", "most"), [(16384, 0.02), (32768, 0.011)])
-def test_no_rank_waits_within_a_step(law, max_tokens, most):
+@pytest.mark.parametrize(("dp_size", "max_tokens", "most"), [(8, 16384, 0.01), (8, 32768, 0.011), (64, 16384, 0.02)])
+def test_no_rank_waits_within_a_step(law, dp_size, max_tokens, most):
+    """With 64 ranks, two kinds and a limit that is the longest, even costs of all micro-batches leave 7%."""
     lengths = LAWS[law](np.random.default_rng(0), 2048).astype(np.int64)
     flops = QWEN3_4B.forward_flops(lengths)
-    ranks = plan(lengths, dp_size=8, shape=QWEN3_4B, max_tokens=max_tokens)
+    ranks = plan(lengths, dp_size=dp_size, shape=QWEN3_4B, max_tokens=max_tokens)
     together, alone = cost_of(ranks, lengths, QWEN3_4B)
-    bound = max(flops.sum() / 8, flops.max())
+    bound = max(flops.sum() / dp_size, flops.max())
     assert together <= (1 + most) * bound
     assert alone <= (1 + most / 2) * bound
     # What does not fit beside another one of its size needs one of its own.
     fewest = max(int(np.ceil(lengths.sum() / max_tokens)), int((2 * lengths > max_tokens).sum()))
-    assert len(ranks[0]) <= -(-fewest // 8) / 0.96
+    assert len(ranks[0]) <= -(-fewest // dp_size) / 0.97
 
 
 def test_samples_of_a_prompt_stay_together_where_that_levels_as_well():
