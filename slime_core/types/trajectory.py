@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +56,8 @@ class Trajectory:
     @property
     def last_turn(self) -> npt.NDArray[np.int32]:
         """Tokens of the model since the last ones of the environment; several completions if a partial rollout continued."""
-        mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
         tokens = np.concatenate([np.empty(0, np.int32), *self._tokens])
-        written_by_others = np.flatnonzero(mask == 0)
+        written_by_others = np.flatnonzero(np.concatenate([np.empty(0, np.uint8), *self._mask]) == 0)
         return tokens[written_by_others[-1] + 1 :] if len(written_by_others) else tokens
 
     def append_completion(self, completion: Completion) -> None:
@@ -162,32 +162,42 @@ def decode(
 ) -> str:
     """Text of the tokens, special ones included unless skipped. Calls the fast tokenizer directly if the wrapper would not
     change its result: that is several times faster, and every response is decoded."""
-    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
-        return str(tokenizer.backend_tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
-    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+    is_fast = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
+    decoder = tokenizer.backend_tokenizer if is_fast else tokenizer
+    return str(decoder.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
 
 
 def texts_of(
     tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]
 ) -> tuple[str, str]:
     """`Sample.response` and `Sample.raw_response`: one object where they are equal."""
-    raw = decode(tokenizer, tokens)
-    clean = clean_text(tokenizer, tokens, mask)
+    if (ids := _special_ids(tokenizer)) is not None and not np.isin(tokens[:-1], ids).any():
+        text, end = np.split(tokens, [len(tokens) - int(np.isin(tokens[-1:], ids).any())])
+        return (clean := decode(tokenizer, text)), clean + decode(tokenizer, end)
+    raw, clean = decode(tokenizer, tokens), clean_text(tokenizer, tokens, mask)
     return (raw if clean == raw else clean), raw
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int32] | None:
+    """None for a tokenizer whose text of tokens and a special one after them is not always the text of both."""
+    from tokenizers import decoders
+
+    fast = tokenizer.backend_tokenizer if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces else None
+    if fast is None or not isinstance(fast.decoder, (decoders.ByteLevel, decoders.Fuse)):
+        return None
+    return np.array([number for number, token in fast.get_added_tokens_decoder().items() if token.special], np.int32)
 
 
 def clean_text(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str:
     """Text of response tokens without special ones; mask: 1 = the model's, 0 = the environment's. Where only special tokens
     separate the model's text from the environment's, a line break does: "12" and "34" must not become 1234."""
     turns = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-    cuts = [cut for cut in turns.tolist() if any(_is_special(tokenizer, tokens[at : at + 1]) for at in (cut - 1, cut))]
+    clean = [decode(tokenizer, tokens[cut - 1 : cut + 1], skip_special_tokens=True) for cut in turns]
+    cuts = [cut for cut, text in zip(turns, clean, strict=True) if text != decode(tokenizer, tokens[cut - 1 : cut + 1])]
     text = ""
     for part in np.split(tokens, cuts):
         added = decode(tokenizer, part, skip_special_tokens=True)
         is_joined = text and added and not text[-1].isspace() and not added[0].isspace()
         text += f"\n{added}" if is_joined else added
     return text
-
-
-def _is_special(tokenizer: PreTrainedTokenizerBase, token: npt.NDArray[np.int32]) -> bool:
-    return not decode(tokenizer, token, skip_special_tokens=True) and bool(decode(tokenizer, token))

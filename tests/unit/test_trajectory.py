@@ -1,10 +1,13 @@
 """Trajectories and episodes: what grows together stays together, and seeds depend on what is generated alone."""
 
 import asyncio
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from slime_core.errors import EngineError, RewardError
 from slime_core.rollout.episode import EngineEpisode
@@ -97,6 +100,33 @@ def test_the_response_is_text_without_special_tokens(turns, response, raw_respon
     # Equal texts are one object.
     assert (sample.response is sample.raw_response) == (response == raw_response)
     assert replace(sample, raw_response="").raw_response is sample.response
+
+
+@pytest.mark.parametrize(
+    "decoder", [decoders.ByteLevel(), decoders.Sequence([decoders.Strip(" ", 1, 1), decoders.ByteLevel()])]
+)
+def test_texts_of_a_fast_tokenizer_are_those_of_the_whole_response(decoder):
+    """Whatever tokens there are: parts of characters, special tokens anywhere."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<end>", "<|im_start|>"])
+    backend.add_tokens(["<tool>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
+    draw = random.Random(0)
+    for _ in range(500):
+        special = draw.random() < 0.3
+        ids = [
+            draw.randrange(256 if special else 0, 259) if draw.random() < 0.4 else draw.randrange(256) for _ in range(8)
+        ]
+        ids = ids[: draw.randrange(9)] + [256] * draw.randrange(2)
+        grown = Trajectory(PROMPT, index=12, rollout_id=3, tokenizer=tokenizer)
+        grown.append_completion(completion(ids))
+        sample = grown.finish()
+        assert (sample.response, sample.raw_response) == (
+            tokenizer.decode(ids, skip_special_tokens=True),
+            tokenizer.decode(ids),
+        )
 
 
 @pytest.mark.parametrize(
