@@ -35,6 +35,7 @@ reductions.rebuild_cuda_tensor = lambda *given: rebuild(*given[:6], 0, *given[7:
 held = pickle.loads(base64.b64decode(sys.stdin.readline()))
 print(int(held["flattened_tensor"][0]), flush=True)
 sys.stdin.readline()
+del held
 """
 
 
@@ -79,6 +80,7 @@ def test_a_reader_that_ends(before: int, killed: bool) -> None:
             assert in_use() >= before + SIZE
             if not killed:
                 reader.communicate(timeout=60)
+                assert reader.returncode == 0
         finally:
             reader.kill()
     if killed:

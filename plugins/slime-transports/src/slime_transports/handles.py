@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from slime_serving.shared_bytes import SharedBytes
 from slime_transports.device_handle import DeviceHandle
 from slime_transports.flattened_bucket import FlattenedBucket
 from slime_transports.receiver import WeightReceiver
 
 
+def without_data(bucket: FlattenedBucket) -> FlattenedBucket:
+    """What a payload says of a bucket, without its memory: as long as it was kept, the device could not use it again."""
+    return replace(bucket, data=torch.empty_like(bucket.data, device="meta"))
+
+
 class SharedMemory:
     """A bucket in shared memory, until `close`."""
 
     def __init__(self, bucket: FlattenedBucket) -> None:
-        self._bucket = bucket
+        self._bucket = without_data(bucket)
         self._memory = SharedBytes(bucket.data.cpu().numpy().data)
 
     def payload(self, receiver: type[WeightReceiver]) -> str:
@@ -27,7 +36,7 @@ class DeviceMemory:
     """A bucket on this rank's device. See `DeviceHandle`."""
 
     def __init__(self, bucket: FlattenedBucket) -> None:
-        self._bucket = bucket
+        self._bucket = without_data(bucket)
         self._handle: DeviceHandle | None = DeviceHandle.of(bucket.data)
 
     def payload(self, receiver: type[WeightReceiver]) -> str:
