@@ -3,17 +3,25 @@
 Reinforcement learning starts from the warm start and must reach an accuracy of --goal on problems it has not seen. `sft`
 starts from random weights and must reach that warm start; `opd` must come within --behind of its teacher, which is the
 result of the first algorithm with the same seed. Exit code 1 if a run fails or does not reach the accuracy on one of its
-evaluation sets. Draws all curves in one figure. Arguments after `--` are passed to `slime run`.
+evaluation sets. Draws all curves in one figure. Arguments after `--` are passed to `slime run`. `--vary` runs everything once
+with each of its arguments, separated by `|`; given several times, with every combination.
 
     python benchmarks/learn.py
     python benchmarks/learn.py --algos grpo gspo --seeds 0 1 2 -- --num-rollout 30
     python benchmarks/learn.py --run-file examples/vllm/run.toml --algos grpo -- --launcher ray
+
+The task on vLLM's servers with each backend and launcher, and the largest mismatch of trainer and engine in any step:
+
+    python benchmarks/learn.py --run-file examples/vllm/run.toml --algos grpo --vary "--backend fsdp | --backend megatron" \\
+        --vary "| --launcher ray" --max-mismatch 1e-5 -- --set algo.use_rollout_logprobs=false
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -39,6 +47,7 @@ OPD, SFT = "opd", "sft"
 OWN_RUN_FILES = {OPD: EXAMPLE.parent / "distill" / "run.toml", SFT: EXAMPLE.parent / "sft" / "run.toml"}
 """Algorithms that do not learn from rewards."""
 PICTURE = ROOT / "docs" / "images" / "learning-curves.png"
+MISMATCH = "train/train_rollout_logprob_abs_diff"
 SLIME = Path(sys.executable).with_name("slime")
 
 
@@ -48,6 +57,8 @@ class Learned:
 
     algo: str
     seed: int
+    varied: str = ""
+    """Of `--vary`."""
     failure: str = ""
     """The end of its output, if it failed."""
     steps: int = 0
@@ -59,10 +70,19 @@ class Learned:
     """By evaluation set: rollout steps trained, accuracy."""
     required: dict[str, float] | None = None
     """The accuracy to reach on each evaluation set."""
+    mismatch: float | None = None
+    """Largest mean distance of trainer's and engine's log-probs in a step, in nats."""
+    max_mismatch: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.algo} {self.varied}".strip()
 
     @property
     def passes(self) -> bool:
         if not self.after or not self.required:
+            return False
+        if self.max_mismatch is not None and (self.mismatch is None or not self.mismatch < self.max_mismatch):
             return False
         return all(self.after[name] >= accuracy for name, accuracy in self.required.items())
 
@@ -83,32 +103,45 @@ def usable_algorithms(run_file: Path, extra: Sequence[str], console: Console) ->
     return [*usable, *OWN_RUN_FILES]
 
 
-def learn(run_file: Path, algo: str, seed: int, teacher: Path | None, runs_dir: Path, extra: Sequence[str]) -> Learned:
+def name_of(algo: str, seed: int, varied: str) -> str:
+    """Of the run's folder."""
+    return "-".join([algo, *(re.sub(r"[^\w.=]+", "-", word.lstrip("-")) for word in shlex.split(varied)), str(seed)])
+
+
+def learn(
+    run_file: Path, algo: str, seed: int, varied: str, teacher: Path | None, runs_dir: Path, extra: Sequence[str]
+) -> Learned:
     """Runs `slime run` from the start, even if its folder exists."""
-    name = f"{algo}-{seed}"
+    name = name_of(algo, seed, varied)
     command = [str(SLIME), "run", str(OWN_RUN_FILES.get(algo, run_file)), "--seed", str(seed)]
     if algo not in OWN_RUN_FILES:
         command += ["--algo", algo]
     if algo == OPD and teacher is not None:
         command += ["--opd-teacher-load", str(teacher)]
-    command += ["--name", name, "--runs-dir", str(runs_dir), "--fresh", *extra]
+    command += ["--name", name, "--runs-dir", str(runs_dir), "--fresh", *shlex.split(varied), *extra]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
-        return Learned(algo, seed, failure=f"{done.stdout[-2000:]}\n{shlex.join(command)}: exit code {done.returncode}")
+        return Learned(
+            algo, seed, varied, failure=f"{done.stdout[-2000:]}\n{shlex.join(command)}: exit code {done.returncode}"
+        )
     summary = json.loads((runs_dir / name / "summary.json").read_text())
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (runs_dir / name / "metrics.jsonl").read_text().splitlines()
+    ]
     return Learned(
         algo,
         seed,
+        varied,
         steps=summary["steps"],
         seconds=summary["seconds"],
         before=summary["eval"]["before"],
         after=summary["eval"]["after"],
-        curves=curves_of(runs_dir / name, list(summary["eval"]["after"])),
+        curves=curves_of(lines, list(summary["eval"]["after"])),
+        mismatch=max((line["metrics"][MISMATCH] for line in lines if MISMATCH in line["metrics"]), default=None),
     )
 
 
-def curves_of(run_dir: Path, sets: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def curves_of(lines: Sequence[dict[str, Any]], sets: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
     evals = [line for line in lines if line["axis"] == "eval/step"]
     return {name: [(line["step"], line["metrics"][f"eval/{name}"]) for line in evals] for name in sets}
 
@@ -118,7 +151,8 @@ def line_of(run: Learned) -> str:
     if run.before is None or run.after is None:
         return run.failure
     sets = ", ".join(f"{name} {run.before[name]:.3f} -> {run.after[name]:.3f}" for name in run.after)
-    return f"{run.algo}, seed {run.seed}: {sets} in {run.steps} steps, {run.seconds:.0f} s"
+    mismatch = "" if run.mismatch is None else f", mismatch {run.mismatch:.1e}"
+    return f"{run.label}, seed {run.seed}: {sets} in {run.steps} steps, {run.seconds:.0f} s{mismatch}"
 
 
 def with_goals(runs: Sequence[Learned], goal: float, behind: float) -> list[Learned]:
@@ -145,12 +179,12 @@ def table_of(runs: Sequence[Learned]) -> Table:
         table.add_column(title, justify="left" if title in ("algorithm", "") else "right", no_wrap=True)
     for run in runs:
         if run.before is None or run.after is None:
-            table.add_row(run.algo, str(run.seed), *("" for _ in sets), "", "", "[red]failed[/]")
+            table.add_row(run.label, str(run.seed), *("" for _ in sets), "", "", "[red]failed[/]")
             continue
         required = {name: "?" if run.required is None else f"{run.required[name]:.2f}" for name in run.after}
         accuracies = [f"{run.before[name]:.3f} → {run.after[name]:.3f} ({required[name]})" for name in sets]
         verdict = "[green]learns[/]" if run.passes else "[red]too little[/]"
-        table.add_row(run.algo, str(run.seed), *accuracies, str(run.steps), f"{run.seconds:.0f}", verdict)
+        table.add_row(run.label, str(run.seed), *accuracies, str(run.steps), f"{run.seconds:.0f}", verdict)
     return table
 
 
@@ -160,22 +194,21 @@ def draw(runs: Sequence[Learned], path: Path) -> None:
     sets = list(dict.fromkeys(name for run in drawn for name in run.curves or {}))
     if not sets:
         return
-    algos = list(dict.fromkeys(run.algo for run in drawn))
+    labels = list(dict.fromkeys(run.label for run in drawn))
     figure = Figure(figsize=(4.6 * len(sets) + 2.4, 3.6), layout="constrained")
     colours = colormaps["tab20"].colors
     axes = figure.subplots(1, len(sets), sharex=True, sharey=True, squeeze=False)[0]
     for panel, name in zip(axes, sets, strict=True):
         for run in drawn:
             points = (run.curves or {})[name]
-            first = run is next(other for other in drawn if other.algo == run.algo)
+            first = run is next(other for other in drawn if other.label == run.label)
+            number = labels.index(run.label)
             panel.plot(
                 [step for step, _ in points],
                 [accuracy for _, accuracy in points],
-                color="black"
-                if run.algo == SFT
-                else colours[2 * algos.index(run.algo) % 20 + algos.index(run.algo) // 10],
+                color="black" if run.algo == SFT else colours[(2 * number + number // 10) % 20],
                 linestyle="--" if run.algo in OWN_RUN_FILES else "-",
-                label=run.algo if first else None,
+                label=run.label if first else None,
                 linewidth=1.6,
                 marker="o",
                 markersize=3,
@@ -202,6 +235,8 @@ def main() -> None:
     parser.add_argument("--run-file", type=Path, default=RUN_FILE, help="another one of the same task")
     parser.add_argument("--goal", type=float, default=0.8, help="accuracy to reach on every evaluation set")
     parser.add_argument("--behind", type=float, default=0.05, help="how far opd may stay behind its teacher")
+    parser.add_argument("--vary", action="append", default=[], metavar='"FLAGS | FLAGS"')
+    parser.add_argument("--max-mismatch", type=float, help="of trainer and engine, in nats, in every step")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs") / "learn", help="what is there is overwritten")
     asked = parser.parse_args(own)
@@ -209,13 +244,18 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     runs: list[Learned] = []
     teachers: dict[int, Path] = {}
-    for algo in asked.algos or usable_algorithms(asked.run_file, extra, console):
-        for seed in asked.seeds:
-            run = learn(asked.run_file, algo, seed, teachers.get(seed), asked.runs_dir, extra)
-            console.print(line_of(run), markup=False)
-            runs.append(run)
-            if algo not in OWN_RUN_FILES and run.after:
-                teachers.setdefault(seed, (asked.runs_dir / f"{algo}-{seed}" / "hf").resolve())
+    algos = asked.algos or usable_algorithms(asked.run_file, extra, console)
+    variants = [
+        " ".join(filter(None, words))
+        for words in itertools.product(*([flags.strip() for flags in vary.split("|")] for vary in asked.vary))
+    ]
+    for algo, varied, seed in itertools.product(algos, variants, asked.seeds):
+        run = learn(asked.run_file, algo, seed, varied, teachers.get(seed), asked.runs_dir, extra)
+        run = replace(run, max_mismatch=asked.max_mismatch)
+        console.print(line_of(run), markup=False)
+        runs.append(run)
+        if algo not in OWN_RUN_FILES and run.after:
+            teachers.setdefault(seed, (asked.runs_dir / name_of(algo, seed, varied) / "hf").resolve())
     runs = with_goals(runs, asked.goal, asked.behind)
     console.print(table_of(runs))
     draw(runs, asked.picture)
