@@ -123,6 +123,7 @@ bench: .venv/.bench  ## The demo's step against TRL's trainer.
 	touch $@
 
 test-docs: docs
+	$(BIN)/python benchmarks/readme_table.py --check
 
 docs: .venv/.docs  ## The guide, as a site in site/.
 	$(BIN)/mkdocs build --strict --quiet

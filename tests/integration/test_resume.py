@@ -33,7 +33,7 @@ UNIFORM_KILLS = 4
 KILLS_BESIDE_WRITES = 2
 PHASES = ("start", "rollout", "train", "save", "update_weights", "eval")
 SEED = 20261121
-# What the next start says if the kill came after the last save, while the process exited.
+# The error of the next start, if the kill came after the last save, while the process exited.
 FINISHED = "this run is finished"
 
 OBSERVER = '''
