@@ -13,7 +13,7 @@ from slime_transports.receiver import WeightReceiver
 
 
 def without_data(bucket: FlattenedBucket) -> FlattenedBucket:
-    """What a payload describes of a bucket. Its memory is left out: as long as it was kept, the device could not use it again."""
+    """What a payload describes of a bucket, without its memory: as long as it was kept, the device could not reuse it."""
     return replace(bucket, data=torch.empty_like(bucket.data, device="meta"))
 
 
