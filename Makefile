@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo record test suites test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -74,6 +74,9 @@ test-faults: .venv/.test  ## Kills runs at random instants and compares with the
 
 test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
 	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
+
+test-bench: .venv/.test  ## How many times as fast as plain implementations, in one process; benchmarks/ has the figures in seconds.
+	$(SINGLE) $(BIN)/pytest tests/benches -rP -m bench
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
