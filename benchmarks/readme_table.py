@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     readme = README.read_text(encoding="utf-8")
-    wanted = with_table(readme, first_table(RESULTS.read_text(encoding="utf-8")))
-    if asked.check and readme != wanted:
+    expected = with_table(readme, first_table(RESULTS.read_text(encoding="utf-8")))
+    if asked.check and readme != expected:
         sys.exit("README.md has another table than benchmarks/RESULTS.md: python benchmarks/readme_table.py")
     if not asked.check:
-        README.write_text(wanted, encoding="utf-8")
+        README.write_text(expected, encoding="utf-8")
 
 
 if __name__ == "__main__":
