@@ -171,22 +171,22 @@ def texts_of(
     tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]
 ) -> tuple[str, str]:
     """`Sample.response` and `Sample.raw_response`: one object where they are equal."""
-    if (ids := _special_ids(tokenizer)) is not None and not np.isin(tokens[:-1], ids).any():
-        text, end = np.split(tokens, [len(tokens) - int(np.isin(tokens[-1:], ids).any())])
-        return (clean := decode(tokenizer, text)), clean + decode(tokenizer, end)
+    if (special := _special_ids(tokenizer)) is not None and special.isdisjoint(tokens[:-1].tolist()):
+        length = len(tokens) - len(special.intersection(tokens[-1:].tolist()))
+        return (clean := decode(tokenizer, tokens[:length])), clean + decode(tokenizer, tokens[length:])
     raw, clean = decode(tokenizer, tokens), clean_text(tokenizer, tokens, mask)
     return (raw if clean == raw else clean), raw
 
 
 @lru_cache(maxsize=8)
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int32] | None:
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int] | None:
     """None for a tokenizer whose text of tokens and a special one after them is not always the text of both."""
     from tokenizers import decoders
 
     fast = tokenizer.backend_tokenizer if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces else None
     if fast is None or not isinstance(fast.decoder, (decoders.ByteLevel, decoders.Fuse)):
         return None
-    return np.array([number for number, token in fast.get_added_tokens_decoder().items() if token.special], np.int32)
+    return frozenset(number for number, token in fast.get_added_tokens_decoder().items() if token.special)
 
 
 def clean_text(tokenizer: PreTrainedTokenizerBase, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> str:
