@@ -35,11 +35,11 @@ def with_name(thing: T, name: str) -> T:
 
 def name_of(plugin: object) -> str:
     """The attached name; else its contract and its class, such as `group filter Short`. A text is a name already."""
-    if isinstance(plugin, str):
-        return plugin
+    if (name := plugin if isinstance(plugin, str) else getattr(plugin, NAME, None)) is not None:
+        return str(name)
     contract = next((c.__name__ for c in type(plugin).__mro__ if c.__module__.startswith("slime_core.contracts.")), "")
     noun = re.sub(r"(?<!^)(?=[A-Z])", " ", contract).lower()
-    return str(getattr(plugin, NAME, f"{noun} {type(plugin).__name__}".strip()))
+    return f"{noun} {type(plugin).__name__}".strip()
 
 
 @contextlib.contextmanager

@@ -259,7 +259,7 @@ def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[S
                 f"{where}: sample {sample.index} has prompt_length {sample.prompt_length} and spans "
                 f"{[tuple(span) for span in sample.spans]} with {length} response tokens."
             )
-        if sample.metadata is not sample.prompt.metadata:
+        if sample.metadata and sample.metadata is not sample.prompt.metadata:
             try:
                 json_text(sample.metadata, f"{where}: sample {sample.index}: metadata")
             except DataError as error:

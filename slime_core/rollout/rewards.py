@@ -14,7 +14,7 @@ import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from slime_core.config.part import PluginSpec
@@ -273,20 +273,19 @@ def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where
     try:
         # The value is foreign: also reading it may raise.
         with foreign(where, "its value", error=RewardError):
-            done = rewarded(sample, value, reward_key, where)
+            return result_of(sample, value, reward_key, where)
     except RewardError as error:
         return RewardResult(failure=error)
-    return RewardResult(value=done.reward, parts=done.reward_parts, spans=done.span_rewards)
 
 
-def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> Sample:
-    """Returns the sample with its reward; numbers of a mapping are kept as parts. Raises RewardError for an invalid value."""
+def result_of(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> RewardResult:
+    """The number; numbers of a mapping are kept as parts. Raises RewardError for an invalid value."""
     if isinstance(value, RewardFailure):
         raise ERROR_OF[value.outcome](f"{where}: {value.message}. {REWARD_FIX}")
     if isinstance(value, SpanRewards):
         spans = tuple(span_of(sample, span, where) for span in value.spans)
         total = finite(finite(value.outcome, where) + math.fsum(span.value for span in spans), where)
-        return replace(sample, reward=total, reward_parts={}, span_rewards=spans)
+        return RewardResult(value=total, spans=spans)
     parts: Mapping[str, float] = {}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
@@ -297,7 +296,7 @@ def rewarded(sample: Sample, value: RewardValue, reward_key: str | None, where: 
         if reward_key not in parts:
             raise RewardError(f'{where}: returned no "{reward_key}" (--reward-key); there is {sorted(parts)}.')
         value = parts[reward_key]
-    return replace(sample, reward=finite(value, where), reward_parts=parts)
+    return RewardResult(value=finite(value, where), parts=parts)
 
 
 def span_of(sample: Sample, span: SpanReward, where: str) -> SpanReward:

@@ -9,7 +9,7 @@ from slime_core.algorithm.build_batch import build_batch
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import RewardFailure, SpanRewards
 from slime_core.errors import RewardError, RewardTimeout, RewardUnavailable
-from slime_core.rollout.rewards import RewardResult, rewarded, verdict_on
+from slime_core.rollout.rewards import RewardResult, result_of, verdict_on
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import SpanReward, Status
 
@@ -127,7 +127,8 @@ def test_rewards_of_spans(make_group):
     """Seven tokens, of which the fourth and fifth are a tool's."""
     sample = long_sample(make_group, [1, 1, 1, 0, 0, 1, 1])
     value = SpanRewards([SpanReward(0, 2, 0.5), SpanReward(2, 5, -1.0), SpanReward(3, 5, 4.0)], outcome=0.25)
-    done = rewarded(sample, value, None, "here")
+    result = result_of(sample, value, None, "here")
+    done = replace(sample, reward=result.value, span_rewards=result.spans)
     assert done.reward == pytest.approx(0.5 - 1.0 + 4.0 + 0.25)
     batch = build_batch([replace(make_group([0.0]), samples=(done, replace(sample, reward=2.0)))])
     # The third span has no trained token: its 4 belong to the rest of the reward.
@@ -135,15 +136,16 @@ def test_rewards_of_spans(make_group):
     assert batch.take(np.array([1, 0])).token_reward.tolist() == [0] * 7 + [0, 0.5, -1.0, 0, 0, 0, 0]
     for start, end in ((-1, 2), (2, 2), (5, 8)):
         with pytest.raises(RewardError, match=rf"here: rewards tokens {start} to {end} of a response of 7"):
-            rewarded(sample, SpanRewards([SpanReward(start, end, 1.0)]), None, "here")
+            result_of(sample, SpanRewards([SpanReward(start, end, 1.0)]), None, "here")
     with pytest.raises(RewardError, match="finite"):
-        rewarded(sample, SpanRewards([SpanReward(0, 1, float("nan"))]), None, "here")
+        result_of(sample, SpanRewards([SpanReward(0, 1, float("nan"))]), None, "here")
 
 
 def test_removed_samples_have_no_token_rewards(make_group):
     sample = long_sample(make_group, [1] * 3)
-    done = rewarded(sample, SpanRewards([SpanReward(0, 1, 1.0)]), None, "")
-    batch = build_batch([replace(make_group([0.0]), samples=(replace(done, remove_sample=True),))])
+    result = result_of(sample, SpanRewards([SpanReward(0, 1, 1.0)]), None, "")
+    done = replace(sample, reward=result.value, span_rewards=result.spans, remove_sample=True)
+    batch = build_batch([replace(make_group([0.0]), samples=(done,))])
     assert not batch.token_reward.any()
     assert not batch.mask.any()
 

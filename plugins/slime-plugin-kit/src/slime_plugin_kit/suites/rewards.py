@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slime_core.contracts.example import RewardExample
-from slime_core.rollout.rewards import RewardPool, rewarded
+from slime_core.rollout.rewards import RewardPool, result_of
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import SampleGroup
 from slime_plugin_kit.case import Case
@@ -61,8 +61,8 @@ def numbers(case: Case, group: SampleGroup) -> list[float]:
     values = [*case.build().score(group)]
     assert len(values) == len(group.samples), f"{len(values)} values for {len(group.samples)} samples"
     key = key_of(case, values)
-    done = [rewarded(s, value, key, case.entry.name) for s, value in zip(group.samples, values, strict=True)]
-    return [sample.reward for sample in done if sample.reward is not None]
+    done = [result_of(s, value, key, case.entry.name) for s, value in zip(group.samples, values, strict=True)]
+    return [result.value for result in done if result.value is not None]
 
 
 def test_examples_get_their_rewards(case: Case) -> None:
