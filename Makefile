@@ -79,7 +79,7 @@ test-bench: .venv/.test  ## How many times as fast as plain implementations, in 
 	$(SINGLE) $(BIN)/pytest tests/benches -rP -m bench
 
 test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
-	$(SINGLE) $(BIN)/pytest --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
+	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs sglang plugins/slime-sglang/tests plugins/slime-agents/tests -m sglang
 
 # vLLM pins other versions than SGLang and the trainers. Its CPU wheel's own list names torch by a local version, and models with
 # images import torchvision, whose wheel for CPUs is not on PyPI.

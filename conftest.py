@@ -30,6 +30,11 @@ LONGEST_FIRST = (
     "plugins/slime-megatron/tests/test_conversion.py",
     "plugins/slime-megatron/tests/test_whole_run.py",
     "plugins/slime-megatron/tests/test_contract.py",
+    "plugins/slime-sglang/tests/test_whole_runs.py",
+    "plugins/slime-sglang/tests/test_reward_model.py",
+    "plugins/slime-sglang/tests/test_servers.py",
+    "plugins/slime-sglang/tests/test_two_machines.py",
+    "plugins/slime-sglang/tests/test_image_data.py",
 )
 PLACE = {Path(__file__).parent / file: place for place, file in enumerate(LONGEST_FIRST)}
 
