@@ -3,7 +3,7 @@ start a run as `slime run` does, with its errors."""
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from slime_core.cli.invocation import Words, bind_invocation, warn
 from slime_core.cli.training import start_options
 from slime_core.controller.gc_control import gc_paused
 from slime_core.errors import ConfigError
+from slime_core.rollout.reward_process import PROCESS_NAME
 from slime_session.reports import RunResult
 
 # These import torch, which takes seconds: a mistake in the run file is reported before.
@@ -111,8 +112,7 @@ def started(
 
 def require_guard() -> None:
     """ConfigError in a worker process that imports the program again, as multiprocessing does: it would open its own session."""
-    imported = sys.modules.get("__mp_main__")
-    if imported is not None and imported is not sys.modules["__main__"]:
+    if multiprocessing.current_process().name == PROCESS_NAME:
         raise ConfigError(
             "rewards run in processes that import your program again, and it opened a session there. Put what it does below "
             'the line `if __name__ == "__main__":`.'
