@@ -23,9 +23,9 @@ def _(mo):
     mo.md("""
     # Your own loop
 
-    The run file of [the arithmetic example](../arithmetic/run.toml) names model, data, trainer, engine and reward. `open_session` starts
-    them, here with smaller steps, and the loop below drives them. Another engine, backend or launcher is another line in the run
-    file: the loop stays.
+    The run file of the arithmetic example names model, data, trainer, engine and reward. `open_session` starts them, here with
+    smaller steps, and the loop below drives them. Another engine, backend or launcher is another line in the run file: the
+    loop stays.
     """)
 
 
@@ -102,14 +102,14 @@ def _(before, mo, num_steps, session):
 
 
 @app.cell
-def _(curve, plt):
+def _(curve, mo, plt):
     steps, reward, grad_norm = zip(*curve, strict=True)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
     axes[0].plot(steps, reward)
     axes[0].set(title="mean reward", xlabel="rollout step", ylim=(0, 1))
     axes[1].plot(steps, grad_norm)
     axes[1].set(title="norm of the gradient", xlabel="rollout step")
-    figure
+    mo.as_html(figure)
     return (figure,)
 
 
@@ -136,13 +136,12 @@ def _(curve, session, shown):
 
 
 @app.cell
-def _(after, session):
+def _(after, mo, session):
     # `slime run` would continue from this checkpoint, and transformers loads the model.
     saved, model = session.save(), session.export()
     session.close()
     assert after, "after the last samples"
-    saved, model
-    return
+    mo.md(f"saved: {saved}, {model}")
 
 
 if __name__ == "__main__":

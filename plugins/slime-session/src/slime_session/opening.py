@@ -111,7 +111,7 @@ def started(
 
 
 def require_guard() -> None:
-    """ConfigError in a worker process that imports the program again, as multiprocessing does: it would open its own session."""
+    """ConfigError in a worker process that imports the program again, as multiprocessing does: it would open its own."""
     if multiprocessing.current_process().name == PROCESS_NAME:
         raise ConfigError(
             "rewards run in processes that import your program again, and it opened a session there. Put what it does below "
