@@ -81,7 +81,7 @@ def _(mo):
     mo.md("""
     ## The loop
 
-    `sample` generates, `score` gives rewards, `credit` computes advantages as the recipe (GRPO) says, `forward_backward` adds
+    `sample` generates, `score` gives rewards, `credit` computes advantages by the recipe (GRPO), `forward_backward` adds
     gradients, `optim_step` takes a step with a learning rate of our own, and `update_weights` gives the engine the new policy.
     """)
 

@@ -112,7 +112,7 @@ def require_same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray])
     assert not [name for name in one if one[name].tobytes() != other[name].tobytes()]
 
 
-def told(tiny: TinyRun, run: str) -> list[dict[str, Any]]:
+def logged(tiny: TinyRun, run: str) -> list[dict[str, Any]]:
     """What trackers got, but times."""
     return [
         {**line, "metrics": {key: value for key, value in line["metrics"].items() if not key.startswith("perf/")}}
@@ -129,8 +129,8 @@ def test_a_loop_of_ones_own_equals_the_run(tiny: TinyRun, opened: Callable[..., 
         assert session.save() == tiny.runs / "own/checkpoints/step_3"
     whole = trained(tiny, "whole")
     require_same(trained(tiny, "own"), whole)
-    assert told(tiny, "own") == told(tiny, "whole")
-    assert max(line["metrics"].get("train/grad_norm", 0.0) for line in told(tiny, "own")) > 0.1
+    assert logged(tiny, "own") == logged(tiny, "whole")
+    assert max(line["metrics"].get("train/grad_norm", 0.0) for line in logged(tiny, "own")) > 0.1
     assert any(whole[name].tobytes() != tensor.tobytes() for name, tensor in trained(tiny, "whole", 1).items())
 
 
@@ -315,7 +315,7 @@ def test_an_interrupt_ends_the_call_alone(opened: Callable[..., TrainingSession]
         session.collect()
 
 
-def test_observers_are_told_why_a_session_ended(opened: Callable[..., TrainingSession]) -> None:
+def test_observers_learn_why_a_session_ended(opened: Callable[..., TrainingSession]) -> None:
     ends = []
 
     class Observer:
@@ -374,3 +374,11 @@ def test_with_two_ranks_under_ray(tiny: TinyRun, opened: Callable[..., TrainingS
     for name, weights in there.items():
         np.testing.assert_allclose(weights, here[f"model.{name}"], rtol=1e-3, atol=2e-6)
     assert any(np.abs(weights - start[name]).max() > 1e-4 for name, weights in there.items()), "nothing was trained"
+
+
+def test_the_pages_loop_runs(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/own-loop.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tiny.folder)
+    exec(compile(program, "own-loop.md", "exec"), {"__name__": "__main__"})  # noqa: S102 - our own page
+    assert tiny.checkpoints() == ["step_20"]

@@ -69,7 +69,7 @@ def run(
     accept_changes: Sequence[str] = (),
 ) -> RunResult:
     """What `slime run` does, to its end; it prints no progress, which observers see. See `open_session`. An interrupt ends it
-    at the next clean point: Interrupted says what is saved."""
+    at the next clean point: what was trained before is saved, and Interrupted names the folder."""
     from slime_core.cli.training import to_its_end
 
     live, _ = started(run_file, overrides, observers, options(fresh, resume, ckpt_step, accept_changes))

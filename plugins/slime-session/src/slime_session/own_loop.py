@@ -280,7 +280,7 @@ class OwnLoop:
         if isinstance(prompt, Prompt):
             return replace(prompt, group_index=number)
         if self._renderer is None:
-            raise ConfigError(f"{where}: this run reads no prompts, so nothing says how to render one: pass a Prompt.")
+            raise ConfigError(f"{where}: this run reads no prompts, so it has no renderer: pass a Prompt.")
         data = self.session.run.config.data
         row: dict[str, Any] = {data.input_key: prompt if isinstance(prompt, str) else list(prompt)}
         if data.label_key is not None:

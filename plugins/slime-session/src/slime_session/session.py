@@ -123,7 +123,7 @@ class TrainingSession:
 
     def forward(self, batch: LearnerBatch) -> Float32:
         """(M,) log-probs in nats of the batch's response tokens under the trainers' weights, at the run's temperature, without
-        gradient. `LearnerBatch.batch.response_offsets` says which sample has which rows."""
+        gradient. The rows of sample n begin at `LearnerBatch.batch.response_offsets[n]`."""
         return self._live.do(lambda: self._loop.forward(batch))
 
     def train(self, batch: LearnerBatch) -> TrainReport:
