@@ -24,6 +24,8 @@ OPTIMIZERS: Final = "slime.optimizers"
 MEDIA: Final = "slime.media"
 COMMANDS: Final = "slime.commands"
 """Subcommands of `slime`; an entry is a `typer.Typer`."""
+LIBRARY: Final = "slime.library"
+"""Attributes of `slime_core` that a distribution provides; an entry is a function."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 
@@ -72,6 +74,7 @@ NOUNS: Final = {
     OPTIMIZERS: "optimizer",
     MEDIA: "modality",
     COMMANDS: "command",
+    LIBRARY: "function of the library",
     HOOKS: "hook module",
 }
 """The noun for an entry of each group, for error messages."""

@@ -42,22 +42,6 @@ def run(context: typer.Context) -> None:
         raise Interrupted("interrupted before the run had started; nothing has changed.") from None
 
 
-@app.command("eval", context_settings=TAKES_ANY_WORDS, help="Evaluate a model on the run file's evaluation sets.")
-def evaluate(context: typer.Context) -> None:
-    """Evaluates the run file's model; trains nothing."""
-    words = list(context.args)
-    if not words or "--help" in words:
-        typer.echo(
-            "usage: slime eval run.toml [--flag value ...]\n\n"
-            "Evaluates model.hf_checkpoint on the run file's evaluation sets and prints the metrics as JSON.\n"
-            "--hf-checkpoint FOLDER evaluates another model, such as runs/NAME/hf."
-        )
-        return
-    from slime_core.cli.evaluating import evaluate_words
-
-    evaluate_words(words)
-
-
 def print_version(requested: bool) -> None:
     if requested:
         typer.echo(f"slime {__version__}")

@@ -106,9 +106,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: EarlyInterrupt, *, quiet: bool) -> None:
     from slime_core.cli.console import Console
-    from slime_core.controller.loop import run_loop
     from slime_core.controller.startup import start
-    from slime_core.controller.summary import write_summary
 
     # The heavy imports are done.
     early.raise_if_received()
@@ -118,20 +116,31 @@ async def train(run: BoundRun, inputs: RunInputs, options: StartOptions, early: 
             async with start(run, inputs, options, {"slime/console": console}) as session:
                 signals.started(session.stop_requested)
                 try:
-                    await run_loop(session)
+                    summary = await to_its_end(session)
                 except Interrupted as interrupted:
-                    raise signals.interrupted(
-                        f"{interrupted}; {session.state.rollout_id} of {session.num_rollout} steps are done and saved "
-                        f"in {session.folder.path}. Start the same command again to continue."
-                    ) from None
-                if run.config.checkpoint.save_hf:
-                    await export_hf(session)
-                summary = write_summary(session)
+                    raise signals.interrupted(str(interrupted)) from None
         except asyncio.CancelledError:
             if not signals.received:
                 raise
             raise signals.interrupted("interrupted while starting; nothing has changed.") from None
     console.sum_up(summary, session.folder)
+
+
+async def to_its_end(session: Session) -> dict[str, Any]:
+    """The loop, then hf/ and summary.json, whose content it returns. Interrupted if the run was asked to stop."""
+    from slime_core.controller.loop import run_loop
+    from slime_core.controller.summary import write_summary
+
+    try:
+        await run_loop(session)
+    except Interrupted as interrupted:
+        raise Interrupted(
+            f"{interrupted}; {session.state.rollout_id} of {session.num_rollout} steps are done and saved in "
+            f"{session.folder.path}. Start the same command again to continue."
+        ) from None
+    if session.run.config.checkpoint.save_hf:
+        await export_hf(session)
+    return write_summary(session)
 
 
 async def export_hf(session: Session) -> None:

@@ -146,10 +146,10 @@ class TrainBackend(ABC):
         all ranks (undoing any averaging). Raises OutOfDeviceMemory, and has dropped all these gradients then."""
 
     @abstractmethod
-    def optim_step(self) -> StepReport:
+    def optim_step(self, *, lr: float | None = None) -> StepReport:
         """Clips the gradients, then one optimizer step and one step of the schedule. If loss or norm is not finite, nothing
         changes and the report has `skipped` set. The report has the sums of all `forward_backward` since the last one. Raises
-        TrainingError if there was none."""
+        TrainingError if there was none. lr: learning rate of this step alone; None: the schedule's."""
 
     @abstractmethod
     def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:

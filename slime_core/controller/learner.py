@@ -14,7 +14,7 @@ import numpy as np
 from slime_core.algorithm.advantages import AdvantageConfig, CreditedBatch, compute_advantages_and_returns
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.algorithm.learning_signal import no_signal
-from slime_core.algorithm.loss_weights import split_steps
+from slime_core.algorithm.loss_weights import loss_weights, split_steps
 from slime_core.algorithm.metrics import METRIC_OF_COLUMN, step_metrics, step_rollout_metrics
 from slime_core.algorithm.mismatch import mismatch_metrics
 from slime_core.algorithm.nonfinite import mask_samples, name_samples, nonfinite_samples
@@ -29,7 +29,8 @@ from slime_core.errors import RolloutError, TrainingError
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
-from slime_core.types.sample import SampleGroup
+from slime_core.types.sample import Sample, SampleGroup
+from slime_core.workers.objective import OtherObjective
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -98,6 +99,43 @@ def advantage_config(run: BoundRun, algo: BoundAlgo) -> AdvantageConfig:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LearnerBatch:
+    """Groups with their credit: what the optimizer steps of a rollout step take."""
+
+    rollout_id: int
+    version: int
+    """Policy version before its optimizer steps."""
+    samples: Sequence[Sample]
+    batch: Batch
+    credited: CreditedBatch
+    step_of_sample: Int64
+    """(S,) optimizer step of each sample, also of those that are left out because they are not finite."""
+    scores: Mapping[str, Float32]
+    """Columns that the roles computed."""
+    read: Mapping[str, Float32]
+    """The same and the engine's log-probs, if they are the old ones."""
+    tasks: Sequence[RoleTask]
+    """Roles that it trains, the policy first if it is not idle."""
+    dispatches: Mapping[str, Dispatch]
+    counts: Mapping[str, float]
+    scoring_s: Mapping[str, float]
+    """Seconds of each scoring."""
+    score_s: float
+    """Seconds until all scores were there."""
+    seconds: float
+    """Seconds until the credit was there."""
+
+    @property
+    def columns(self) -> TokenColumns:
+        return self.credited.columns
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that its samples are divided into."""
+        return int(self.step_of_sample.max(initial=-1)) + 1
+
+
 class Learner:
     """Trains the roles; counts consecutive steps of each that had to be skipped."""
 
@@ -122,11 +160,27 @@ class Learner:
     async def train(self, rollout_id: int, groups: Sequence[SampleGroup], version: int) -> TrainReport:
         """One rollout batch; the report carries version + 1. What is computed over all samples runs in a thread, so that the
         event loop serves the requests in flight."""
+        return await self.steps(await self.credit(rollout_id, groups, version))
+
+    async def credit(
+        self,
+        rollout_id: int,
+        groups: Sequence[SampleGroup],
+        version: int,
+        given: TokenColumns | None = None,
+        *,
+        may_be_short: bool = False,
+    ) -> LearnerBatch:
+        """The first half of `train`: scores and advantages. `given`: the batch's columns, instead of the recipe's; loss weights
+        that it lacks are the recipe's. `may_be_short`: fewer rollouts than requested are no error."""
         started = time.perf_counter()
         tasks = [
             RoleTask(plan=plan, trainers=self._trainers[plan.name], rollout_id=rollout_id) for plan in self._plan.roles
         ]
-        batch, recorded, step_of_sample, dispatches = await asyncio.to_thread(self._prepare, rollout_id, groups, tasks)
+        batch, recorded, step_of_sample, dispatches = await asyncio.to_thread(
+            self._prepare, rollout_id, groups, tasks, may_be_short
+        )
+        recorded = recorded if given is None else self._weighted(batch, given, step_of_sample)
         scores, scoring_s = ({}, {}) if recorded is not None else await self._score(tasks, dispatches, batch)
         scored = time.perf_counter()
         counts: dict[str, float] = {}
@@ -143,43 +197,107 @@ class Learner:
                 compute_advantages_and_returns, batch, TokenColumns(**columns), self._rules(training)
             )
         self._on_batch(rollout_id, version, batch, credited.columns)
-        refresh = self._plan.ref_update_interval is not None and (rollout_id + 1) % self._plan.ref_update_interval == 0
+        return LearnerBatch(
+            rollout_id=rollout_id,
+            version=version,
+            samples=[sample for group in groups for sample in group.samples],
+            batch=batch,
+            credited=credited,
+            step_of_sample=step_of_sample,
+            scores=scores,
+            read={**columns, **scores},
+            tasks=training,
+            dispatches=dispatches,
+            counts=counts,
+            scoring_s=scoring_s,
+            score_s=scored - started,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def steps(self, batch: LearnerBatch) -> TrainReport:
+        """The second half: all optimizer steps of the batch, for every role that trains."""
+        began = time.perf_counter()
         self._before_steps()
         # In the opposite order of scoring: devices that several share are still with the role that was scored last.
         trained = await asyncio.gather(
-            *(task.train(dispatches[task.plan.name], credited.columns, refresh) for task in reversed(training))
+            *(
+                task.train(batch.dispatches[task.plan.name], batch.columns, self._refreshes(batch.rollout_id))
+                for task in reversed(batch.tasks)
+            )
         )
-        ended = time.perf_counter()
-        require_finite(rollout_id, trained)
-        samples = [sample for group in groups for sample in group.samples]
-        return await asyncio.to_thread(
-            lambda: TrainReport(
-                version=version + 1,
-                steps=join_steps(
-                    [
-                        step_metrics(batch, step_of_sample),
-                        self._mismatch(batch, scores, step_of_sample),
-                        credited.step_metrics,
-                    ],
-                    trained,
-                ),
-                rollout={
-                    **step_rollout_metrics(self._plan.logged, batch, samples, version, {**columns, **scores}),
-                    **credited.metrics,
-                    **counts,
-                },
-                perf={
-                    "perf/score_time": scored - started,
-                    "perf/train_time": ended - started,
-                    **self._speeds(batch, ended - scored, scoring_s, trained),
-                },
-                no_signal=self._no_signal(batch, credited.columns, trained),
-                stuck=self._stuck(trained),
+        seconds = time.perf_counter() - began
+        require_finite(batch.rollout_id, trained)
+        return await asyncio.to_thread(self.report, batch, trained, seconds)
+
+    async def forward_backward(self, batch: LearnerBatch, step: int, other: OtherObjective | None = None) -> None:
+        """Gradients of one optimizer step of the batch, added to those since the last `optim_step`. `other`: a loss instead of
+        the recipe's, for the policy alone."""
+        self._before_steps()
+        tasks = batch.tasks if other is None else batch.tasks[:1]
+        await asyncio.gather(
+            *(
+                task.forward_backward(batch.dispatches[task.plan.name], batch.columns, step, other)
+                for task in reversed(tasks)
             )
         )
 
+    async def optim_step(self, tasks: Sequence[RoleTask], lr: float | None = None) -> list[RoleReport]:
+        """One optimizer step of these roles. `lr`: the policy's, instead of its schedule's."""
+        policy = self._plan.roles[0]
+        trained = await asyncio.gather(
+            *(task.optim_step(lr if task.plan is policy else None) for task in reversed(tasks))
+        )
+        require_finite(tasks[0].rollout_id, trained)
+        return trained
+
+    async def end_step(self, batch: LearnerBatch, trained: Sequence[RoleReport], seconds: float) -> TrainReport:
+        """Ends a rollout step whose optimizer steps `optim_step` took, in `seconds`. `trained`: all of each role's."""
+        if self._refreshes(batch.rollout_id):
+            await asyncio.gather(*(task.refresh() for task in batch.tasks))
+        return await asyncio.to_thread(self.report, batch, trained, seconds)
+
+    def report(self, batch: LearnerBatch, trained: Sequence[RoleReport], seconds: float) -> TrainReport:
+        """`seconds`: of the optimizer steps."""
+        step_of_sample = batch.step_of_sample
+        return TrainReport(
+            version=batch.version + 1,
+            steps=join_steps(
+                [
+                    step_metrics(batch.batch, step_of_sample),
+                    self._mismatch(batch.batch, batch.scores, step_of_sample),
+                    batch.credited.step_metrics,
+                ],
+                trained,
+            ),
+            rollout={
+                **step_rollout_metrics(self._plan.logged, batch.batch, batch.samples, batch.version, batch.read),
+                **batch.credited.metrics,
+                **batch.counts,
+            },
+            perf={
+                "perf/score_time": batch.score_s,
+                "perf/train_time": batch.seconds + seconds,
+                **self._speeds(batch.batch, batch.seconds - batch.score_s + seconds, batch.scoring_s, trained),
+            },
+            no_signal=self._no_signal(batch.batch, batch.columns, trained),
+            stuck=self._stuck(trained),
+        )
+
+    def _refreshes(self, rollout_id: int) -> bool:
+        """Whether frozen copies are updated after this rollout step."""
+        interval = self._plan.ref_update_interval
+        return interval is not None and (rollout_id + 1) % interval == 0
+
+    def _weighted(self, batch: Batch, columns: TokenColumns, step_of_sample: Int64) -> TokenColumns:
+        if columns.loss_weight is not None:
+            return columns
+        rules = self._plan.rules
+        return replace(
+            columns, loss_weight=loss_weights(batch, step_of_sample, rules.aggregation, rules.max_response_len)
+        )
+
     def _prepare(
-        self, rollout_id: int, groups: Sequence[SampleGroup], tasks: Sequence[RoleTask]
+        self, rollout_id: int, groups: Sequence[SampleGroup], tasks: Sequence[RoleTask], may_be_short: bool
     ) -> tuple[Batch, TokenColumns | None, Int64, dict[str, Dispatch]]:
         """The batch, its columns if train data were recorded, the optimizer step of each sample, and what each role gets."""
         recorded: TokenColumns | None = None
@@ -188,7 +306,7 @@ class Learner:
         else:
             batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
         self._check_experts(batch)
-        self._check_size(batch)
+        self._check_size(batch, may_be_short or self._plan.train_short_batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         return batch, recorded, step_of_sample, dispatch_to(tasks, batch, step_of_sample)
 
@@ -265,7 +383,7 @@ class Learner:
             return self._plan.rules
         return replace(self._plan.rules, corrections=())
 
-    def _check_size(self, batch: Batch) -> None:
+    def _check_size(self, batch: Batch, may_be_short: bool) -> None:
         rollouts = len(np.unique(batch.rollout_id))
         requested = self._plan.rollouts_per_batch
         # More rollouts would be another optimizer step, for which the old log-probs are not the current ones.
@@ -274,7 +392,7 @@ class Learner:
                 f"the batch has {rollouts} rollouts, but {requested} are requested: all samples that a generator makes of "
                 "one response must share the rollout_id of its episode."
             )
-        if rollouts < requested and not self._plan.train_short_batch:
+        if rollouts < requested and not may_be_short:
             raise RolloutError(
                 f"the batch has {rollouts} rollouts, but {requested} are requested. Pass --on-short-batch train to train on "
                 "what there is."

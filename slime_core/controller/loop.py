@@ -58,6 +58,11 @@ class RolloutPrefetcher:
         self.in_flight = session.run.config.rollout.in_flight
         self.pooled = self.in_flight and session.run.collector.driver.across_steps
 
+    @property
+    def has_started(self) -> bool:
+        """True if there is a step that `next_groups` would return."""
+        return bool(self._started)
+
     def start_through(self, step: int) -> None:
         """Starts collecting every step up to this one that has not been started."""
         session = self._session
@@ -89,7 +94,8 @@ class RolloutPrefetcher:
     async def next_groups(self) -> list[SampleGroup]:
         """The oldest step's groups. Interrupted if the run is asked to stop before they are there."""
         oldest = self._started[0]
-        oldest.is_next.set_result(None)
+        if not oldest.is_next.done():
+            oldest.is_next.set_result(None)
         stop = asyncio.create_task(self._session.stop_requested.wait())
         try:
             await asyncio.wait({oldest.task, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from slime_core.config.roles import RolePlan, Scoring
+from slime_core.config.roles import CREDIT_COLUMNS, RolePlan, Scoring
 from slime_core.contracts.needs import Need
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import NonfiniteWeights
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
+from slime_core.workers.objective import OtherObjective
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -49,14 +50,38 @@ class RoleTask:
         async with self.trainers.turn():
             began = time.perf_counter()
             trained = await self.trainers.train(dispatch, columns.only(self.plan.columns), self.rollout_id)
-            for name in self.plan.updated_frozen_models if refresh and trained.nonfinite is None else ():
-                await self.trainers.call_all("update_frozen_model", name)
+            if refresh and trained.nonfinite is None:
+                await self._refresh()
             return RoleReport(
                 plan=self.plan,
                 steps=trained.metrics,
                 nonfinite=trained.nonfinite,
                 seconds=time.perf_counter() - began,
             )
+
+    async def refresh(self) -> None:
+        """Updates its frozen copies."""
+        async with self.trainers.turn():
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        for name in self.plan.updated_frozen_models:
+            await self.trainers.call_all("update_frozen_model", name)
+
+    async def forward_backward(
+        self, dispatch: Dispatch, columns: TokenColumns, step: int, other: OtherObjective | None
+    ) -> None:
+        """Adds the gradients of one optimizer step. `other`: a loss instead of the recipe's."""
+        chosen = columns.only(self.plan.columns if other is None else CREDIT_COLUMNS | other.columns)
+        async with self.trainers.turn():
+            await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
+
+    async def optim_step(self, lr: float | None) -> RoleReport:
+        async with self.trainers.turn():
+            began = time.perf_counter()
+            trained = await self.trainers.optim_step(lr)
+            seconds = time.perf_counter() - began
+            return RoleReport(plan=self.plan, steps=trained.metrics, nonfinite=trained.nonfinite, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +135,8 @@ def join_steps(
     what was computed here, several kinds of it."""
     joined: list[dict[str, float]] = [{} for _ in trained[0].steps]
     for kind in of_driver:
-        for number, metrics in enumerate(kind):
-            joined[number] |= {f"train/{name}": value for name, value in metrics.items()}
+        for of_step, metrics in zip(joined, kind, strict=False):
+            of_step |= {f"train/{name}": value for name, value in metrics.items()}
     for role in reversed(trained):
         for number, metrics in enumerate(role.steps):
             joined[number] |= {f"train/{role.plan.metric_prefix}{name}": value for name, value in metrics.items()}

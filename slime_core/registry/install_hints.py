@@ -92,8 +92,10 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-models": ("convert", "models"),
         "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
         "slime-preflight": ("config", "doctor", "plan"),
+        "slime-session": ("eval",),
         "slime-viewer": ("view",),
     },
+    groups.LIBRARY: {"slime-session": ("open_session", "run")},
     "slime_training.hooks": {"slime-compat": ("compat",)},
     "slime_training.post_write_hooks": {"slime-compat": ("compat",)},
 }

@@ -140,7 +140,7 @@ class GroupRunner:
             # An aborted group is scored when it is continued and complete, since a reward may compare all its samples.
             return group
         began = time.perf_counter()
-        group = await self._score(group)
+        group = await self.score(group)
         self.on_trace(
             GroupTrace(
                 scope=self.settings.scope,
@@ -172,7 +172,7 @@ class GroupRunner:
                 evaluation=self.settings.evaluation,
                 # A response with several samples cannot be continued: it starts anew.
                 kept=kept[0] if len(kept) == 1 else None,
-                scorer=None if self.rewards is None else self._score,
+                scorer=None if self.rewards is None else self.score,
                 routed_experts=self.settings.routed_experts,
                 trained_versions=self.versions,
             )
@@ -218,7 +218,8 @@ class GroupRunner:
             await asyncio.sleep(interval)
             interval = min(2 * interval, LONGEST_INTERVAL_S)
 
-    async def _score(self, group: SampleGroup) -> SampleGroup:
+    async def score(self, group: SampleGroup) -> SampleGroup:
+        """With the run's rewards, where a sample has none yet; unchanged if the run has no reward."""
         plan = self.settings.scoring
         if plan is None or self.rewards is None:
             return group

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from slime_core.registry.plugin_file import PluginFile
 from slime_core.rollout.reward_worker import Failure, Scored, Servers, build_reward, score_groups, serve
 from slime_core.types.sample import SampleGroup
 
 T = TypeVar("T")
+PROCESS_NAME: Final = "slime-rewards"
 
 
 class WorkerDied(Exception):
@@ -109,7 +110,7 @@ class RewardProcess:
         # Forking a process that has torch's threads can deadlock.
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there,), name="slime-rewards")
+        process = context.Process(target=serve, args=(there,), name=PROCESS_NAME)
         with there, self._state, interrupts_blocked():
             if self._closed:
                 here.close()

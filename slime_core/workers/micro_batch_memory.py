@@ -46,15 +46,17 @@ class MicroBatchMemory:
         micros: Sequence[Int64],
         lengths: Int32,
         work: Work,
+        *,
+        may_repeat: bool = True,
     ) -> tuple[T, Sequence[Int64]]:
-        """Returns the result, and the micro-batches that it belongs to. `lengths`: tokens of each sample. Raises
-        TrainingError."""
+        """Returns the result, and the micro-batches that it belongs to. `lengths`: tokens of each sample. `may_repeat`: if not,
+        the call depends on earlier ones, whose gradients are dropped with it. Raises TrainingError."""
         while True:
             try:
                 return call(pack(micros)), micros
             except OutOfDeviceMemory as error:
                 number, samples = error.number, micros[error.number]
-                if not self._alone or len(samples) < 2:
+                if not (self._alone and may_repeat) or len(samples) < 2:
                     raise TrainingError(self._message(error, micros, lengths, work)) from error
             # Outside of `except`: the error holds what the call had in memory.
             micros = [*micros[:number], *halves(samples, lengths.astype(np.int64)), *micros[number + 1 :]]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slime_core.algorithm.loss import TokenObjective
-from slime_core.config.part import PluginSpec
+from slime_core.config.part import BoundPlugin, PluginSpec
 from slime_core.config.roles import BoundRole
 from slime_core.registry import Registry
+from slime_core.types.batch import TokenColumns
 from slime_core.workers.agreement import Agreement
 
 
@@ -16,13 +17,13 @@ class ObjectiveSpec:
     """Parts by name, and the numbers that the kernel itself applies."""
 
     loss: PluginSpec
-    kl: PluginSpec | None
-    kl_loss_coef: float
-    use_unbiased_kl: bool
-    entropy_coef: float
-    corrections: tuple[PluginSpec, ...]
-    old_from_current: bool
-    old_from_rollout: bool
+    kl: PluginSpec | None = None
+    kl_loss_coef: float = 0.0
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    corrections: tuple[PluginSpec, ...] = ()
+    old_from_current: bool = False
+    old_from_rollout: bool = False
 
     @classmethod
     def of(cls, role: BoundRole) -> ObjectiveSpec:
@@ -53,3 +54,24 @@ class ObjectiveSpec:
             entropy_coef=self.entropy_coef,
             corrections=[(part.build(), frozenset(part.driver.needs)) for part in corrections],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherObjective:
+    """Another loss for one call, alone: without the recipe's KL, entropy and corrections."""
+
+    spec: ObjectiveSpec
+    columns: frozenset[str]
+    """Columns of `TokenColumns` that the loss gets beside advantages, returns and loss weights."""
+    agreement: Agreement
+
+    @classmethod
+    def of(cls, loss: BoundPlugin, agreement: Agreement) -> OtherObjective:
+        return cls(
+            spec=ObjectiveSpec(loss=loss.spec()),
+            columns=frozenset(need.value for need in loss.driver.needs) & {f.name for f in fields(TokenColumns)},
+            agreement=agreement,
+        )
+
+    def build(self) -> TokenObjective:
+        return self.spec.build(self.agreement, self.agreement.registry())

@@ -21,6 +21,7 @@ from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import StepReport
 from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher, RankHandle
+from slime_core.workers.objective import OtherObjective
 
 WORTH_SHARING: Final = 0.05
 """Part of a batch's tokens that are prompts of an earlier sample."""
@@ -152,18 +153,45 @@ class TrainGroup:
 
     async def train(self, dispatch: Dispatch, columns: TokenColumns, rollout_id: int) -> TrainedSteps:
         """One optimizer step after the other."""
-        shared = [
-            self.launcher.share(columns.take(dispatch.batch.response_rows(shard.samples))) for shard in dispatch.shards
-        ]
+        shared = self._share(dispatch, columns)
         reports: list[list[StepReport]] = await asyncio.gather(
             *(
                 rank.call("train", shard.shared, shared[layout.dp_rank], shard.steps, rollout_id)
                 for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
             )
         )
-        metrics = [self._join([of_rank[step] for of_rank in reports]) for step in range(len(reports[0]))]
+        return self._joined(reports)
+
+    async def forward_backward(
+        self, dispatch: Dispatch, columns: TokenColumns, step: int, rollout_id: int, other: OtherObjective | None = None
+    ) -> None:
+        """Adds the gradients of one optimizer step's micro-batches on every rank. `other`: see `TrainWorker`."""
+        shared = self._share(dispatch, columns)
+        await asyncio.gather(
+            *(
+                rank.call(
+                    "forward_backward", shard.shared, shared[layout.dp_rank], shard.steps[step], rollout_id, other
+                )
+                for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
+            )
+        )
+
+    async def optim_step(self, lr: float | None = None) -> TrainedSteps:
+        """One optimizer step with the gradients so far. `lr`: see `TrainBackend.optim_step`."""
+        return self._joined([[report] for report in await self.call_all("optim_step", lr)])
+
+    def _share(self, dispatch: Dispatch, columns: TokenColumns) -> list[Any]:
+        """Each shard's rows, as returned by `Launcher.share`."""
+        rows = (dispatch.batch.response_rows(shard.samples) for shard in dispatch.shards)
+        return [self.launcher.share(columns.take(own)) for own in rows]
+
+    def _joined(self, reports: Sequence[Sequence[StepReport]]) -> TrainedSteps:
+        """`reports`: of each rank, of each step."""
         found = (report.nonfinite for of_rank in reports for report in of_rank)
-        return TrainedSteps(metrics=metrics, nonfinite=next(filter(None, found), None))
+        return TrainedSteps(
+            metrics=[self._join(of_step) for of_step in zip(*reports, strict=True)],
+            nonfinite=next(filter(None, found), None),
+        )
 
     async def stream_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """All ranks export together; yields rank 0's buckets, or references to them."""

@@ -29,7 +29,7 @@ from slime_core.workers.agreement import Agreement
 from slime_core.workers.buckets import buckets_of
 from slime_core.workers.engine_format import EngineFormat, converted
 from slime_core.workers.micro_batch_memory import SCORING, TRAINING, MicroBatchMemory
-from slime_core.workers.objective import ObjectiveSpec
+from slime_core.workers.objective import ObjectiveSpec, OtherObjective
 from slime_core.workers.profile import Profile, ProfilePlan
 
 if TYPE_CHECKING:
@@ -84,6 +84,10 @@ class TrainWorker:
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_device, initargs=(setup,))
         self._writing: Future[None] | None = None
         self._memory = MicroBatchMemory(alone=setup.world_size == 1)
+        self._other: tuple[OtherObjective, Objective] | None = None
+        self._rollout_id: int | None = None
+        """Of the last `forward_backward`."""
+        self._has_gradients = False
 
     def setup(self) -> Layout:
         layout = self._backend.setup(self._setup)
@@ -127,6 +131,33 @@ class TrainWorker:
                 if report.nonfinite is not None:
                     break
         return reports
+
+    def forward_backward(
+        self,
+        shard: Batch,
+        columns: TokenColumns,
+        micros: Sequence[Int64],
+        rollout_id: int,
+        other: OtherObjective | None = None,
+    ) -> None:
+        """Adds the gradients of these micro-batches to those since the last `optim_step`. `other`: instead of the run's."""
+        objective = self._objective
+        if other is not None:
+            if self._other is None or self._other[0] != other:
+                self._other = other, other.build()
+            objective = self._other[1]
+        if rollout_id != self._rollout_id:
+            self._backend.begin_rollout(rollout_id)
+            self._rollout_id = rollout_id
+        call, pack = partial(self._backend.forward_backward, objective=objective), partial(self._packed, shard, columns)
+        repeat = not self._has_gradients
+        self._has_gradients = False
+        self._memory.fit(call, pack, micros, shard.total_length, TRAINING, may_repeat=repeat)
+        self._has_gradients = True
+
+    def optim_step(self, lr: float | None = None) -> StepReport:
+        self._has_gradients = False
+        return replace(self._backend.optim_step(lr=lr), split_micro_batches=self._memory.take_splits())
 
     def _packed(self, shard: Batch, columns: TokenColumns | None, micros: Sequence[Int64]) -> list[MicroBatch]:
         pack = partial(pack_micro_batch, columns=columns, temperature=self._spec.temperature, pixels=self._pixels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -68,3 +69,25 @@ def test_true_on_policy(run_example: RunExample) -> None:
     assert {step["train/mis_ratio_max"] for step in steps} == {1.0}
     off = run_example("true_on_policy", "--rollout-batch-size", "32", "--num-rollout", "1", "--no-true-on-policy-mode")
     assert all(0 < step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in off.metrics("train/step"))
+
+
+def test_the_notebook(examples: Path, tmp_path: Path) -> None:
+    """All its cells, as `marimo export` runs them: the loop learns, and the page has the curve and samples."""
+    page, runs = tmp_path / "page.html", tmp_path / "runs"
+    notebook = examples / "notebook" / "own_loop.py"
+    words = [sys.executable, "-m", "marimo", "-q", "export", "html", str(notebook), "-o", str(page), "--"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*words, "--num-steps", "16", "--runs-dir", str(runs)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = [json.loads(line) for line in (runs / "notebook/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["metrics"]["rollout/raw_reward"] for line in lines if line["axis"] == "rollout/step"]
+    assert len(rewards) == 16
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.2
+    text = page.read_text()
+    assert "123+456=" in text
+    assert "image/png" in text
+    assert (runs / "notebook/checkpoints/step_16/COMPLETE").exists()
+    assert (runs / "notebook/hf/config.json").exists()

@@ -97,7 +97,7 @@ class FsdpBackend(TrainerBackend[Trainer]):
                 step.gradients.take()
             step.add(result)
 
-    def optim_step(self) -> StepReport:
+    def optim_step(self, *, lr: float | None = None) -> StepReport:
         trainer = self._ready
         step, trainer.step = trainer.step, None
         if step is None:
@@ -109,7 +109,8 @@ class FsdpBackend(TrainerBackend[Trainer]):
         grad_norm, is_finite, *totals = torch.stack(
             [norm.double(), finite.double(), *(value.double() for value in step.sums.values())]
         ).tolist()
-        lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
+        if lr is None:
+            lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
         if is_finite:
             self._step(step.parameters, grad_norm, lr)
         trainer.optimizer.zero_grad(set_to_none=True)

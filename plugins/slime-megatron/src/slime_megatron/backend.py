@@ -169,12 +169,16 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
 
-    def optim_step(self) -> StepReport:
+    def optim_step(self, *, lr: float | None = None) -> StepReport:
         trainer = self._ready
         step, trainer.step = trainer.step, None
         if step is None:
             raise TrainingError("optim_step without gradients: call forward_backward first.")
         loss, sums = reduce_metrics(step.found, trainer.placement.device)
+        if lr is not None:
+            # The next step sets them to the schedule's.
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = lr
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
         nonfinite = None

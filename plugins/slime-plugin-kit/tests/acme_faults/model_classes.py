@@ -83,8 +83,8 @@ class CarelessChecks(FsdpBackend):
     def forward_backward(self, micros, objective):
         super().forward_backward(micros, scaled(objective, 0.0) if objective.reads_values else objective)
 
-    def optim_step(self):
-        return replace(super().optim_step(), skipped=False, nonfinite=None)
+    def optim_step(self, *, lr=None):
+        return replace(super().optim_step(lr=lr), skipped=False, nonfinite=None)
 
     def update_frozen_model(self, name):
         pass

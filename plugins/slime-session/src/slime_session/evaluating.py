@@ -1,24 +1,46 @@
-"""`slime eval`: binds the config, starts engines and rewards, evaluates, prints the metrics."""
+"""Evaluate a model on the run file's evaluation sets."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from slime_core.cli.invocation import bind_invocation, parse_words, warn
-from slime_core.cli.training import run_to_end
-from slime_core.config.bound import BoundRun
-from slime_core.controller.gc_control import gc_paused
-from slime_core.errors import ConfigError
+import typer
+
+from slime_core.cli.commands import TAKES_ANY_WORDS
 
 if TYPE_CHECKING:
+    from slime_core.config.bound import BoundRun
     from slime_core.controller.run_inputs import RunInputs
+
+app = typer.Typer()
+
+USAGE: Final = """\
+usage: slime eval run.toml [--flag value ...]
+
+Evaluates model.hf_checkpoint on the run file's evaluation sets and prints the metrics as JSON.
+--hf-checkpoint FOLDER evaluates another model, such as runs/NAME/hf."""
+
+
+@app.command(context_settings=TAKES_ANY_WORDS)
+def evaluate(context: typer.Context) -> None:
+    """Evaluates the run file's model; trains nothing."""
+    words = list(context.args)
+    if not words or "--help" in words:
+        typer.echo(USAGE)
+        return
+    evaluate_words(words)
 
 
 def evaluate_words(words: Sequence[str]) -> None:
     """`slime eval` with these words."""
+    from slime_core.cli.invocation import bind_invocation, parse_words, warn
+    from slime_core.cli.training import run_to_end
+    from slime_core.controller.gc_control import gc_paused
+    from slime_core.errors import ConfigError
+
     typed = parse_words(words, switches=("debug",), options=(), command="eval")
     with tempfile.TemporaryDirectory(prefix="slime-eval-") as folder:
         # An evaluation leaves no run folder: it uses a temporary one.

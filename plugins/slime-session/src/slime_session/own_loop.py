@@ -1,0 +1,387 @@
+"""OwnLoop: what a loop of one's own does with a started run, as coroutines in the run's event loop, one at a time.
+
+A rollout step is what lies between two rollouts or weight updates: gradients of one batch or several, and optimizer steps. When
+it ends, the policy's version rises by one, and observers and trackers get its report, as in `slime run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from slime_core import groups as entry_groups
+from slime_core.cli.training import export_hf
+from slime_core.config.part import BoundPlugin
+from slime_core.contracts.needs import Need
+from slime_core.contracts.renderer import Renderer
+from slime_core.controller.learner import Learner, LearnerBatch
+from slime_core.controller.loop import RolloutPrefetcher
+from slime_core.controller.role_task import RoleReport, RoleTask, join_steps
+from slime_core.controller.saving import CheckpointSaver
+from slime_core.controller.session import Session
+from slime_core.errors import ConfigError, RolloutError, RolloutsExhausted, TrainingError
+from slime_core.registry.boundary import foreign
+from slime_core.rollout.groups import RunningGroup, all_or_none
+from slime_core.rollout.scoring import is_scored
+from slime_core.types.batch import Float32, TokenColumns
+from slime_core.types.buffer_item import BufferItem
+from slime_core.types.prompt import Prompt
+from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+from slime_core.types.sample import Sample, SampleGroup
+from slime_core.workers.agreement import Agreement
+from slime_core.workers.objective import OtherObjective
+from slime_session.datum import Datum, columns_of, groups_of
+from slime_session.reports import OptimizerStepReport
+
+PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
+"""Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
+Loss: TypeAlias = str | Mapping[str, Any]
+"""Name of an entry point in `slime.losses`; with options, a table with its `name`."""
+
+FIRST_OWN: Final = 1 << 40
+"""Group index of the first prompt or datum that is not drawn from the run's data, in each block of a rollout step."""
+BLOCK: Final = 1 << 20
+
+
+class OwnLoop:
+    def __init__(self, session: Session, renderer: Renderer | None) -> None:
+        """`renderer`: of the run's data; None: the run has none."""
+        self.session = session
+        self._renderer = renderer
+        self._rollouts = RolloutPrefetcher(session)
+        self._saver = CheckpointSaver(session)
+        self._rollouts.restore(session.kept_ahead)
+        self._accumulated: dict[str, RoleTask] = {}
+        """Roles with gradients that no optimizer step has taken."""
+        self._stepped: dict[str, list[RoleReport]] = {}
+        """Optimizer steps of this rollout step, by role."""
+        self._batch: LearnerBatch | None = None
+        """The last one that gradients were computed for."""
+        self._lost = False
+        """An error or interrupt left the trainers inside an optimizer step."""
+        self._training_s = self._waited_s = 0.0
+        self._drawn = 0
+        """Own prompts and datums of this rollout step."""
+
+    @classmethod
+    async def begin(cls, session: Session, renderer: Renderer | None) -> OwnLoop:
+        """With the trainers' weights in the engines."""
+        await session.update_weights()
+        session.times.taken()
+        session.step_began = time.perf_counter()
+        return cls(session, renderer)
+
+    @property
+    def learner(self) -> Learner:
+        learner = self.session.learner
+        if not isinstance(learner, Learner):
+            raise ConfigError("rollout.debug_rollout_only: this run has no trainers.")
+        return learner
+
+    async def collect(self) -> list[SampleGroup]:
+        await self._between_steps("collect")
+        session, config = self.session, self.session.run.config
+        step = session.state.rollout_id
+        if step >= session.num_rollout:
+            raise RolloutsExhausted(
+                f"collect: all {session.num_rollout} rollout steps of this run are trained. Open it with a larger "
+                "train.num_rollout, or call sample, which has no limit."
+            )
+        began = time.perf_counter()
+        if not self._rollouts.has_started:
+            # Groups that were collected and never trained count for no step.
+            session.state = replace(session.state, next_collect=step)
+        ahead = step + config.rollout.max_async_level
+        self._rollouts.start_through(ahead if self._rollouts.pooled else step)
+        groups = await self._rollouts.next_groups()
+        self._rollouts.start_through(ahead)
+        self._waited_s += time.perf_counter() - began
+        return groups
+
+    async def sample(self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None) -> list[SampleGroup]:
+        await self._between_steps("sample")
+        session = self.session
+        if session.runner is None:
+            raise ConfigError("sample: this run has no engine, since its collector needs none.")
+        began = time.perf_counter()
+        if prompts is None or isinstance(prompts, int):
+            scope = session.runner.settings.scope
+            items = self._drawn_items(session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
+        else:
+            scope, items = "own", []
+            rendered = [self._rendered(prompt, f"prompts[{place}]") for place, prompt in enumerate(prompts)]
+        settings = replace(
+            session.runner.settings,
+            scope=scope,
+            scoring=None,
+            num_samples=session.runner.settings.num_samples if n_samples is None else n_samples,
+        )
+        runner = replace(session.runner, settings=settings, rewards=None)
+        await session.colocation.rollout()
+        running: list[RunningGroup] = []
+        try:
+            if items:
+                running += [runner.start(item.prompt, item.samples) for item in items]
+            else:
+                running += [runner.start(prompt) for prompt in rendered]
+            return await all_or_none([group.task for group in running])
+        except BaseException:
+            await runner.abort(running)
+            session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
+            raise
+        finally:
+            self._waited_s += time.perf_counter() - began
+
+    async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        runner = self.session.runner
+        if runner is None or runner.settings.scoring is None:
+            raise ConfigError(
+                "score: this run names no reward. Pass a function of a sample, or set reward in the run file."
+            )
+        return await all_or_none([asyncio.create_task(runner.score(group)) for group in groups])
+
+    async def credit(self, groups: Sequence[SampleGroup], columns: TokenColumns | None = None) -> LearnerBatch:
+        learner = self.learner
+        await self._end_step()
+        session, most = self.session, self.session.run.rollouts_per_batch
+        rollouts = len({sample.rollout_id for group in groups for sample in group.samples})
+        if not rollouts and session.run.config.train.load_debug_train_data is None:
+            raise RolloutError("credit: no samples.")
+        if rollouts > most:
+            raise RolloutError(
+                f"credit: {rollouts} rollouts, and a batch of this run has at most {most} (rollout.rollout_batch_size x "
+                "n_samples_per_prompt): credit fewer groups, or set a larger rollout_batch_size."
+            )
+        state = session.state
+        async with session.colocation.train():
+            return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
+
+    async def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
+        groups = groups_of(datums, first=self._next_own(len(datums)))
+        return await self.credit(groups, columns_of(datums))
+
+    async def forward(self, batch: LearnerBatch) -> Float32:
+        session = self.session
+        policy = session.policy
+        async with session.colocation.train(), policy.turn():
+            scores = await policy.score(batch.dispatches[session.run.roles[0].name])
+        return scores["log_probs"]
+
+    async def train(self, batch: LearnerBatch) -> TrainReport:
+        await self._between_steps("train")
+        async with self._training():
+            report = await self.learner.steps(batch)
+        return self._count(report)
+
+    async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> None:
+        learner, number = self.learner, step_of(batch, step)
+        other = None if loss is None else self._objective(loss, batch)
+        tasks = batch.tasks if other is None else batch.tasks[:1]
+        if len(tasks) > 1 and any(task.trainers.devices.offload for task in tasks):
+            raise ConfigError(
+                "forward_backward: roles that take turns on the same devices keep no gradients between two calls. Call "
+                "train(batch), or pass --no-offload-train."
+            )
+        self._require_state()
+        async with self._training():
+            began = time.perf_counter()
+            await learner.forward_backward(batch, number, other)
+            self._training_s += time.perf_counter() - began
+        self._accumulated |= {task.plan.name: task for task in tasks}
+        self._batch = batch
+
+    async def optim_step(self, lr: float | None) -> OptimizerStepReport:
+        if not self._accumulated:
+            raise TrainingError("optim_step without gradients: call forward_backward first.")
+        tasks, self._accumulated = [*self._accumulated.values()], {}
+        taken = max((len(steps) for steps in self._stepped.values()), default=0)
+        async with self._training():
+            began = time.perf_counter()
+            trained = await self.learner.optim_step(tasks, lr)
+            self._training_s += time.perf_counter() - began
+        for role in trained:
+            self._stepped.setdefault(role.plan.name, []).append(role)
+        (metrics,) = join_steps([], trained)
+        # Roles report in the opposite order.
+        own = trained[-1].steps[0]
+        return OptimizerStepReport(
+            step=self.session.state.optimizer_steps + taken,
+            lr=own["lr-pg_0"],
+            grad_norm=own["grad_norm"],
+            skipped=bool(own["skipped_steps"]),
+            metrics=metrics,
+        )
+
+    async def update_weights(self) -> WeightUpdateReport | None:
+        await self._between_steps("update_weights")
+        if not self._rollouts.in_flight:
+            await self._rollouts.wait_idle()
+        with self.session.times.of("sync"):
+            await self.session.update_weights()
+        return self.session.weight_update_report
+
+    async def evaluate(self) -> EvalReport:
+        await self._between_steps("evaluate")
+        session = self.session
+        if not len(session.evaluator):
+            raise ConfigError("evaluate: this run has no evaluation set; add one to eval.datasets.")
+        await session.evaluate(session.state.rollout_id - 1)
+        await session.evaluated()
+        assert session.last_eval is not None
+        return session.last_eval
+
+    async def save(self) -> Path:
+        await self._between_steps("save")
+        session = self.session
+        step = session.state.rollout_id
+        if step not in session.store.steps():
+            ahead = await self._rollouts.quiesce()
+            session.state = replace(session.state, next_collect=step + len(ahead))
+            with session.times.of("save"):
+                await self._saver.save(ahead)
+        await self._saver.completed()
+        return session.folder.checkpoints / f"step_{step}"
+
+    async def export(self) -> Path:
+        await self._between_steps("export")
+        await export_hf(self.session)
+        return self.session.folder.hf
+
+    async def close(self) -> None:
+        """Ends what is under way. A rollout step that has ended is reported; nothing is saved."""
+        if not self._lost and not self._accumulated:
+            await self._end_step()
+        await self._rollouts.cancel_pending()
+        await self.session.end_evaluation()
+        await self._saver.give_up()
+
+    def _drawn_items(self, number: int) -> list[BufferItem]:
+        session = self.session
+        items = session.buffer.get_samples(
+            number, version=session.state.version, max_staleness=session.run.max_staleness
+        )
+        if not items:
+            raise RolloutsExhausted(f"sample: the data has ended; {number} prompts were asked for.")
+        return items
+
+    def _next_own(self, count: int) -> int:
+        """The first of `count` group indices that no data source gives, the same in a run that resumes here."""
+        first = FIRST_OWN + self.session.state.rollout_id * BLOCK + self._drawn
+        self._drawn += count
+        return first
+
+    def _rendered(self, prompt: PromptLike, where: str) -> Prompt:
+        number = self._next_own(1)
+        if isinstance(prompt, Prompt):
+            return replace(prompt, group_index=number)
+        if self._renderer is None:
+            raise ConfigError(f"{where}: this run reads no prompts, so it has no renderer: pass a Prompt.")
+        data = self.session.run.config.data
+        row: dict[str, Any] = {data.input_key: prompt if isinstance(prompt, str) else list(prompt)}
+        if data.label_key is not None:
+            row[data.label_key] = None
+        with foreign(self._renderer, f"render of {where}"):
+            return self._renderer.render(row, group_index=number, origin=where)
+
+    def _objective(self, loss: Loss, batch: LearnerBatch) -> OtherObjective:
+        """ConfigError for a loss that is no policy's, or that reads what the batch lacks."""
+        run = self.session.run
+        table = {"name": loss} if isinstance(loss, str) else dict(loss)
+        name = table.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f'loss = {loss!r}: no name; pass a name, or {{"name": NAME, ...}} with its options.')
+        resolved = run.registry.resolve(entry_groups.LOSSES, name, where="loss")
+        part = BoundPlugin.of(resolved, name, table, where="loss", base=run.base)
+        if part.driver.trains_values:
+            raise ConfigError(f'loss = "{name}": a loss for values; forward_backward takes a policy\'s.')
+        needs = {need.value for need in part.driver.needs - {Need.ROLLOUT_LOGPROBS, Need.ENTROPY}}
+        needs |= {"advantages"} if part.driver.uses_advantages else set()
+        if lacking := sorted(needs - batch.columns.present().keys()):
+            raise ConfigError(
+                f'loss = "{name}": the batch has no {", ".join(lacking)}, which it reads. Pass them to credit as columns, or '
+                "with the datums."
+            )
+        return OtherObjective.of(part, Agreement.of((*run.parts, part), run.registry.plugin_files))
+
+    @contextlib.asynccontextmanager
+    async def _training(self) -> AsyncIterator[None]:
+        """Around what changes gradients or weights."""
+        self._require_state()
+        self._lost = True
+        async with self.session.colocation.train():
+            yield
+        self._lost = False
+
+    def _require_state(self) -> None:
+        if self._lost:
+            raise TrainingError(
+                "an error or an interrupt left the trainers inside an optimizer step. Close this session and open it again: it "
+                "continues from the last checkpoint."
+            )
+
+    async def _between_steps(self, call: str) -> None:
+        """Ends the rollout step. TrainingError inside an optimizer step: trainers keep no gradients while they are saved,
+        exported or offloaded."""
+        self._require_state()
+        if self._accumulated:
+            raise TrainingError(f"{call} between forward_backward and optim_step: call optim_step first.")
+        await self._end_step()
+
+    async def _end_step(self) -> None:
+        """Counts and reports the optimizer steps since the last rollout step, if there were any."""
+        if not self._stepped or self._accumulated:
+            return
+        assert self._batch is not None
+        trained = [joined(steps) for steps in self._stepped.values()]
+        self._stepped = {}
+        async with self.session.colocation.train():
+            report = await self.learner.end_step(self._batch, trained, self._training_s)
+        self._count(report)
+        await self._saver.keep_schedule()
+
+    def _count(self, report: TrainReport) -> TrainReport:
+        session = self.session
+        report = replace(report, version=session.state.version + 1)
+        waited_s, self._waited_s, self._training_s, self._drawn = self._waited_s, 0.0, 0.0, 0
+        session.advance(session.state.rollout_id, report, waited_s=waited_s)
+        following = max(session.state.next_collect, session.state.rollout_id)
+        session.state = replace(session.state, next_collect=following)
+        if report.stuck is not None:
+            raise TrainingError(report.stuck)
+        return report
+
+
+def joined(steps: Sequence[RoleReport]) -> RoleReport:
+    """Several optimizer steps of one role as one report."""
+    return replace(
+        steps[0],
+        steps=[metrics for role in steps for metrics in role.steps],
+        seconds=sum(role.seconds for role in steps),
+    )
+
+
+def step_of(batch: LearnerBatch, step: int | None) -> int:
+    """ConfigError if `step` is none of the batch's, or is missing where it has several."""
+    if step is None and batch.num_steps > 1:
+        raise ConfigError(
+            f"forward_backward: this batch has {batch.num_steps} optimizer steps (global_batch_size, num_steps_per_rollout): "
+            "pass step=0, then optim_step, and so on; or call train(batch), which takes all of them."
+        )
+    number = step or 0
+    if not 0 <= number < max(1, batch.num_steps):
+        raise ConfigError(f"forward_backward: step = {number}, and the batch has {batch.num_steps} optimizer steps.")
+    return number
+
+
+def scored_by(groups: Sequence[SampleGroup], reward: Callable[[Sample], float]) -> list[SampleGroup]:
+    """With the function's numbers as rewards of samples that have none."""
+
+    def scored(sample: Sample) -> Sample:
+        return replace(sample, reward=float(reward(sample))) if is_scored(sample) else sample
+
+    return [replace(group, samples=tuple(map(scored, group.samples))) for group in groups]

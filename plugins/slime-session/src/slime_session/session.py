@@ -1,0 +1,175 @@
+"""TrainingSession: a running run that a loop of one's own drives, with calls that block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from slime_session.datum import Datum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime_core.config.bound import BoundRun
+    from slime_core.controller.learner import LearnerBatch
+    from slime_core.types.batch import Float32, TokenColumns
+    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+    from slime_core.types.sample import Sample, SampleGroup
+    from slime_session.live_run import LiveRun
+    from slime_session.own_loop import Loss, OwnLoop, PromptLike
+    from slime_session.reports import OptimizerStepReport
+
+
+class TrainingSession:
+    """Made by `open_session`. The usual order, once for each rollout step:
+
+        groups = session.score(session.sample())      # or session.collect(), which filters too
+        batch = session.credit(groups)
+        session.forward_backward(batch)
+        session.optim_step()
+        session.update_weights()
+
+    A rollout step ends with the next of `collect`, `sample`, `credit`, `update_weights`, `evaluate`, `save`, `export` or
+    `close` after an optimizer step: then `version` rises by one, observers get `step_trained`, and trackers its metrics.
+
+    Calls wait for each other, from whatever thread. Errors are those of `slime run`, a `SlimeError` for what a user can fix.
+    After an error or interrupt inside `forward_backward`, `optim_step` or `train` the trainers' state is unknown: the session
+    refuses to train or save, and opened again it continues from the last checkpoint. Nothing is saved unless `save` is called.
+    """
+
+    def __init__(self, live: LiveRun, loop: OwnLoop) -> None:
+        self._live = live
+        self._loop = loop
+        self._session = loop.session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    @property
+    def run(self) -> BoundRun:
+        """The run file with its overrides and plugins; `run.config` has the keys."""
+        return self._session.run
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self._session.folder.path
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._session.tokenizer
+
+    @property
+    def step(self) -> int:
+        """Rollout steps that have ended, over all attempts."""
+        return self._session.state.rollout_id
+
+    @property
+    def version(self) -> int:
+        """Policy version, which rises with each rollout step."""
+        return self._session.state.version
+
+    @property
+    def last_report(self) -> TrainReport | None:
+        """Of the last rollout step that this session has ended."""
+        return self._session.last_train
+
+    def collect(self) -> list[SampleGroup]:
+        """The next `rollout_batch_size` accepted groups, as `slime run` collects them: with rewards, filters and the
+        collector of the run file, and with further steps started ahead (`rollout.max_async_level`). Raises RolloutsExhausted
+        after `train.num_rollout` steps, and RolloutError."""
+        return self._live.do(self._loop.collect)
+
+    def sample(
+        self, prompts: int | Sequence[PromptLike] | None = None, *, n_samples: int | None = None
+    ) -> list[SampleGroup]:
+        """Generates `n_samples` responses to each prompt (default: `rollout.n_samples_per_prompt`), with no reward yet and no
+        filter. prompts: how many to draw from the run's data, by default `rollout.rollout_batch_size`; or prompts of your own,
+        as text or messages. A response that could not be generated has the status FAILED and is not trained. Raises
+        RolloutsExhausted if the data has ended."""
+        return self._live.do(lambda: self._loop.sample(prompts, n_samples))
+
+    def score(
+        self, groups: Sequence[SampleGroup], reward: Callable[[Sample], float] | None = None
+    ) -> list[SampleGroup]:
+        """The groups with rewards of samples that have none: the run's (`reward` in the run file), or those that a function
+        gives, which is called in this thread and whose errors pass unchanged. Groups are frozen: use what is returned."""
+        if reward is not None:
+            from slime_session.own_loop import scored_by
+
+            return scored_by(groups, reward)
+        return self._live.do(lambda: self._loop.score(groups))
+
+    def credit(self, groups: Sequence[SampleGroup], columns: TokenColumns | None = None) -> LearnerBatch:
+        """Old and reference log-probs, values, advantages, corrections and loss weights, as the recipe asks for them.
+        At most `rollout_batch_size` x `n_samples_per_prompt` rollouts; every `global_batch_size` of them are an optimizer
+        step (`LearnerBatch.num_steps`), and the last one may have fewer.
+
+        columns: float32 (M,) columns over all response tokens, in the order of the groups, to train with instead; nothing is
+        computed then but loss weights that they lack. `LearnerBatch.batch` and `.columns` can be read, not written."""
+        return self._live.do(lambda: self._loop.credit(groups, columns))
+
+    def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
+        """A batch of given tokens with given advantages or weights, for `forward_backward` and `forward`. Limits as for
+        `credit`. Raises DataError for lengths that do not fit."""
+        return self._live.do(lambda: self._loop.batch(datums))
+
+    def forward(self, batch: LearnerBatch) -> Float32:
+        """(M,) log-probs in nats of the batch's response tokens under the trainers' weights, at the run's temperature, without
+        gradient. The rows of sample n begin at `LearnerBatch.batch.response_offsets[n]`."""
+        return self._live.do(lambda: self._loop.forward(batch))
+
+    def train(self, batch: LearnerBatch) -> TrainReport:
+        """All optimizer steps of the batch for every role, and the end of the rollout step: the second half of a step of
+        `slime run`."""
+        return self._live.do(lambda: self._loop.train(batch))
+
+    def forward_backward(self, batch: LearnerBatch, *, step: int | None = None, loss: Loss | None = None) -> None:
+        """Adds the gradients of one optimizer step of the batch, which `step` names if it has several, to those since the last
+        `optim_step`. The gradient is of the sum over tokens of loss weight x loss: of two batches, the sum of both.
+
+        loss: another one than the recipe's, by its name in `slime.losses` or as a table of name and options, for the policy
+        alone and without the recipe's KL, entropy and corrections. Raises ConfigError if the batch lacks a column that it
+        reads, and TrainingError for a micro-batch that does not fit into memory."""
+        return self._live.do(lambda: self._loop.forward_backward(batch, step, loss))
+
+    def optim_step(self, lr: float | None = None) -> OptimizerStepReport:
+        """Clips the gradients and takes an optimizer step. lr: the policy's learning rate in this step; None: the schedule's
+        (`train.lr`, `lr_decay_style`). Raises TrainingError without gradients, and NonfiniteWeights."""
+        return self._live.do(lambda: self._loop.optim_step(lr))
+
+    def update_weights(self) -> WeightUpdateReport | None:
+        """Sends the trainers' weights to the engines; None: the run has none."""
+        return self._live.do(self._loop.update_weights)
+
+    def evaluate(self) -> EvalReport:
+        """Evaluates all sets of the run file with the weights that the engines have."""
+        return self._live.do(self._loop.evaluate)
+
+    def save(self) -> Path:
+        """Writes a checkpoint and returns its folder; this session, opened again, and `slime run --resume` continue from it."""
+        return self._live.do(self._loop.save)
+
+    def export(self) -> Path:
+        """Writes the policy as a Hugging Face folder, `hf/` in the run's folder, and returns it."""
+        return self._live.do(self._loop.export)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stops trainers, engines and rewards; a second call does nothing. error: why, for observers."""
+        if self._live.is_closed:
+            return
+        try:
+            self._live.do(self._loop.close)
+        except BaseException as raised:
+            self._live.close(error or raised)
+            if error is None:
+                raise
+        else:
+            self._live.close(error)
