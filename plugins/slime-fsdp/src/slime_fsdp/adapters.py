@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ class Adapters:
     config: LoraConfig
     scales: Mapping[str, float]
     """Scale s of each adapted layer, by the layer's name."""
+
+    def file_content(self) -> dict[str, Any]:
+        """Content of peft's adapter_config.json, for serving."""
+        content = self.config.to_dict() | {"inference_mode": True}
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
 
     def merge(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns W + s B A under the names of the base model, (O, I) float32; weights without adapter are unchanged.

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from slime_fsdp import checkpoint
 from slime_fsdp.adapters import base_name, copy_trained, is_adapter, replaced, trained_parameters
 from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
-from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
+from slime_fsdp.export import adapter_tensors, base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
@@ -170,6 +171,16 @@ class FsdpBackend(TrainerBackend[Trainer]):
 
     def frozen_tensors(self) -> frozenset[str]:
         return frozen_names(self._ready.model)
+
+    def export_adapter(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        trainer = self._ready
+        keep = all_ranks or trainer.ranks.is_first
+        return adapter_tensors(trainer.model, keep=keep, dtype=trainer.placement.compute_dtype)
+
+    def adapter_config(self) -> Mapping[str, Any]:
+        adapters = self._ready.model.adapters
+        assert adapters is not None, "only called if adapters are trained"
+        return adapters.file_content()
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
