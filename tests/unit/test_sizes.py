@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-KERNEL_LINES: Final = 20_320
+KERNEL_LINES: Final = 20_360
 FUNCTION_LINES: Final = 60
 CLASS_LINES: Final = 250
 TOP_MODULES: Final = {"__init__", "errors", "groups", "plugin", "testing"}
@@ -18,6 +18,7 @@ LARGE_CLASSES: Final = {
     "EngineClient": "one queue of requests over engines that come and go: its state is one",
     "Session": "the verbs of a run over one state, most of them a few lines",
     "RayLauncher": "the launcher contract over one cluster",
+    "FsdpBackend": "the backend contract over one trainer: a method for each call",
     "MegatronBackend": "the backend contract over one trainer: a method for each call",
 }
 """Class to why it is not two."""

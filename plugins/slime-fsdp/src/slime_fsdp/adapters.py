@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from slime_core.errors import ModelError
 from slime_training.rounded_adamw import local
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ class Adapters:
     scales: Mapping[str, float]
     """Scale s of each adapted layer, by the layer's name."""
 
-    def file_content(self) -> dict[str, Any]:
-        """Content of peft's adapter_config.json, for serving."""
-        content = self.config.to_dict() | {"inference_mode": True}
-        return {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
-
     def merge(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns W + s B A under the names of the base model, (O, I) float32; weights without adapter are unchanged.
         `weights`: whole tensors under the names of this model, of complete layers."""
@@ -54,6 +50,14 @@ class Adapters:
             else:
                 merged[base_name(name)] = tensor
         return merged
+
+
+def config_file_of(adapters: Adapters | None) -> dict[str, Any]:
+    """Content of peft's adapter_config.json; ModelError without adapters."""
+    if adapters is None:
+        raise ModelError("backend fsdp trains no adapters. Set backend.lora_rank.")
+    content = adapters.config.to_dict() | {"inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
 
 
 def is_adapter(name: str) -> bool:

@@ -21,7 +21,7 @@ from slime_core.errors import ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
-from slime_fsdp.adapters import base_name, copy_trained, is_adapter, replaced, trained_parameters
+from slime_fsdp.adapters import base_name, config_file_of, copy_trained, is_adapter, replaced, trained_parameters
 from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.export import adapter_tensors, base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
@@ -178,9 +178,7 @@ class FsdpBackend(TrainerBackend[Trainer]):
         return adapter_tensors(trainer.model, keep=keep, dtype=trainer.placement.compute_dtype)
 
     def adapter_config(self) -> Mapping[str, Any]:
-        adapters = self._ready.model.adapters
-        assert adapters is not None, "only called if adapters are trained"
-        return adapters.file_content()
+        return config_file_of(self._ready.model.adapters)
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready

@@ -26,7 +26,7 @@ class VllmRunning(Running):
     images: SentImages | None = None
     """For a request with images."""
     model: str | None = None
-    """Name of the adapter that answers; None: the weights themselves."""
+    """Name of the adapter that responds; None: the weights themselves."""
     drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     def body(self, room: int) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def problems_of_adapter(config: Any, layout: EngineLayout) -> list[str]:
     stages = server_options(config).get("pipeline_parallel_size", 1)
     if stages > 1:
         problems.append(
-            f'engine.pipeline_parallel_size = {stages}, sync.transport = "adapter": a stage cannot tell layers of another '
-            "stage from parts of the adapter that vLLM ignores. Omit it, or pass another --transport."
+            f'engine.pipeline_parallel_size = {stages}, sync.transport = "adapter": a stage does not know layers of another '
+            "stage, which would look like parts of the adapter that vLLM ignores. Omit it, or pass another --transport."
         )
     return problems
 

@@ -52,11 +52,12 @@ class VllmReceiver(WeightReceiver):
 
     async def load_adapter(self, folder: Path, version: int) -> None:
         """All workers read the folder before one of them loads it. The route is for the first one: it makes the name known."""
-        await self._ask_workers("require_loadable", folder=str(folder))
+        path = str(folder.absolute())
+        await self._ask_workers("require_loadable", folder=path)
         served = await self.server.get("/v1/models", timeout_s=self.timeout_s)
         if NAME not in {row["id"] for row in served["data"]}:
-            await self._post(LOAD, {"lora_name": NAME, "lora_path": str(folder)})
-        await self._ask_workers("load_adapter", folder=str(folder))
+            await self._post(LOAD, {"lora_name": NAME, "lora_path": path})
+        await self._ask_workers("load_adapter", folder=path)
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     # ---------------------------------------------------------------- memory
