@@ -1,18 +1,13 @@
 """The transport `adapter` on a real vLLM server that has the frozen weights, beside transformers and peft alone."""
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from carried_run import metrics_of, slime, write_run
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from served import Served
-from test_whole_run import write_run
 from vllm_setup import LONG, PYTHON, asked, differences, endless, require_close, setup_for
 
 from slime_core.errors import EngineError
@@ -196,51 +191,25 @@ async def test_a_server_without_room_for_the_rank_is_refused(served, model, tmp_
         await engine.start(setup_for(model, tmp_path, transport="adapter", adapter_rank=64))
 
 
-def slime(run_dir, *words):
-    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=run_dir, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_run_trains_an_adapter_and_resumes(served, model, tmp_path):
-    """The second part begins on a server that has another adapter, the third one merges for another engine."""
+def test_a_run_trains_an_adapter_that_another_engine_began(served, model, tmp_path):
+    """The first part merges for the engine; the second begins on a server that has another adapter."""
     write_run(tmp_path, model)
     text = (tmp_path / "run.toml").read_text()
     (tmp_path / "run.toml").write_text(text.replace('"math"', '"random"').replace("save_hf = false", "save_hf = true"))
     lora = ["--lora-rank", "4", "--lora-alpha", "8"]
+    slime(tmp_path, *lora, "--engine", "local", "--num-rollout", "2")
     words = ["--engine", "vllm", "--transport", "adapter", "--vllm-external-engine-addrs", served.address]
     words += ["--vllm-external-engine-token-file", str(served.token_file)]
-    slime(tmp_path, *lora, *words)
-    run = tmp_path / "runs/carried"
-    require_serves(served, model, run / "hf/adapter")
-
-    served.run(load_other(served, model, tmp_path / "other"))
-    slime(tmp_path, *lora, *words, "--resume", "runs/carried", "--num-rollout", "4")
-    require_serves(served, model, run / "hf/adapter")
-    slime(tmp_path, *lora, "--engine", "local", "--resume", "runs/carried", "--num-rollout", "5")
-
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["metrics"] for line in logged if line["axis"] == "train/step"]
-    assert len(steps) == 5
+    run = slime(tmp_path, *lora, *words, "--resume", "runs/carried", "--num-rollout", "4")
+    steps = metrics_of(run, "train/step")
+    assert len(steps) == 4
     assert max(step["train/train_rollout_logprob_abs_diff"] for step in steps) < 1e-5
-    assert max(step["train/grad_norm"] for step in steps) > 0
-    sent = [
-        row["perf/update_weights_wire_bytes"]
-        for line in logged
-        if "perf/update_weights_wire_bytes" in (row := line["metrics"])
-    ]
-    assert max(sent[:4]) < min(sent[4:]) / 5
-
-
-async def load_other(served, model, run_dir):
-    engine, rank = served.attach(), AdapterRank(run_dir, with_adapter(model))
-    await engine.start(setup_for(model, run_dir, **ADAPTER))
-    await engine.pause()
-    await rank.push(engine, 31)
-    await engine.resume()
-    await engine.stop()
-    await asyncio.to_thread(rank.sender.close)
+    assert min(step["train/grad_norm"] for step in steps) > 0
+    merged, adapters = np.split(
+        np.array([row["perf/update_weights_wire_bytes"] for row in metrics_of(run, "rollout/step")]), 2
+    )
+    assert max(adapters) < min(merged) / 5
+    require_serves(served, model, run / "hf/adapter")
 
 
 def require_serves(served, model, adapter):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from carried_run import write_run
 from pydantic import ValidationError
-from test_whole_run import write_run
 from vllm_setup import setup_for
 
 from slime_core.contracts.setup import EngineLayout
