@@ -277,6 +277,12 @@ class BoundRun:
         return RoutingReplay.RECORDED if train.use_routing_replay else None
 
     @property
+    def adapter_rank(self) -> int:
+        """See `EngineSetup.adapter_rank`."""
+        sends = self.transport is not None and self.transport.driver.sends_adapters
+        return self.backend.driver.adapter_rank(self.backend.config) if sends else 0
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the policy."""
         launcher = self.config.launcher

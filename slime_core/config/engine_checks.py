@@ -63,6 +63,16 @@ def transport(run: BoundRun) -> Iterable[str]:
         yield from chosen.driver.problems(chosen.config, run.engine.config)
     else:
         yield f'sync.transport = "{chosen.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
+    if chosen.driver.sends_adapters and not run.adapter_rank:
+        yield (
+            f'sync.transport = "{chosen.name}": backend "{run.backend.name}" as it is set trains no LoRA adapter. Pass '
+            "--lora-rank with backend fsdp, or another --transport."
+        )
+    if chosen.driver.sends_adapters and run.config.model.rollout_load is not None:
+        yield (
+            f'sync.transport = "{chosen.name}", model.rollout_load: the adapter is trained beside the weights of '
+            "model.hf_checkpoint, so engines must have these. Leave rollout_load out, or pass another --transport."
+        )
 
 
 def colocation(run: BoundRun) -> Iterable[str]:
@@ -134,6 +144,7 @@ def layout_of_policy(run: BoundRun) -> EngineLayout:
         num_engines=launcher.num_engines,
         num_nodes=launcher.nodes_of(launcher.rollout_num_gpus_per_engine),
         routed_experts=run.routing_replay is RoutingReplay.ROLLOUT,
+        adapter_rank=run.adapter_rank,
         # "auto" is decided where the run starts; colocated engines of a run that names no device are for GPUs.
         offload=launcher.offloads_rollout("cpu" if launcher.device == "cpu" else "cuda"),
     )

@@ -162,6 +162,15 @@ class TrainBackend(ABC):
         """Names of tensors that `export_weights` yields unchanged every time: an engine needs them once."""
         return frozenset()
 
+    def export_adapter(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        """`export_weights` of the trained LoRA adapter alone, with the names of peft's adapter_model.safetensors. Only called
+        if `BackendDriver.adapter_rank` is not 0."""
+        raise NotImplementedError
+
+    def adapter_config(self) -> Mapping[str, Any]:
+        """Content of peft's adapter_config.json, for what `export_adapter` yields."""
+        raise NotImplementedError
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer, schedule and this rank's random state into an existing folder that all ranks share."""
@@ -237,6 +246,11 @@ class BackendDriver(Driver[TrainBackend]):
     def true_on_policy_problems(cls, config: Any) -> list[str]:
         """Reasons why these options do not support `TrainerSetup.true_on_policy`; empty if they do."""
         return ["this backend computes with kernels of its own"]
+
+    @classmethod
+    def adapter_rank(cls, config: Any) -> int:
+        """Largest rank of the LoRA adapter that these options train; 0: they train weights."""
+        return 0
 
     @classmethod
     def optimizer_problems(cls, config: Any, name: str, optimizer: type[OptimizerDriver]) -> list[str]:

@@ -86,6 +86,8 @@ class EngineSetup:
     """HOST:PORT on machine 0, where they connect; None with one machine."""
     transport: str | None = None
     """Name of the transport of its weight updates; None: it keeps the weights of its folder."""
+    adapter_rank: int = 0
+    """Largest rank of the LoRA adapter that its weight updates consist of; 0: they are whole weights."""
     offload: bool = False
     """It shares devices with a trainer: `sleep` and `wake_up` will be called."""
     routed_experts: bool = False
@@ -114,6 +116,8 @@ class EngineLayout:
     num_nodes: int = 1
     routed_experts: bool = False
     """See `EngineSetup.routed_experts`."""
+    adapter_rank: int = 0
+    """See `EngineSetup.adapter_rank`."""
     offload: bool = False
     """See `EngineSetup.offload`; False if it depends on the machine's devices."""
 

@@ -42,6 +42,8 @@ class SenderSetup:
     """True: the engines use the same devices."""
     frozen: frozenset[str] = frozenset()
     """See `TrainBackend.frozen_tensors`."""
+    adapter_config: Mapping[str, Any] | None = None
+    """See `TrainBackend.adapter_config`; only set for a transport that `sends_adapters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,8 @@ class TransportDriver(Driver[WeightTransport]):
 
     serves: ClassVar[tuple[str, ...]] = ()
     """Names of engines, for the listing; `EngineDriver.transports` decides."""
+    sends_adapters: ClassVar[bool] = False
+    """Its senders get the tensors of `TrainBackend.export_adapter`; the engines keep the weights of their folder."""
 
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:

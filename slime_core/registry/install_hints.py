@@ -81,7 +81,10 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             "rate_limit",
         ),
     },
-    groups.TRANSPORTS: {"slime-local": ("direct",), "slime-transports": ("ipc", "distributed", "disk", "delta")},
+    groups.TRANSPORTS: {
+        "slime-local": ("direct",),
+        "slime-transports": ("ipc", "distributed", "disk", "delta", "adapter"),
+    },
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
     groups.LAUNCHERS: {"slime-ray": ("ray",)},

@@ -38,6 +38,7 @@ class EngineSpecs:
                 first_device=index * launcher.rollout_num_gpus_per_engine,
                 offload=launcher.offloads_rollout(self.device),
                 transport=None if self.run.transport is None else self.run.transport.entry.name,
+                adapter_rank=self.run.adapter_rank,
                 routed_experts=self.run.routing_replay is RoutingReplay.ROLLOUT,
                 true_on_policy=self.run.algo.keys.true_on_policy_mode,
                 records=self.run.records_schedule,

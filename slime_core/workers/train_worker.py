@@ -77,9 +77,11 @@ class TrainWorker:
             media: Media = spec.agreement.resolve(spec.media, registry).build()
             self._pixels = media.packer(setup.model_path, trust_remote_code=setup.trust_remote_code)
         self._sender: WeightSender | None = None
+        self._sends_adapter = False
         if spec.transport is not None:
             transport = spec.agreement.resolve(spec.transport, registry)
             self._sender = transport.driver.build_sender(transport.config)
+            self._sends_adapter = transport.driver.sends_adapters
         self._format = None if spec.engine_format is None else spec.engine_format.build(spec.agreement, registry)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_device, initargs=(setup,))
         self._writing: Future[None] | None = None
@@ -95,7 +97,8 @@ class TrainWorker:
             frozen = self._backend.frozen_tensors()
             if self._format is not None:
                 frozen = frozenset(name for own in frozen for name in self._format.names(own))
-            self._sender.setup(replace(self._spec.sender, frozen=frozen))
+            config = self._backend.adapter_config() if self._sends_adapter else None
+            self._sender.setup(replace(self._spec.sender, frozen=frozen, adapter_config=config))
         return layout
 
     def forward_only(
@@ -171,7 +174,8 @@ class TrainWorker:
         """Sends the weights to the engines through the transport's sender."""
         if self._sender is None:
             raise EngineError("the weight transport of this run has no sender on the trainer's ranks.")
-        return self._sender.send(self._export, version, engines)
+        export = self._backend.export_adapter if self._sends_adapter else self._export
+        return self._sender.send(export, version, engines)
 
     def _export(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         """Layers in the engines' format. Not a generator, which ends at an error: the other layers must still be gathered."""

@@ -18,6 +18,7 @@ LARGE_CLASSES: Final = {
     "EngineClient": "one queue of requests over engines that come and go: its state is one",
     "Session": "the verbs of a run over one state, most of them a few lines",
     "RayLauncher": "the launcher contract over one cluster",
+    "FsdpBackend": "the backend contract over one trainer: a method for each call",
     "MegatronBackend": "the backend contract over one trainer: a method for each call",
 }
 """Class to why it is not two."""

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -85,6 +85,32 @@ def test_export_is_what_peft_merges(family, folders, start, train, weights_of, l
     for model in (oracle(tmp_path), oracle(family, tmp_path / "adapter")):
         scored = torch.cat(model(samples)[0]).detach().numpy()
         np.testing.assert_allclose(log_probs(backend), scored, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", [{}, {"q_proj": 5}])
+def test_the_exported_adapter_is_what_peft_reads(pattern, folders, start, train, log_probs, samples, oracle, tmp_path):
+    """Tensors and config, as transports write them; the rank is known without reading the model."""
+    config = LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj", "up_proj"], rank_pattern=pattern, use_rslora=True)
+    base = AutoModelForCausalLM.from_pretrained(folders("qwen3"))
+    get_peft_model(base, config).save_pretrained(tmp_path / "first")
+    options = {"lora_adapter_path": str(tmp_path / "first")}
+    backend = start(folders("qwen3"), options, ADAM)
+    train(backend, 2)
+    tensors = {name: tensor for layer in backend.export_adapter() for name, tensor in layer.items()}
+    (tmp_path / "sent").mkdir()
+    save_file(tensors, tmp_path / "sent" / "adapter_model.safetensors")
+    (tmp_path / "sent" / "adapter_config.json").write_text(json.dumps(backend.adapter_config()))
+    scored = torch.cat(oracle("qwen3", tmp_path / "sent")(samples)[0]).detach().numpy()
+    np.testing.assert_allclose(log_probs(backend), scored, rtol=1e-5, atol=1e-5)
+    assert max(min(tensor.shape) for tensor in tensors.values()) == Fsdp.adapter_rank(FsdpConfig(**options))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_ranks_of_adapters():
+    assert Fsdp.adapter_rank(FsdpConfig()) == 0
+    assert Fsdp.adapter_rank(FsdpConfig(lora_rank=7)) == 7
+    with pytest.raises(ModelError, match=r"lora_adapter_path: none/adapter_config.json cannot be read: FileNotFound"):
+        Fsdp.adapter_rank(FsdpConfig(lora_adapter_path="none"))
 
 
 def test_adapters_whose_product_is_not_finite_are_reported(folders, start, train, weights_of):

@@ -183,6 +183,13 @@ def test_adapters_on_two_ranks(ranks, folders, adapters, start, pack, samples, w
         np.testing.assert_allclose(part["other"], part["after"], rtol=1e-5, atol=1e-5)
     hf = load_file(ranks.folder / "lora_hf" / "model.safetensors")
     assert all(torch.equal(weight, hf[name]) for name, weight in saved[0]["weights"].items())
+    # What is sent is what is saved, from the first rank alone; the other took part in each layer.
+    first, other = ranks("lora_adapter")
+    assert first["layers"] == other["layers"] == 2
+    adapter = load_file(ranks.folder / "lora_hf" / "adapter" / "adapter_model.safetensors")
+    assert first["adapter"].keys() == adapter.keys()
+    assert all(torch.equal(tensor, adapter[name]) for name, tensor in first["adapter"].items())
+    assert other["adapter"] == {}
 
 
 @pytest.mark.bits

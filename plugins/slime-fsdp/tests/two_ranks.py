@@ -241,6 +241,8 @@ def adapters(run):
     refreshed = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
     other = backend.forward_only([pack(samples)], weights="other")[0].log_probs
     backend.save_hf(run.out / "lora_hf")
+    sent = [layer or {} for layer in backend.export_adapter()]
+    run.save("lora_adapter", layers=len(sent), adapter={name: part for layer in sent for name, part in layer.items()})
     (run.out / "lora_checkpoint").mkdir(exist_ok=True)
     backend.save(run.out / "lora_checkpoint")
     run.keep(

@@ -6,7 +6,7 @@ import pytest
 
 from slime_plugin_kit.rollout_kinds import TRANSPORTS
 from slime_plugin_kit.suites import transports
-from slime_transports.plugin import Delta, Disk, Distributed, Ipc
+from slime_transports.plugin import Adapter, Delta, Disk, Distributed, Ipc
 
 
 class TransportCase:
@@ -22,7 +22,7 @@ class TransportCase:
 
 
 @pytest.mark.parametrize("options", [{}, {"update_weight_buffer_size": 64}], ids=["one bucket", "many"])
-@pytest.mark.parametrize("driver", [Ipc, Distributed, Disk, Delta])
+@pytest.mark.parametrize("driver", [Ipc, Distributed, Disk, Delta, Adapter])
 @pytest.mark.parametrize("name", [prop.name for prop in TRANSPORTS.properties])
 def test_property(name, driver, options):
     getattr(transports, f"test_{name}")(TransportCase(driver, **options))

@@ -3,16 +3,12 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import PIL.Image
 import psutil
 import pytest
-from test_whole_run import write_run
+from carried_run import events_of, metrics_of, slime, write_run
 from vllm_setup import PYTHON, asked
 
 from slime_core.errors import EngineError
@@ -62,23 +58,20 @@ def test_a_run_with_images_continues_with_another_server(vision_model, tmp_path)
     (tmp_path / "vandal.py").write_text(VANDAL)
     write_images(tmp_path, vision_model)
     words = ["--engine", "vllm", "--vllm-python", str(PYTHON), "--plugin", "vandal.py"]
-    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = tmp_path / "runs" / "carried"
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    require_replaced(slime(tmp_path, *words))
+
+
+def require_replaced(run):
+    """Its server was killed by `VANDAL` in the second of three steps."""
     (lost,), (restarted,), (recovered,) = (
-        [event for event in events if event["event"] == f"engine_{what}"] for what in ("lost", "restarted", "recovered")
+        events_of(run, f"engine_{what}") for what in ("lost", "restarted", "recovered")
     )
     killed = int((run / "killed").read_text())
     assert f"its process {killed} was killed by SIGKILL" in json.dumps(lost)
     assert restarted["pid"] != killed
     assert recovered["version"] == 1
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rollouts = [line["metrics"] for line in logged if line["axis"] == "rollout/step"]
-    assert [row["rollout/staleness/max"] for row in rollouts] == [0, 0, 0]
-    steps = [line["metrics"] for line in logged if line["axis"] == "train/step"]
+    assert [row["rollout/staleness/max"] for row in metrics_of(run, "rollout/step")] == [0, 0, 0]
+    steps = metrics_of(run, "train/step")
     assert len(steps) == 3
     assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in steps)
     assert min(step["train/grad_norm"] for step in steps) > 0

@@ -4,15 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from carried_run import write_run
 from pydantic import ValidationError
 from vllm_setup import setup_for
 
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import EngineError
-from slime_transports.plugin import Disk
+from slime_transports.plugin import Adapter, Disk
 from slime_vllm.features import Features
 from slime_vllm.generation import drafts_of
 from slime_vllm.launching import options_for
@@ -91,6 +93,56 @@ def test_what_does_not_fit_the_run_is_a_problem(layout, text):
     assert text in problem
 
 
+@pytest.mark.parametrize(
+    ("options", "layout", "text"),
+    [
+        ({}, {"adapter_rank": 513}, "vLLM takes adapters of rank 512 at most, and this one has rank 513"),
+        ({"sleep_level": 2}, {"adapter_rank": 4, "offload": True}, "no update sends them again. Set sleep_level = 1."),
+        ({"pipeline_parallel_size": 2}, {"adapter_rank": 4, "num_devices": 2}, "engine.pipeline_parallel_size = 2, "),
+    ],
+)
+def test_what_does_not_fit_an_adapter_is_a_problem(options, layout, text):
+    layout = EngineLayout(devices_flag="--here", **({"num_devices": 1} | layout))
+    (problem,) = problems_of_layout(Vllm.Config(**options), layout)
+    assert text in problem
+    assert problems_of_layout(Vllm.Config(**options), replace(layout, adapter_rank=0)) == []
+
+
+def test_servers_have_room_for_the_adapter_that_the_run_trains(tmp_path):
+    options = options_for(Vllm.Config(), setup_for(tmp_path, tmp_path, adapter_rank=9), 0)
+    assert (options["enable_lora"], options["max_loras"], options["max_lora_rank"]) == (True, 1, 16)
+    assert "enable_lora" not in options_for(Vllm.Config(), setup_for(tmp_path, tmp_path), 0)
+    with pytest.raises(ValidationError, match=r'it is decided by sync\.transport = "adapter" and backend\.lora_rank'):
+        Vllm.Config(enable_lora=True)
+
+
+def test_an_adapter_is_not_compared():
+    (problem,) = Adapter.problems(Adapter.Config(check_weight_update_equal=True), None)
+    assert "servers cannot name the parts of an adapter that they hold" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], 'sync.transport = "adapter": backend "fsdp" as it is set trains no LoRA adapter. Pass --lora-rank with'),
+        (["--lora-rank", "4", "--rollout-load", "other"], "so engines must have these. Leave rollout_load out"),
+        (
+            ["--lora-rank", "4", "--engine", "sglang"],
+            'sync.transport = "adapter": engine "sglang" understands direct, ipc, ',
+        ),
+        (["--lora-rank", "600"], "vLLM takes adapters of rank 512 at most"),
+    ],
+)
+def test_a_run_that_cannot_send_its_adapter_is_refused(words, text, tmp_path):
+    write_run(tmp_path, tmp_path)
+    (tmp_path / "other").mkdir()
+    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", "--transport", "adapter"]
+    command += ["--engine", "vllm", "--vllm-external-engine-addrs", "127.0.0.1:1"] * ("sglang" not in words) + words
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert text in " ".join((done.stdout + done.stderr).split())
+
+
 def test_devices_are_shared_by_servers_stages_and_replicas(tmp_path):
     config = Vllm.Config(servers=2, pipeline_parallel_size=2, data_parallel_size=2)
     setup = setup_for(tmp_path, tmp_path, num_devices=16)
@@ -148,6 +200,12 @@ def test_options_of_servers_that_share_devices(tmp_path):
     ("changes", "text"),
     [
         ({"logprobs_mode": "raw_logprobs"}, "start this server with --logprobs-mode processed_logprobs."),
+        (
+            {"max_loras": 2},
+            "start this server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1, --max-",
+        ),
+        ({"max_lora_rank": 1}, "--max-lora-rank 2 or more."),
+        ({"loads_adapters": False}, "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ({"weight_transfer_backend": None}, '--weight-transfer-config \'{"backend": "slime"}\''),
         ({"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
         ({"model": "other"}, "vocab_size 9 instead of 7"),
@@ -166,6 +224,9 @@ async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_
         "grammar_backend": "auto",
         "scheduling_policy": "fcfs",
         "weight_transfer_backend": "slime",
+        "max_loras": 1,
+        "max_lora_rank": 2,
+        "loads_adapters": True,
     }
 
     class Server:
@@ -179,7 +240,7 @@ async def test_an_external_server_must_have_what_a_run_needs(changes, text, tmp_
             return {"world_size": 2} | changes
 
     config = Vllm.Config(external_engine_addrs=("a:1",), pause_mode="in_place")
-    setup = setup_for(tmp_path / "own", tmp_path)
+    setup = setup_for(tmp_path / "own", tmp_path, adapter_rank=2)
     with pytest.raises(EngineError, match=re.escape(text)):
         await Features.of_all([Server()], config, setup)
     changes.clear()

@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from slime_core.errors import ModelError
 from slime_training.rounded_adamw import local
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ class Adapters:
             else:
                 merged[base_name(name)] = tensor
         return merged
+
+
+def config_file_of(adapters: Adapters | None) -> dict[str, Any]:
+    """Content of peft's adapter_config.json; ModelError without adapters."""
+    if adapters is None:
+        raise ModelError("backend fsdp trains no adapters. Set backend.lora_rank.")
+    content = adapters.config.to_dict() | {"inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in content.items()}
 
 
 def is_adapter(name: str) -> bool:

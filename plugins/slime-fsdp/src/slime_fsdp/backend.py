@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from slime_core.errors import ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
 from slime_fsdp import checkpoint
-from slime_fsdp.adapters import base_name, copy_trained, is_adapter, replaced, trained_parameters
+from slime_fsdp.adapters import base_name, config_file_of, copy_trained, is_adapter, replaced, trained_parameters
 from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
-from slime_fsdp.export import base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
+from slime_fsdp.export import adapter_tensors, base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
@@ -171,6 +172,14 @@ class FsdpBackend(TrainerBackend[Trainer]):
 
     def frozen_tensors(self) -> frozenset[str]:
         return frozen_names(self._ready.model)
+
+    def export_adapter(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
+        trainer = self._ready
+        keep = all_ranks or trainer.ranks.is_first
+        return adapter_tensors(trainer.model, keep=keep, dtype=trainer.placement.compute_dtype)
+
+    def adapter_config(self) -> Mapping[str, Any]:
+        return config_file_of(self._ready.model.adapters)
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,6 +14,7 @@ from slime_core.contracts.backend import Layout
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.paths import RunPath
+from slime_core.errors import ModelError
 from slime_fsdp.supported_models import WITH_LINEAR_ATTENTION, model_problems
 
 StoredDtype = Literal["fp32", "bf16"]
@@ -86,6 +89,20 @@ class FsdpConfig(DriverConfig):
     @property
     def shares_prompts(self) -> bool:
         return self.can_share_prompts if self.share_prompts is None else self.share_prompts
+
+
+def adapter_rank(config: FsdpConfig) -> int:
+    """Largest rank of the adapter that is trained; 0: none. Raises ModelError if `lora_adapter_path` cannot be read."""
+    if config.lora_adapter_path is None:
+        return config.lora_rank
+    file = Path(config.lora_adapter_path) / "adapter_config.json"
+    try:
+        content = json.loads(file.read_bytes())
+        return max(int(content["r"]), *map(int, (content.get("rank_pattern") or {}).values()), 1)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"backend.lora_adapter_path: {file} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def layout_of(config: FsdpConfig, rank: int, world_size: int) -> Layout:

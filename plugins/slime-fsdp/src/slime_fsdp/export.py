@@ -122,12 +122,24 @@ def write_folder(packed: PackedModel, source: ModelFolder, target: Path, *, grou
     write_model(weights, target, describe=describe, group=group)
 
 
+def adapter_tensors(
+    packed: PackedModel, *, keep: bool, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor] | None]:
+    """Yields what is trained beside the frozen weights, a layer at a time, under peft's names; None on ranks that do not `keep`
+    it but take part in gathering. `dtype`: of all; None: as they are trained."""
+    trained = trained_parameters(packed.model)
+    for _, names in groupby(trained, key=layer_of):
+        layer = gathered({name: trained[name].detach() for name in names}, dtype)
+        stored = {file_name(name): tensor if dtype is None else tensor.to(dtype) for name, tensor in layer.items()}
+        yield stored if keep else None
+
+
 def write_adapter(packed: PackedModel, adapters: Adapters, target: Path, group: dist.ProcessGroup | None) -> None:
     """Writes peft's format, with the starting folder as base model."""
-    whole = gathered({name: parameter.detach() for name, parameter in trained_parameters(packed.model).items()})
+    layers = list(adapter_tensors(packed, keep=True))
 
     def write() -> None:
-        weights = {file_name(name): tensor.cpu().contiguous() for name, tensor in whole.items()}
+        weights = {name: tensor.cpu().contiguous() for layer in layers for name, tensor in (layer or {}).items()}
         target.mkdir(parents=True, exist_ok=True)
         save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
         adapters.config.save_pretrained(str(target))

@@ -11,7 +11,14 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.example import BackendExample, Example
 from slime_core.contracts.needs import Need
 from slime_core.contracts.optimizer import OptimizerDriver
-from slime_fsdp.config import FsdpConfig, layout_of, optimizer_problems, problems_of, true_on_policy_problems
+from slime_fsdp.config import (
+    FsdpConfig,
+    adapter_rank,
+    layout_of,
+    optimizer_problems,
+    problems_of,
+    true_on_policy_problems,
+)
 from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
@@ -57,6 +64,10 @@ class Fsdp(TrainerPlanner, BackendDriver):
         rounds = chosen_optimizer(load.setup).driver.rounds_state
         of_states = [moments, {"main_params_dtype": "bf16", **moments}] if rounds else []
         return [*anywhere, *of_states, {"compile": True}, {"fsdp_cpu_offload": True}]
+
+    @classmethod
+    def adapter_rank(cls, config: FsdpConfig) -> int:
+        return adapter_rank(config)
 
     @classmethod
     def true_on_policy_problems(cls, config: FsdpConfig) -> list[str]:

@@ -29,6 +29,7 @@ class OneRank:
         *,
         device: Literal["cpu", "cuda"] = "cpu",
         colocated: bool = True,
+        adapter_config: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.model = model
@@ -40,7 +41,15 @@ class OneRank:
         self.sender = sender
         self.transport = driver.build(self.config)
         self.sender.setup(
-            SenderSetup(rank=0, world_size=1, device=device, model_path=run_dir, run_dir=run_dir, colocated=colocated)
+            SenderSetup(
+                rank=0,
+                world_size=1,
+                device=device,
+                model_path=run_dir,
+                run_dir=run_dir,
+                colocated=colocated,
+                adapter_config=adapter_config,
+            )
         )
 
     def export(self, *, all_ranks: bool) -> Iterator[Mapping[str, Tensor]]:

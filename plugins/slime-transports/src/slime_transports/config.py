@@ -44,6 +44,10 @@ class DiskConfig(SentConfig):
     pass
 
 
+class AdapterConfig(SentConfig):
+    pass
+
+
 class DeltaConfig(SentConfig):
     compression_level: int = Field(default=1, ge=1, le=19)
     """Level of zstd; with engine vllm of zlib, up to 9. Above 1 it saves a few percent and takes several times as long."""

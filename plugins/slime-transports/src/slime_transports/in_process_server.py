@@ -129,6 +129,9 @@ class InProcessReceiver(WeightReceiver):
     async def load_folder(self, folder: Path, version: int) -> None:
         await self._run(self._server.load_folder, folder, version)
 
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        await self.load_folder(folder, version)
+
     @staticmethod
     def mapped(memory: SharedBytes, bucket: FlattenedBucket) -> str:
         return json.dumps({"path": memory.path, "size": bucket.data.nbytes})

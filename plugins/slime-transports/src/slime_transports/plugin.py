@@ -1,4 +1,4 @@
-"""Drivers of `sync.transport = "ipc"`, "distributed", "disk" and "delta"."""
+"""Drivers of `sync.transport = "ipc"`, "distributed", "disk", "delta" and "adapter"."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.transport import TransportDriver
 from slime_training.memory_plan import MemoryItem, MemoryPhase, TransportMemory, TransportPlanner
-from slime_transports.config import DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
+from slime_transports.config import AdapterConfig, DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
     from slime_core.contracts.setup import EngineLayout
+    from slime_transports.adapter import AdapterSender
     from slime_transports.delta import DeltaSender
     from slime_transports.disk import DiskSender
     from slime_transports.distributed import DistributedSender
@@ -173,3 +174,29 @@ class Delta(SentDriver):
         from slime_transports.delta import DeltaSender
 
         return DeltaSender(config)
+
+
+class Adapter(SentDriver):
+    """Writes the LoRA adapter that is trained, in peft's format, to the run's folder, which engines on other machines must have
+    under the same path. The engines keep the weights of their folder."""
+
+    Config = AdapterConfig
+    serves: ClassVar[tuple[str, ...]] = ("vllm",)
+    by_folder: ClassVar[bool] = True
+    sends_adapters: ClassVar[bool] = True
+
+    @classmethod
+    def problems(cls, config: Any, engine: Any) -> list[str]:
+        problems = super().problems(config, engine)
+        if config.check_weight_update_equal and not problems:
+            problems.append(
+                'sync.check_weight_update_equal = true, sync.transport = "adapter": servers cannot name the parts of an '
+                "adapter that they hold. Omit it."
+            )
+        return problems
+
+    @classmethod
+    def build_sender(cls, config: Any) -> AdapterSender:
+        from slime_transports.adapter import AdapterSender
+
+        return AdapterSender(config)

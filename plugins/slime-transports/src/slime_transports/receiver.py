@@ -67,6 +67,11 @@ class WeightReceiver(ABC):
         """Loads a folder (`slime_transports.folder`), which makes `version` the server's. After a refusal the server holds what
         it held before; the message of a delta to other weights contains `folder.WRONG_BASE`."""
 
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Loads a folder (`slime_transports.folder`) with a LoRA adapter in peft's format over the adapter that the server has,
+        and makes `version` the server's. Of a damaged folder nothing is loaded."""
+        raise Refused(f"{self.server.name}: slime does not send adapters to {self.server.dialect.program}.")
+
     # ---------------------------------------------------------------- memory
 
     @staticmethod

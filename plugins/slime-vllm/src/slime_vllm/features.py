@@ -10,6 +10,7 @@ from typing import Any, Final
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError, EngineUnavailable
+from slime_vllm.adapter import ROUTES
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
 from slime_vllm.launching import BACKEND, EXTENSION, has_tokenizer, options_for
@@ -74,12 +75,14 @@ class Features:
             raise EngineError(f"{error} Was this server started with --worker-extension-cls {EXTENSION}?") from error
         try:
             given = response["results"][0]
+            adapters = f"with {ROUTES}=1, --enable-lora, --max-loras 1, --max-lora-rank {setup.adapter_rank} or more"
             missing = [
                 text
                 for text, fits in {
                     "with --logprobs-mode processed_logprobs": given["logprobs_mode"] == "processed_logprobs",
                     f'with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'': setup.transport is None
                     or given["weight_transfer_backend"] == BACKEND,
+                    adapters: takes_adapter(given, setup),
                 }.items()
                 if not fits
             ]
@@ -100,6 +103,13 @@ class Features:
             raise EngineError(f"{server.name}: start this server {', '.join(missing)}.")
         require_same_model(server, path, setup)
         return found
+
+
+def takes_adapter(given: Mapping[str, Any], setup: EngineSetup) -> bool:
+    """`given`: the worker's `served_options`. With several adapters it would not be known which one an update replaces."""
+    if not setup.adapter_rank:
+        return True
+    return given["max_loras"] == 1 and given["max_lora_rank"] >= setup.adapter_rank and given["loads_adapters"]
 
 
 def require_same_model(server: VllmConnection, path: Path, setup: EngineSetup) -> None:

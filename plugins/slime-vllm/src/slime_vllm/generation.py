@@ -25,6 +25,8 @@ ADVICE: Final = "Use the run's model folder for it."
 class VllmRunning(Running):
     images: SentImages | None = None
     """For a request with images."""
+    model: str | None = None
+    """Name of the adapter that responds; None: the weights themselves."""
     drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
     def body(self, room: int) -> dict[str, Any]:
@@ -67,6 +69,8 @@ class VllmRunning(Running):
             "priority": -self.request.priority,
             "stream": False,
         }
+        if self.model is not None:
+            body["model"] = self.model
         if self.images is not None:
             body["token_ids"] = np.ascontiguousarray(self.images.tokens.collapsed(self.tokens()))
             body["content_parts"] = self.images.parts(self.request.images)

@@ -16,6 +16,7 @@ from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of, free_port
 from slime_serving.start import RESPONSE_S, start_until_up
+from slime_vllm.adapter import environment_of, options_of
 from slime_vllm.config import DRAFTS, VllmOptions, parts_of, server_options
 from slime_vllm.connection import VLLM_LOG, VllmConnection
 
@@ -57,6 +58,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
+    options |= options_of(setup)
     if on_cpu:
         options |= {
             "enforce_eager": True,
@@ -102,7 +104,7 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     else:
         environment[DEVICES] = ",".join(devices)
-    return environment
+    return environment | environment_of(setup)
 
 
 async def start_server(

@@ -8,6 +8,7 @@ from typing import Any, Final
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
 from slime_serving.interpreter import program_in
+from slime_vllm.adapter import RANKS
 from slime_vllm.config import DRAFTS, parts_of, server_options
 from slime_vllm.program import VLLM
 from slime_vllm.server_args import options_in
@@ -58,11 +59,35 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
         )
     if layout.routed_experts:
         problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
+    if layout.adapter_rank:
+        problems += problems_of_adapter(config, layout)
     parts = parts_of(config)
     if not config.external_engine_addrs and layout.num_devices % parts:
         problems.append(
             f"{layout.devices_flag}: an engine's {layout.num_devices} devices are not a multiple of engine.servers x "
             f"pipeline_parallel_size x data_parallel_size = {parts}."
+        )
+    return problems
+
+
+def problems_of_adapter(config: Any, layout: EngineLayout) -> list[str]:
+    """Options that the transport `adapter` excludes."""
+    problems = []
+    if layout.adapter_rank > RANKS[-1]:
+        problems.append(
+            f'sync.transport = "adapter": vLLM takes adapters of rank {RANKS[-1]} at most, and this one has rank '
+            f"{layout.adapter_rank}. Pass a smaller --lora-rank, or another --transport, which sends merged weights."
+        )
+    if layout.offload and config.sleep_level == 2:
+        problems.append(
+            'engine.sleep_level = 2, sync.transport = "adapter": the weights would be dropped, and no update sends them again. '
+            "Set sleep_level = 1."
+        )
+    stages = server_options(config).get("pipeline_parallel_size", 1)
+    if stages > 1:
+        problems.append(
+            f'engine.pipeline_parallel_size = {stages}, sync.transport = "adapter": a stage does not know layers of another '
+            "stage, which would look like parts of the adapter that vLLM ignores. Omit it, or pass another --transport."
         )
     return problems
 

@@ -22,7 +22,7 @@ class Vllm(StartsProgram, EngineDriver):
 
     Config = make_config()
     program = VLLM
-    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta", "adapter")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.VERSION_SPANS,

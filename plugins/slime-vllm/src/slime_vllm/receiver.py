@@ -14,6 +14,7 @@ from slime_serving.shared_bytes import SharedBytes
 from slime_transports.device_handle import DeviceHandle
 from slime_transports.flattened_bucket import FlattenedBucket
 from slime_transports.receiver import GroupPlace, WeightReceiver
+from slime_vllm.adapter import LOAD, NAME
 from slime_vllm.connection import VllmConnection
 
 
@@ -48,6 +49,16 @@ class VllmReceiver(WeightReceiver):
         await self._ask_workers("require_loadable", folder=str(folder))
         await self.begin()
         await self._update({"folder": str(folder)}, version)
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """All workers read the folder before one of them loads it. The route is for the first one: it makes the name known."""
+        path = str(folder.absolute())
+        await self._ask_workers("require_loadable", folder=path)
+        served = await self.server.get("/v1/models", timeout_s=self.timeout_s)
+        if NAME not in {row["id"] for row in served["data"]}:
+            await self._post(LOAD, {"lora_name": NAME, "lora_path": path})
+        await self._ask_workers("load_adapter", folder=path)
+        await self._post("/update_weight_version", {"new_version": str(version)})
 
     # ---------------------------------------------------------------- memory
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_serving.requests import AcceptedRequests, vocab_size_of
+from slime_vllm.adapter import NAME
 from slime_vllm.features import Features
 from slime_vllm.generation import VllmRunning
 from slime_vllm.images import SentImages
@@ -18,6 +19,8 @@ class VllmRequests(AcceptedRequests):
     images: SentImages | None
     """None: the servers take no images with this model."""
     pause_mode: str
+    model: str | None = None
+    """See `VllmRunning.model`."""
 
     @classmethod
     def of(cls, setup: EngineSetup, features: Features, *, images: SentImages | None, pause_mode: str) -> VllmRequests:
@@ -27,10 +30,12 @@ class VllmRequests(AcceptedRequests):
             features=features,
             images=images,
             pause_mode=pause_mode,
+            model=NAME if setup.adapter_rank else None,
         )
 
     def begin(self, request: GenerateRequest) -> VllmRunning:
-        return VllmRunning(request=request, vocab_size=self.vocab_size, images=self.images if request.images else None)
+        images = self.images if request.images else None
+        return VllmRunning(request=request, vocab_size=self.vocab_size, images=images, model=self.model)
 
     def refuses_sampling(self, params: SamplingParams) -> str | None:
         if params.structural_tag is not None and not self.features.guided_decoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -116,9 +117,10 @@ def sending(case: Case, engines: Engines, trainers: Exporter) -> Iterator[None]:
                 url = stack.enter_context(example.mock_server(engine.receive))
                 engine.served_at = ((example.endpoint or EngineEndpoint)(index=index, url=url, incarnation=url),)
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            trainers.sender.setup(
-                SenderSetup(rank=0, world_size=1, device="cpu", model_path=folder, run_dir=folder, colocated=True)
-            )
+            setup = SenderSetup(rank=0, world_size=1, device="cpu", model_path=folder, run_dir=folder, colocated=True)
+            if case.driver.sends_adapters:
+                setup = replace(setup, adapter_config={"peft_type": "LORA", "r": 1})
+            trainers.sender.setup(setup)
         yield
 
 

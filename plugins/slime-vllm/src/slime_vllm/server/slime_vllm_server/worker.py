@@ -11,12 +11,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -174,10 +176,23 @@ class WorkerExtension:
         if folder and (problem := self.weight_transfer_engine.loaded.problem(Path(folder))):
             raise ValueError(problem)
 
+    def load_adapter(self, folder: str) -> None:
+        """Loads an adapter over the one that the server has, whose name and id stay. Raises ValueError if the server has none
+        or several, or if a tensor of the new one belongs to no layer: vLLM would ignore it."""
+        manager: Any = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        held = manager.list_adapters()
+        if len(held) != 1:
+            raise ValueError(f"this worker has {len(held)} adapters, and exactly one can be replaced")
+        (number,) = held
+        manager.add_adapter(LoRARequest(lora_name="replaced", lora_int_id=number, lora_path=folder, load_inplace=True))
+        layers = manager._adapter_manager
+        if unknown := sorted(layers.get_adapter(number).loras.keys() - layers.modules.keys()):
+            raise ValueError(f"{len(unknown)} parts of the adapter belong to no layer of vLLM's, such as {unknown[0]}")
+
     def served_options(self) -> dict[str, Any]:
         """What the server was started with, as far as a run must know it."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        model, transfer = config.model_config, config.weight_transfer_config
+        model, transfer, lora = config.model_config, config.weight_transfer_config, config.lora_config
         return {
             "model": model.model,
             "logprobs_mode": model.logprobs_mode,
@@ -186,4 +201,7 @@ class WorkerExtension:
             "grammar_backend": config.structured_outputs_config.backend,
             "scheduling_policy": config.scheduler_config.policy,
             "weight_transfer_backend": None if transfer is None else transfer.backend,
+            "max_loras": 0 if lora is None else lora.max_loras,
+            "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
+            "loads_adapters": envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
         }
