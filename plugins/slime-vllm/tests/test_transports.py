@@ -53,8 +53,9 @@ def require_served(served, model, apart=CLOSE):
 
 @pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
 async def test_the_engine_responds_as_transformers_with_the_new_weights(driver, attached, model, tmp_path):
+    """And each time the server finds that it holds the trainer's weights."""
     plain = load_plain(model, torch.float32)
-    rank = OneRank(driver, tmp_path / "run", plain)
+    rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)
     try:
         async with attached() as engine:
             for version in (1, 2, 3):
@@ -67,7 +68,7 @@ async def test_the_engine_responds_as_transformers_with_the_new_weights(driver, 
                 await engine.pause()
                 report = await rank.push(engine, version)
                 await engine.resume()
-                assert (report.version, report.buckets > 5) == (version, True)
+                assert (report.version, report.buckets > 5, report.compared_with) == (version, True, "trainer")
                 await require_responses_of(engine, plain, version)
         assert driver is not Delta or report.bytes_sent < 2000
         assert driver is Delta or report.bytes_sent > 100_000
@@ -153,3 +154,47 @@ async def test_after_a_broken_bucket_nothing_is_served_until_all_are_there(drive
             await require_responses_of(engine, plain, 2)
     finally:
         await asyncio.to_thread(rank.sender.close)
+
+
+class Between:
+    """An export that the trainer reads twice: before the second time, other weights come to the server in some other way."""
+
+    def __init__(self, rank, other, left_out=""):
+        self.again, self._export, self._other, self._left_out = False, rank.export, other, left_out
+
+    def __call__(self, *, all_ranks):
+        if self.again:
+            self._other()
+        for tensors in self._export(all_ranks=all_ranks):
+            yield {name: tensor for name, tensor in tensors.items() if not (self.again and name == self._left_out)}
+        self.again = not self.again
+
+
+CHANGED = {
+    "model.layers.1.self_attn.k_proj.weight": "model.layers.1.self_attn.qkv_proj.weight",
+    "model.layers.0.mlp.down_proj.weight": "model.layers.0.mlp.down_proj.weight",
+    "model.layers.2.input_layernorm.weight": "model.layers.2.input_layernorm.weight",
+    "model.embed_tokens.weight": "model.embed_tokens.weight",
+}
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
+async def test_a_server_that_holds_other_weights_says_which(driver, attached, model, tmp_path):
+    """Its weights change after they came: one element of each of these, packed or not. A tied head is packed by itself."""
+    plain, other = load_plain(model, torch.float32), load_plain(model, torch.float32)
+    rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)
+    changer = OneRank(Ipc, tmp_path / "other", other)
+    with torch.no_grad():
+        for name in CHANGED:
+            other.get_parameter(name).view(-1)[3] = 0.5
+    try:
+        async with attached() as engine:
+            loop, (endpoint,) = asyncio.get_running_loop(), await engine.endpoints()
+            rank.export = Between(rank, lambda: changer.sender.send(changer.export, 1, [endpoint]))
+            await engine.pause()
+            with pytest.raises(EngineError) as failed:
+                await rank.push(engine, 1)
+            print(failed.value)
+    finally:
+        for sender in (rank.sender, changer.sender):
+            await asyncio.to_thread(sender.close)

@@ -1,0 +1,175 @@
+"""HeldLayer: a layer as it serves, set aside while its weights are loaded once more in its place.
+
+Imports torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WRITES: Final = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+)
+"""How loaders write: weights, and zeros where a vocabulary is padded."""
+PRODUCT: Final = "cpu_linear"
+"""Attribute of a layer whose weight vLLM has packed for a CPU: `layer.cpu_linear(x, weight, bias)`."""
+INPUTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    parameter: str
+    index: tuple[int, ...] | None
+    """Of the first element that differs; None: it has another shape or dtype."""
+    held: str
+    sent: str
+    packed: bool = False
+    """It is a weight that only the layer's product shows."""
+
+
+class HeldLayer:
+    """Make it before the layer is prepared for loading, and call `restore` in the end."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name, self.layer = name, layer
+        self.parameters = {key: value for key, value in layer._parameters.items() if value is not None}
+        self._state = dict(layer.__dict__) | {
+            "_parameters": dict(layer._parameters),
+            "_buffers": dict(layer._buffers),
+            "_non_persistent_buffers_set": set(layer._non_persistent_buffers_set),
+        }
+        # vLLM wraps the loaders of parameters that it leaves where they are.
+        self._attributes = {key: dict(value.__dict__) for key, value in self.parameters.items()}
+
+    def restore(self) -> None:
+        for key, value in self.parameters.items():
+            value.__dict__.clear()
+            value.__dict__.update(self._attributes[key])
+        self.layer.__dict__.clear()
+        self.layer.__dict__.update(self._state)
+
+    @property
+    def product(self) -> Any:
+        """None: nothing is packed."""
+        return self._state.get(PRODUCT)
+
+    def differences(self, shapes: dict[str, torch.Size]) -> Iterator[Difference]:
+        """At most one of each parameter, between the layer as it is now and as it was. shapes: those of a checkpoint."""
+        for key, held in self.parameters.items():
+            sent = self.layer._parameters.get(key)
+            if sent is None or sent.shape != held.shape or sent.dtype != held.dtype:
+                yield Difference(parameter=key, index=None, held=form(held), sent=form(sent))
+            elif (place := unequal(held.data, sent.data)) is not None:
+                yield Difference(
+                    parameter=key, index=place, held=str(held[place].item()), sent=str(sent[place].item())
+                )
+        if self.product is not None and len(shape := shapes.get("weight", torch.Size())) == 2:
+            yield from self._difference_of_product(shape[1])
+
+    def _difference_of_product(self, num_inputs: int) -> Iterator[Difference]:
+        """The product with unit vectors is the packed weight, exactly: all other terms are zero."""
+        held_weight, weight = self.parameters["weight"], self.layer._parameters["weight"]
+        assert weight is not None
+        for start in range(0, num_inputs, INPUTS):
+            length = min(INPUTS, num_inputs - start)
+            units = torch.zeros(length, num_inputs, dtype=held_weight.dtype)
+            units[:, start : start + length].fill_diagonal_(1)
+            held = self.product(units, held_weight, None)
+            sent = getattr(self.layer, PRODUCT)(units, weight, None)
+            differ = (held != sent) & ~(held.isnan() & sent.isnan())
+            if differ.any():
+                column, row = differ.nonzero()[0].tolist()
+                yield Difference(
+                    parameter="weight",
+                    index=(row, start + column),
+                    held=str(held[column, row].item()),
+                    sent=str(sent[column, row].item()),
+                    packed=True,
+                )
+                return
+
+
+def form(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+
+
+def unequal(first: Tensor, second: Tensor) -> tuple[int, ...] | None:
+    """The index of the first element whose bits differ, of two tensors of one shape and dtype."""
+    bits = [
+        tensor.contiguous().view(-1, 1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+        for tensor in (first, second)
+    ]
+    if torch.equal(*bits):
+        return None
+    flat = int((bits[0] != bits[1]).any(-1).nonzero()[0])
+    return tuple(int(place) for place in torch.unravel_index(torch.tensor(flat), first.shape))
+
+
+class Sources(TorchDispatchMode):
+    """Notes which elements of parameters were written, from which sent tensor. vLLM calls each loader with a parameter without
+    memory first: it counts the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = ""
+        """Name of the tensor that loaders are given now."""
+        self._marks: dict[int, Tensor] = {}
+        """By storage: for each element 0, or the number of its name in `_names`."""
+        self._names: dict[int, list[str]] = {}
+        self._kept: dict[int, Tensor] = {}
+        """The parameters: the address of a storage that is freed may become another's."""
+
+    def watch(self, parameter: Tensor) -> None:
+        """A parameter as a checkpoint has it, contiguous or with the strides of a dense matrix."""
+        key = parameter.untyped_storage()._cdata
+        self._kept[key], self._names[key] = parameter, []
+
+    def forget(self, parameter: Tensor) -> None:
+        for table in (self._marks, self._names, self._kept):
+            table.pop(parameter.untyped_storage()._cdata, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WRITES:
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, written: Tensor) -> None:
+        key = written.untyped_storage()._cdata
+        if key not in self._kept:
+            return
+        if key not in self._marks:
+            # On the host: memory of the device is short.
+            self._marks[key] = torch.zeros(self._kept[key].numel(), dtype=torch.int16, device="cpu")
+        names = self._names[key]
+        if not names or names[-1] != self.sent:
+            names.append(self.sent)
+        place = self._marks[key].as_strided(written.shape, written.stride(), written.storage_offset())
+        # Loaders are called again with the real memory, when other tensors have come.
+        place[place == 0] = len(names)
+
+    def num_written(self, parameter: Tensor) -> int:
+        marks = self._marks.get(parameter.untyped_storage()._cdata)
+        return 0 if marks is None else int(marks.count_nonzero())
+
+    def names(self, parameter: Tensor) -> list[str]:
+        """The tensors that were written to it."""
+        return self._names.get(parameter.untyped_storage()._cdata, [])
+
+    def name_at(self, parameter: Tensor, index: tuple[int, ...]) -> str | None:
+        """The tensor that this element is from."""
+        key = parameter.untyped_storage()._cdata
+        marks = self._marks.get(key)
+        if marks is None or len(index) != parameter.dim():
+            return None
+        place = sum(number * stride for number, stride in zip(index, parameter.stride(), strict=True))
+        number = int(marks[place]) if place < len(marks) else 0
+        return self._names[key][number - 1] if number else None
