@@ -156,45 +156,87 @@ async def test_after_a_broken_bucket_nothing_is_served_until_all_are_there(drive
         await asyncio.to_thread(rank.sender.close)
 
 
-class Between:
-    """An export that the trainer reads twice: before the second time, other weights come to the server in some other way."""
+class ReadTwice:
+    """An export that is read a second time to be compared: `meanwhile` is called before, and tensors are left out of it."""
 
-    def __init__(self, rank, other, left_out=""):
-        self.again, self._export, self._other, self._left_out = False, rank.export, other, left_out
+    def __init__(self, export, meanwhile=lambda: None, left_out=()):
+        self._export, self._meanwhile, self._left_out = export, meanwhile, left_out
+        self._again = False
 
     def __call__(self, *, all_ranks):
-        if self.again:
-            self._other()
+        again, self._again = self._again, True
+        if again:
+            self._meanwhile()
         for tensors in self._export(all_ranks=all_ranks):
-            yield {name: tensor for name, tensor in tensors.items() if not (self.again and name == self._left_out)}
-        self.again = not self.again
+            yield {name: tensor for name, tensor in tensors.items() if not (again and name in self._left_out)}
 
 
 CHANGED = {
-    "model.layers.1.self_attn.k_proj.weight": "model.layers.1.self_attn.qkv_proj.weight",
-    "model.layers.0.mlp.down_proj.weight": "model.layers.0.mlp.down_proj.weight",
-    "model.layers.2.input_layernorm.weight": "model.layers.2.input_layernorm.weight",
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.embed_tokens.weight": "model.embed_tokens.weight[0, 3]",
+    "model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight[3]",
+    "model.layers.0.mlp.down_proj.weight": "model.layers.0.mlp.down_proj.weight[0, 3]",
+    "model.layers.1.self_attn.k_proj.weight": "model.layers.1.self_attn.k_proj.weight "
+    "(model.layers.1.self_attn.qkv_proj.weight[64, 3])",
+    "lm_head.weight": "lm_head.weight[0, 3]",
 }
+"""Where the third element of a parameter is in vLLM. The head is the embedding, and packed by itself on a CPU."""
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
 async def test_a_server_that_holds_other_weights_says_which(driver, attached, model, tmp_path):
-    """Its weights change after they came: one element of each of these, packed or not. A tied head is packed by itself."""
+    """An element of each of these parameters changes in the server before it compares them."""
     plain, other = load_plain(model, torch.float32), load_plain(model, torch.float32)
     rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)
     changer = OneRank(Ipc, tmp_path / "other", other)
     with torch.no_grad():
         for name in CHANGED:
             other.get_parameter(name).view(-1)[3] = 0.5
+    export = rank.export
     try:
         async with attached() as engine:
-            loop, (endpoint,) = asyncio.get_running_loop(), await engine.endpoints()
-            rank.export = Between(rank, lambda: changer.sender.send(changer.export, 1, [endpoint]))
+            endpoints = await engine.endpoints()
+            rank.export = ReadTwice(export, lambda: changer.sender.send(changer.export, 1, endpoints))
             await engine.pause()
-            with pytest.raises(EngineError) as failed:
+            with pytest.raises(EngineError, match=r"version 1.*engine 0") as failed:
                 await rank.push(engine, 1)
-            print(failed.value)
+            found = str(failed.value).split("are not those that were sent again: ")[1].split("; ")
+            for place, name in zip(CHANGED.values(), CHANGED, strict=True):
+                sent = float(plain.get_parameter(name).view(-1)[3].detach())
+                assert sum(f"{place} is 0.5, and was sent as {sent}" in problem for problem in found) == 1, found
+            assert len(found) == len(CHANGED)
+            rank.export = export
+            assert (await rank.push(engine, 1)).compared_with == "trainer"
+            await engine.resume()
+            await require_responses_of(engine, plain, 1)
     finally:
         for sender in (rank.sender, changer.sender):
             await asyncio.to_thread(sender.close)
+
+
+async def test_what_is_not_sent_again_is_not_taken_for_equal(attached, model, tmp_path):
+    plain = load_plain(model, torch.float32)
+    rank = OneRank(Ipc, tmp_path / "run", plain, check_weight_update_equal=True)
+    export = rank.export
+    left_out = ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"]
+    try:
+        async with attached() as engine:
+            rank.export = ReadTwice(export, left_out=left_out)
+            await engine.pause()
+            with pytest.raises(EngineError) as failed:
+                await rank.push(engine, 1)
+            for text in (
+                "of model.layers.1.self_attn.qkv_proj.weight only 6144 of 8192 elements were sent "
+                "(model.layers.1.self_attn.q_proj.weight, model.layers.1.self_attn.v_proj.weight)",
+                "model.norm.weight was not sent",
+                "model.embed_tokens.weight was not sent",
+                "lm_head.weight was not sent",
+            ):
+                assert text in str(failed.value)
+            # What it compared with is what it serves.
+            await engine.pause()
+            rank.export = export
+            await rank.push(engine, 1)
+            await engine.resume()
+            await require_responses_of(engine, plain, 1)
+    finally:
+        await asyncio.to_thread(rank.sender.close)

@@ -5,7 +5,7 @@ Imports torch alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,17 +62,19 @@ class HeldLayer:
         """None: nothing is packed."""
         return self._state.get(PRODUCT)
 
-    def differences(self, shapes: dict[str, torch.Size]) -> Iterator[Difference]:
-        """At most one of each parameter, between the layer as it is now and as it was. shapes: those of a checkpoint."""
+    def differences(self, shapes: Mapping[str, torch.Size]) -> Iterator[Difference]:
+        """At most one of each parameter, between the layer as it was and as it is now. shapes: those of a checkpoint."""
+        found = set()
         for key, held in self.parameters.items():
             sent = self.layer._parameters.get(key)
             if sent is None or sent.shape != held.shape or sent.dtype != held.dtype:
                 yield Difference(parameter=key, index=None, held=form(held), sent=form(sent))
             elif (place := unequal(held.data, sent.data)) is not None:
-                yield Difference(
-                    parameter=key, index=place, held=str(held[place].item()), sent=str(sent[place].item())
-                )
-        if self.product is not None and len(shape := shapes.get("weight", torch.Size())) == 2:
+                yield Difference(parameter=key, index=place, held=value_at(held, place), sent=value_at(sent, place))
+            else:
+                continue
+            found.add(key)
+        if self.product is not None and "weight" not in found and len(shape := shapes.get("weight", torch.Size())) == 2:
             yield from self._difference_of_product(shape[1])
 
     def _difference_of_product(self, num_inputs: int) -> Iterator[Difference]:
@@ -91,11 +93,15 @@ class HeldLayer:
                 yield Difference(
                     parameter="weight",
                     index=(row, start + column),
-                    held=str(held[column, row].item()),
-                    sent=str(sent[column, row].item()),
+                    held=value_at(held, (column, row)),
+                    sent=value_at(sent, (column, row)),
                     packed=True,
                 )
                 return
+
+
+def value_at(tensor: Tensor, place: tuple[int, ...]) -> str:
+    return str(tensor[place].item())
 
 
 def form(tensor: Tensor | None) -> str:
