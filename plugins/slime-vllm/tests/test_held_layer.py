@@ -12,7 +12,8 @@ import slime_vllm
 # As in vLLM's interpreter.
 sys.path.insert(0, f"{slime_vllm.__path__[0]}/server")
 
-from slime_vllm_server.held_layer import HeldLayer, Sources, unequal
+from slime_vllm_server.held_layer import HeldLayer, unequal
+from slime_vllm_server.sources import Sources
 
 Q, K = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3) - 9
 

@@ -194,9 +194,9 @@ async def test_a_server_that_holds_other_weights_says_which(driver, attached, mo
     export = rank.export
     try:
         async with attached() as engine:
+            await engine.pause()
             endpoints = await engine.endpoints()
             rank.export = ReadTwice(export, lambda: changer.sender.send(changer.export, 1, endpoints))
-            await engine.pause()
             with pytest.raises(EngineError, match=r"version 1.*engine 0") as failed:
                 await rank.push(engine, 1)
             found = str(failed.value).split("are not those that were sent again: ")[1].split("; ")

@@ -77,9 +77,9 @@ class WeightUpdate:
 
 
 class ServerSender(WeightSender):
-    """`send` exports once, and once more for servers that compare what they hold with a second copy (`compares_sent`). After any
-    failure the export is still exhausted, because other ranks wait in its gathers. At the end a failure on one rank is raised
-    on all ranks.
+    """`send` exports once, and once more for servers that compare what they hold with a second copy (`compares_sent`). After
+    any failure the export is still exhausted, because other ranks wait in its gathers. At the end a failure on one rank is
+    raised on all ranks.
 
     Frozen tensors are sent to an engine once, unless all tensors are compared.
 

@@ -1,8 +1,8 @@
 """Comparison: whether a model holds the weights that are sent to it once more.
 
-vLLM's reload by layers makes each layer again, from what was sent, and copies it to where the old one was. Here the old one is set
-aside meanwhile, compared, and put back: nothing that serves is written. So it compares what vLLM's kernels read, also where vLLM
-has rearranged it, and for models whose weights are otherwise written in place.
+vLLM's reload by layers makes each layer again, from what was sent, and copies it to where the old one was. Here the old one is
+set aside meanwhile, compared, and put back: nothing that serves is written. So it compares what vLLM's kernels read, also where
+vLLM has rearranged it, and for models whose weights are otherwise written in place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from slime_vllm_server.held_layer import Difference, HeldLayer, Sources
+from slime_vllm_server.held_layer import Difference, HeldLayer
+from slime_vllm_server.sources import Sources
 
 LISTED: Final = 5
 
 
 class Comparison:
-    """Call `load` with all tensors of a version, some at a time, then `finish`. After an error, and after `close`, which ends it
-    early, the model is as it was."""
+    """Call `load` with all tensors of a version, some at a time, then `finish`. After an error, and after `close`, which ends
+    it early, the model is as it was."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model, self._model_config = model, model_config
@@ -120,9 +121,7 @@ class Comparison:
                 self._unreached.append((held, f"{held.name}.{key} was not sent"))
             elif written < wanted:
                 names = ", ".join(self._sources.names(value)) or "no tensor"
-                self._problems.append(
-                    f"of {held.name}.{key} only {written} of {wanted} elements were sent ({names})"
-                )
+                self._problems.append(f"of {held.name}.{key} only {written} of {wanted} elements were sent ({names})")
                 whole = False
         if whole:
             shapes = {key: value.shape for key, value in shown.items()}
@@ -141,8 +140,11 @@ class Comparison:
         if difference.index is None:
             return f"{own} is {difference.held}, and {difference.sent} after loading"
         place = f"{own}{list(difference.index)}"
-        loaded = shown[difference.parameter] if difference.parameter in shown else None
-        same_form = difference.packed or loaded is not None and loaded.shape == held.parameters[difference.parameter].shape
-        sent = self._sources.name_at(loaded, difference.index) if loaded is not None and same_form else None
+        loaded = shown.get(difference.parameter)
+        # A parameter that vLLM has rearranged has other indices than a checkpoint's.
+        if loaded is None or not (difference.packed or loaded.shape == held.parameters[difference.parameter].shape):
+            sent = None
+        else:
+            sent = self._sources.name_at(loaded, difference.index)
         named = place if sent is None or sent == own else f"{sent} ({place})"
         return f"{named} is {difference.held}, and was sent as {difference.sent}"
