@@ -52,7 +52,8 @@ class HeldLayer:
     @property
     def product(self) -> Any:
         """None: nothing is packed."""
-        return self._state.get(PRODUCT)
+        product = self._state.get(PRODUCT)
+        return None if product is torch.nn.functional.linear else product
 
     def differences(self, shapes: Mapping[str, torch.Size]) -> Iterator[Difference]:
         """At most one of each parameter, between the layer as it was and as it is now. shapes: those of a checkpoint."""
