@@ -124,7 +124,7 @@ def test_a_server_that_holds_something_else_fails_the_update(send, servers):
 
 
 def test_after_a_failed_update_nothing_is_compared(send, servers, monkeypatch):
-    first = list(servers.values())[0]
+    first = next(iter(servers.values()))
 
     def refuse(bucket):
         raise Refused("no room")
