@@ -1,5 +1,7 @@
-"""One vLLM server for the whole session: it takes a minute to start. Tests attach to it as an external one."""
+"""Two vLLM servers for the whole session, which start side by side: it takes a minute. Tests attach to the first as an external
+one, or to both."""
 
+import secrets
 import sys
 from pathlib import Path
 
@@ -54,11 +56,15 @@ def vision_model(tmp_path_factory):
 def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     background = BackgroundLoop()
-    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, health_timeout=5))
+    engine = Vllm.build(Vllm.Config(python=str(PYTHON), servers=2, start_timeout=580, health_timeout=5))
+    token = secrets.token_urlsafe(24)
     try:
-        yield Served(
-            background.run(engine.start(setup_for(model, folder, max_batch=128))), model, folder, engine, background
-        )
+        with pytest.MonkeyPatch.context() as patched:
+            # A run that attaches to both has one token.
+            patched.setattr(secrets, "token_urlsafe", lambda size: token)
+            info = background.run(engine.start(setup_for(model, folder, max_batch=128, num_devices=2)))
+        addresses = [server.address for server in engine._fleet.servers]
+        yield Served(info, addresses, model, folder, engine, background)
     finally:
         background.run(engine.stop())
         background.close()

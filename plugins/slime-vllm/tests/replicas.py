@@ -35,7 +35,7 @@ def served(model, tmp_path_factory):
     engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, data_parallel_size=2))
     try:
         info = background.run(engine.start(setup_for(model, folder, max_batch=128, num_devices=2)))
-        yield Served(info, model, folder, engine, background)
+        yield Served(info, [info.address], model, folder, engine, background)
     finally:
         background.run(engine.stop())
         background.close()

@@ -1,4 +1,4 @@
-"""Served: a running server of the tests."""
+"""Served: the running servers of the tests."""
 
 import asyncio
 import json
@@ -14,20 +14,21 @@ from slime_vllm.plugin import Vllm
 
 
 class Served:
-    """A running server, without anything of ours in between."""
+    """A running server, without anything of ours in between, and the `addresses` of it and of a second one."""
 
-    def __init__(self, info, model, folder, engine, background):
+    def __init__(self, info, addresses, model, folder, engine, background):
         self.engine, self.run = engine, background.run
         """The engine that started it, whose calls run in another thread."""
         self.address, self.token, self.pid = info.address, info.token, info.pid
+        self.addresses = addresses
         self.model, self._folder = model, folder
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)
 
-    def ask(self, path, body=None, token=None):
+    def ask(self, path, body=None, token=None, address=None):
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self.address + path, data=data, headers=headers)
+        request = urllib.request.Request((address or self.address) + path, data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, json.loads(response.read() or b"null")
@@ -61,9 +62,11 @@ class Served:
             await asyncio.sleep(0.01)
 
     def generated(self):
-        request = urllib.request.Request(self.address + "/metrics", headers={"Authorization": f"Bearer {self.token}"})
+        return self.counted("generation_tokens", self.address)
+
+    def counted(self, name, address):
+        """A counter of vLLM's."""
+        request = urllib.request.Request(address + "/metrics", headers={"Authorization": f"Bearer {self.token}"})
         with urllib.request.urlopen(request, timeout=60) as response:
             text = response.read().decode()
-        return sum(
-            float(count) for count in re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
-        )
+        return sum(float(count) for count in re.findall(rf"^vllm:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))

@@ -20,6 +20,7 @@ from slime_vllm.generation import drafts_of
 from slime_vllm.launching import options_for
 from slime_vllm.option_checks import problems_of_layout, problems_of_options
 from slime_vllm.plugin import Vllm
+from slime_vllm.receiver import VllmReceiver
 from slime_vllm.server_args import ServerOption, options_in
 
 SOURCE = """
@@ -255,7 +256,11 @@ def test_counts_of_drafts():
     assert drafts_of({}).metrics == {}
 
 
-def test_weights_of_vllm_are_not_compared():
-    (problem,) = Disk.problems(Disk.Config(check_weight_update_equal=True), Vllm.Config())
-    assert problem.startswith("sync.check_weight_update_equal = true: this engine's servers rearrange weights")
-    assert Disk.problems(Disk.Config(), Vllm.Config()) == []
+@pytest.mark.parametrize("options", [{}, {"external_engine_addrs": ("host:1",)}, {"quantization": "fp8"}])
+def test_weights_of_any_server_are_compared(options):
+    """Also of one server alone, that the run did not start: it compares what it holds itself. SGLang's only report it."""
+    layout = EngineLayout(num_engines=1, num_devices=1, devices_flag="--rollout-num-gpus")
+    checked, engine = Disk.Config(check_weight_update_equal=True), Vllm.Config(**options)
+    assert Disk.problems(checked, engine) == []
+    assert Disk.layout_problems(checked, engine, layout) == []
+    assert VllmReceiver.compares_sent == engine.compares_sent

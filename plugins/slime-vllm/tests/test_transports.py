@@ -53,8 +53,9 @@ def require_served(served, model, apart=CLOSE):
 
 @pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
 async def test_the_engine_responds_as_transformers_with_the_new_weights(driver, attached, model, tmp_path):
+    """And each time the server finds that it holds the trainer's weights."""
     plain = load_plain(model, torch.float32)
-    rank = OneRank(driver, tmp_path / "run", plain)
+    rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)
     try:
         async with attached() as engine:
             for version in (1, 2, 3):
@@ -67,7 +68,7 @@ async def test_the_engine_responds_as_transformers_with_the_new_weights(driver, 
                 await engine.pause()
                 report = await rank.push(engine, version)
                 await engine.resume()
-                assert (report.version, report.buckets > 5) == (version, True)
+                assert (report.version, report.buckets > 5, report.compared_with) == (version, True, "trainer")
                 await require_responses_of(engine, plain, version)
         assert driver is not Delta or report.bytes_sent < 2000
         assert driver is Delta or report.bytes_sent > 100_000
@@ -151,5 +152,88 @@ async def test_after_a_broken_bucket_nothing_is_served_until_all_are_there(drive
             await rank.push(engine, 2)
             await engine.resume()
             await require_responses_of(engine, plain, 2)
+    finally:
+        await asyncio.to_thread(rank.sender.close)
+
+
+def with_second_copy(sender, monkeypatch, *, before=lambda: None, left_out=()):
+    """`before` is called when the server has a version, and has not been asked to compare it; tensors are left out then."""
+    send = sender.send_version
+
+    def send_version(layers, update):
+        if update.compares:
+            before()
+            layers = ({name: tensor for name, tensor in layer.items() if name not in left_out} for layer in layers)
+        return send(layers, update)
+
+    monkeypatch.setattr(sender, "send_version", send_version)
+
+
+CHANGED = {
+    "model.embed_tokens.weight": "model.embed_tokens.weight[0, 3]",
+    "model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight[3]",
+    "model.layers.0.mlp.down_proj.weight": "model.layers.0.mlp.down_proj.weight[0, 3]",
+    "model.layers.1.self_attn.k_proj.weight": "model.layers.1.self_attn.k_proj.weight "
+    "(model.layers.1.self_attn.qkv_proj.weight[64, 3])",
+    "lm_head.weight": "lm_head.weight[0, 3]",
+}
+"""Where the third element of a parameter is in vLLM. The head is the embedding, and packed by itself on a CPU."""
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
+async def test_a_server_that_holds_other_weights_says_which(driver, attached, model, tmp_path, monkeypatch):
+    """An element of each of these parameters changes in the server before it compares them."""
+    plain, other = load_plain(model, torch.float32), load_plain(model, torch.float32)
+    rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)
+    changer = OneRank(Ipc, tmp_path / "other", other)
+    with torch.no_grad():
+        for name in CHANGED:
+            other.get_parameter(name).view(-1)[3] = 0.5
+    try:
+        async with attached() as engine:
+            await engine.pause()
+            endpoints = await engine.endpoints()
+            with monkeypatch.context() as patched:
+                with_second_copy(
+                    rank.sender, patched, before=lambda: changer.sender.send(changer.export, 1, endpoints)
+                )
+                with pytest.raises(EngineError, match=r"version 1.*engine 0") as failed:
+                    await rank.push(engine, 1)
+            found = str(failed.value).split("are not those that were sent again: ")[1]
+            for place, name in zip(CHANGED.values(), CHANGED, strict=True):
+                sent = float(plain.get_parameter(name).view(-1)[3].detach())
+                assert f"{place} is 0.5, and was sent as {sent}" in found
+            assert len(found.split("; ")) == len(CHANGED)
+            assert (await rank.push(engine, 1)).compared_with == "trainer"
+            await engine.resume()
+            await require_responses_of(engine, plain, 1)
+    finally:
+        for sender in (rank.sender, changer.sender):
+            await asyncio.to_thread(sender.close)
+
+
+async def test_what_is_not_sent_again_is_not_taken_for_equal(attached, model, tmp_path, monkeypatch):
+    plain = load_plain(model, torch.float32)
+    rank = OneRank(Ipc, tmp_path / "run", plain, check_weight_update_equal=True)
+    left_out = ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"]
+    try:
+        async with attached() as engine:
+            await engine.pause()
+            with monkeypatch.context() as patched:
+                with_second_copy(rank.sender, patched, left_out=left_out)
+                with pytest.raises(EngineError) as failed:
+                    await rank.push(engine, 1)
+            for text in (
+                "of model.layers.1.self_attn.qkv_proj.weight only 6144 of 8192 elements were sent "
+                "(model.layers.1.self_attn.q_proj.weight, model.layers.1.self_attn.v_proj.weight)",
+                "model.norm.weight was not sent",
+                "model.embed_tokens.weight was not sent",
+                "lm_head.weight was not sent",
+            ):
+                assert text in str(failed.value)
+            # What it compared with is what it serves.
+            await rank.push(engine, 1)
+            await engine.resume()
+            await require_responses_of(engine, plain, 1)
     finally:
         await asyncio.to_thread(rank.sender.close)

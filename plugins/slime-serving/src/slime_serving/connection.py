@@ -17,7 +17,7 @@ IDLE_S: Final = 3.0
 """A connection that was idle for longer is not used again: an external server closes it after five seconds."""
 OTHER_FILES: Final = 1024
 """Open files that are not connections."""
-SHOWN: Final = 400
+SHOWN: Final = 1000
 """Characters of an unexpected response."""
 NO_TOKEN: Final = frozenset({401, 403})
 UNAVAILABLE: Final = frozenset({408, 425, 429, 503})

@@ -15,10 +15,11 @@ class SentConfig(DriverConfig):
     """Bytes per bucket. The sending rank and each rank of an engine hold about two buckets at a time. Set less if memory is
     short; with buckets of 512 MiB, sending a 4B model took twice as long."""
     check_weight_update_equal: bool = False
-    """After each weight update, compare every tensor in the servers' memory with the trainer's, by checksum, on each rank the
-    part that it holds; both sides read all weights to the host. This requires servers that the run starts, with unquantized
-    weights. Others, if there are several, are only compared with one another; `weights_compared` in events.jsonl records
-    which. Servers with pipeline stages are refused, because only the first stage responds."""
+    """After each weight update, compare every tensor in the servers' memory with the trainer's, on each rank the part that it
+    holds. With engine sglang by checksum: both sides read all weights to the host, and this requires servers that the run
+    starts, with unquantized weights; others, if there are several, are only compared with one another; `weights_compared` in
+    events.jsonl records which. Servers with pipeline stages are refused, because only the first stage responds. With engine
+    vllm the weights are sent a second time, and servers compare what their kernels read with what they would load."""
     update_weights_timeout: float = Field(default=600.0, gt=0)
     """Seconds for each call: a bucket, a file, a group."""
     post_write_hook: dict[str, Any] | None = None

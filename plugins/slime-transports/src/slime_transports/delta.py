@@ -62,6 +62,9 @@ class DeltaSender(FolderSender):
                 'Use sync.transport = "distributed" or "disk".'
             )
         self._zlib = any(receiver_of(engine).zlib for engine in engines)
+        if update.compares:
+            # Sent whole, from the export: neither side's copy is trusted.
+            self._identity, self._sent = None, []
         base, identity = self._identity, secrets.token_hex(8)
         self._identity = None
         delta = folder.begin(self._root / f"{version}-from-{base}") if base is not None else None
@@ -92,7 +95,7 @@ class DeltaSender(FolderSender):
                     )
                 )
                 self.after_write(written[-1], others)
-                load_from_disk(self.servers, others, written[-1], version)
+                load_from_disk(self.servers, others, written[-1], version, compares=update.compares)
                 bytes_sent += sum(entry.nbytes for entry in entries)
                 self._holders.update(others)
         finally:

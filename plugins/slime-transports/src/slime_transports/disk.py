@@ -70,7 +70,7 @@ class DiskSender(FolderSender):
                 ) from error
         try:
             self.after_write(written, engines)
-            load_from_disk(self.servers, engines, written, version)
+            load_from_disk(self.servers, engines, written, version, compares=update.compares)
         finally:
             self.clear_old(version, [written])
         return SentReport(bytes_sent=sum(entry.nbytes for entry in entries), buckets=len(entries))

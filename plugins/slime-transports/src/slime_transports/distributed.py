@@ -40,7 +40,7 @@ class DistributedSender(ServerSender):
         buckets = bytes_sent = 0
         try:
             group = self._group_with(update.engines)
-            self.servers.finish(self.servers.call_all(update.engines, lambda receiver: receiver.begin()))
+            self.servers.finish(self.servers.call_all(update.engines, update.begin))
             calls: list[Future[Any]] = []
             for bucket in self.buckets(layers):
                 self.servers.wait(calls)

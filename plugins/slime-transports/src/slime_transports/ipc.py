@@ -72,7 +72,7 @@ class IpcSender(ServerSender):
                     f"transport ipc: engine {engine.index} ({engine.url}) is on another machine and cannot read this one's "
                     'memory. Set "distributed".'
                 )
-        self._begin(engines)
+        self._begin(update, engines)
         buckets = bytes_sent = 0
         calls: list[Future[Any]] = []
         memory: SharedMemory | None = None
@@ -109,9 +109,9 @@ class IpcSender(ServerSender):
             what=bucket_name(bucket, version),
         )
 
-    def _begin(self, engines: Sequence[EngineEndpoint]) -> None:
+    def _begin(self, update: WeightUpdate, engines: Sequence[EngineEndpoint]) -> None:
         """Calls every server before any weights are sent: this also detects a server that is gone."""
-        self.servers.finish(self.servers.call_all(engines, lambda receiver: receiver.begin()))
+        self.servers.finish(self.servers.call_all(engines, update.begin))
 
     # ---------------------------------------------------------------- devices
 
@@ -125,7 +125,7 @@ class IpcSender(ServerSender):
         made: DeviceMemory | None = None
         sent: DeviceMemory | None = None
         try:
-            self._begin(mine)
+            self._begin(update, mine)
             for bucket in flat_buckets(layers, self._config.update_weight_buffer_size):
                 assert bucket is not None, "an export with all_ranks gives every rank all tensors"
                 self.servers.finish(calls)

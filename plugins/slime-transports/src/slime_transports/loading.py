@@ -21,17 +21,30 @@ def servers_that_verify(servers: Servers, engines: Sequence[EngineEndpoint]) -> 
     return [engine for engine, call in zip(engines, calls, strict=True) if call.exception() is None]
 
 
-def load_from_disk(servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int) -> None:
-    """Loads a folder on all engines at once. Raises EngineError, when all calls have ended, if one has not loaded it."""
-    try_to_load(servers, engines, folder, version, but=None)
+def load_from_disk(
+    servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int, *, compares: bool = False
+) -> None:
+    """Loads a folder on all engines at once, or makes them compare it with what they hold. Raises EngineError, when all calls
+    have ended, if one has not done so."""
+    try_to_load(servers, engines, folder, version, but=None, compares=compares)
 
 
 def try_to_load(
-    servers: Servers, engines: Sequence[EngineEndpoint], folder: Path, version: int, *, but: str | None
+    servers: Servers,
+    engines: Sequence[EngineEndpoint],
+    folder: Path,
+    version: int,
+    *,
+    but: str | None,
+    compares: bool = False,
 ) -> list[EngineEndpoint]:
     """Loads a folder on all engines at once. Returns those that refused it for the reason `but`. Raises EngineError for any
     other reason."""
-    calls = servers.call_all(engines, lambda receiver: receiver.load_folder(folder, version), what=f"version {version}")
+    calls = servers.call_all(
+        engines,
+        lambda receiver: (receiver.compare_folder if compares else receiver.load_folder)(folder, version),
+        what=f"version {version}",
+    )
     wait(calls)
     errors = [(engine, call.exception()) for engine, call in zip(engines, calls, strict=True)]
     refused = [engine for engine, error in errors if but is not None and but in str(error)]

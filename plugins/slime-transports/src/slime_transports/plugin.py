@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from slime_transports.sender_transport import SenderTransport
 
 
+def compares_sent(engine: Any) -> bool:
+    """Whether the engine's options say that its servers compare what they hold with what is sent to them once more, as their
+    receiver does: whatever they make of it, and wherever they were started."""
+    return bool(getattr(engine, "compares_sent", False))
+
+
 def unnamed(engine: Any) -> str | None:
-    """Why an engine's servers cannot report which parts of which tensors they hold, as far as it is known before the start."""
+    """Why an engine's servers cannot be compared with the trainer, as far as it is known before the start."""
+    if compares_sent(engine):
+        return None
     if engine.external_engine_addrs:
         return "engine.external_engine_addrs: servers that slime did not start"
     if getattr(engine, "quantization", None) is not None:
@@ -41,11 +49,6 @@ class SentDriver(TransportPlanner, TransportDriver):
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
         name, problems = cls.__name__.lower(), []
-        if config.check_weight_update_equal and not getattr(engine, "compares_weights", True):
-            problems.append(
-                "sync.check_weight_update_equal = true: this engine's servers rearrange weights for their kernels, and cannot "
-                "name the parts that they hold. Omit it, or use engine sglang."
-            )
         stages = getattr(engine, "pp_size", None) or 1
         if cls.by_rank and stages > 1:
             problems.append(
@@ -93,7 +96,7 @@ class SentDriver(TransportPlanner, TransportDriver):
 
     @classmethod
     def push_problems(cls, config: Any, engine: Any, quantization: Mapping[str, Any] | None) -> list[str]:
-        if quantization is None or not config.check_weight_update_equal:
+        if quantization is None or not config.check_weight_update_equal or compares_sent(engine):
             return []
         return [
             "sync.check_weight_update_equal = true: the engines' weights are quantized, and servers cannot name the parts of "

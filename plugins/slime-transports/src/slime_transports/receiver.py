@@ -45,6 +45,9 @@ class WeightReceiver(ABC):
     connection: ClassVar[type[Connection]]
     loads_parts: ClassVar[bool] = True
     """Servers keep tensors that an update leaves out. False: every update has all tensors."""
+    compares_sent: ClassVar[bool] = False
+    """How servers are compared with the trainer. True: they get a version a second time, and compare it with what they hold
+    (`begin_comparison`, `compare_folder`). False: by digests of the parts that they hold (`shards`)."""
     zlib: ClassVar[bool] = False
     """Servers decompress deltas by zlib and check files by CRC-32, which Python itself has: else by zstd and xxh3-64."""
 
@@ -106,6 +109,16 @@ class WeightReceiver(ABC):
     async def shards(self, *, digests: bool) -> ServerShards:
         """The parts of tensors that each rank holds."""
         raise Refused(f"{self.server.name}: {self.server.dialect.program} cannot name the parts that it holds.")
+
+    async def begin_comparison(self) -> None:
+        """In place of `begin`: the buckets that follow are a version that the server has. It loads nothing of them, and refuses
+        one of them, at the latest the last, if it holds anything else or if something that it holds was not sent; the message
+        names the tensor and both values."""
+        raise Refused(f"{self.server.name}: {self.server.dialect.program} cannot compare weights with what it holds.")
+
+    async def compare_folder(self, folder: Path, version: int) -> None:
+        """In place of `load_folder`, in the same way."""
+        raise Refused(f"{self.server.name}: {self.server.dialect.program} cannot compare weights with what it holds.")
 
     async def own_checksums(self) -> tuple[list[str], int]:
         """The program's own checksum of each rank, comparable between servers of one layout, and how many pipeline stages

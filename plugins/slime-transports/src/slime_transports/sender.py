@@ -18,6 +18,7 @@ from slime_core.registry.boundary import held
 from slime_transports.config import SentConfig
 from slime_transports.equality import Digests, EqualityCheck
 from slime_transports.flattened_bucket import FlattenedBucket, flat_buckets, partner_of
+from slime_transports.receiver import WeightReceiver
 from slime_transports.servers import Servers, receiver_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ class WeightUpdate:
     version: int
     engines: Sequence[EngineEndpoint]
     digests: Digests | None = None
-    """None: the engines are not compared with the trainer."""
+    """None: the engines are not compared with the trainer by digests."""
+    compares: bool = False
+    """The engines have the version already, and compare it with what they hold."""
+
+    async def begin(self, receiver: WeightReceiver) -> None:
+        """Call it on each server before the first bucket."""
+        await (receiver.begin_comparison() if self.compares else receiver.begin())
 
     def digest(self, bucket: FlattenedBucket) -> None:
         """Adds a bucket to the comparison. Call it once with every bucket that is sent."""
@@ -70,8 +77,9 @@ class WeightUpdate:
 
 
 class ServerSender(WeightSender):
-    """`send` exports once. After any failure the export is still exhausted, because other ranks wait in its gathers. At the
-    end a failure on one rank is raised on all ranks.
+    """`send` exports once, and once more for servers that compare what they hold with a second copy (`compares_sent`). After
+    any failure the export is still exhausted, because other ranks wait in its gathers. At the end a failure on one rank is
+    raised on all ranks.
 
     Frozen tensors are sent to an engine once, unless all tensors are compared.
 
@@ -111,23 +119,25 @@ class ServerSender(WeightSender):
         return self._servers
 
     def send(self, export: TensorExport, version: int, engines: Sequence[EngineEndpoint]) -> SentReport:
-        layers = iter(export(all_ranks=self.all_ranks))
         checks = self._config.check_weight_update_equal
+        again = [engine for engine in engines if checks and receiver_of(engine).compares_sent]
         partial = self.skips_frozen and all(receiver_of(engine).loads_parts for engine in engines)
         known = partial and not checks and self._complete.issuperset(engines)
         self._complete, complete = set(), self._complete
         report, check = SentReport(), None
         with self.failing_together():
-            try:
-                if checks and self.place.rank == 0:
-                    check = EqualityCheck(self.servers, engines, version)
+            with exhausted(export(all_ranks=self.all_ranks)) as layers:
+                if checks and self.place.rank == 0 and len(again) < len(engines):
+                    check = EqualityCheck(self.servers, [engine for engine in engines if engine not in again], version)
                 update = WeightUpdate(version, engines, None if check is None else check.digests)
                 report = self.send_version(self._without_frozen(layers) if known else layers, update)
-            finally:
-                for _ in layers:
-                    pass
             if check is not None:
                 report = replace(report, compared_with=check.require_equal())
+        if again:
+            with self.failing_together(), exhausted(export(all_ranks=self.all_ranks)) as layers:
+                self.send_version(layers, WeightUpdate(version, again, compares=True))
+            if self.place.rank == 0:
+                report = replace(report, compared_with=report.compared_with or "trainer")
         self._complete = {engine for engine in complete if not replaced(engine, engines)}.union(engines)
         return report
 
@@ -179,6 +189,17 @@ class ServerSender(WeightSender):
         if self._servers is not None:
             self._servers.close()
             self._servers = None
+
+
+@contextlib.contextmanager
+def exhausted(export: Layers) -> Iterator[Layers]:
+    """Yields an export, and reads what is left of it."""
+    layers = iter(export)
+    try:
+        yield layers
+    finally:
+        for _ in layers:
+            pass
 
 
 def replaced(engine: EngineEndpoint, engines: Sequence[EngineEndpoint]) -> bool:

@@ -15,7 +15,7 @@ DRAFTS: Final = ("speculative_config", "spec_method", "spec_model")
 
 
 class VllmOptions(DriverConfig):
-    compares_weights: ClassVar[bool] = False
+    compares_sent: ClassVar[bool] = True
     """See `slime_transports.plugin`."""
     python: RunPath | None = None
     """Interpreter that starts the servers, such as `.venv-vllm/bin/python`: it needs vLLM, and nothing of slime. By default the

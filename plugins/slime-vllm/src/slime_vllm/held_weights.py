@@ -59,5 +59,6 @@ class VllmWeights(HeldWeights):
     async def checksum(self) -> str:
         raise EngineRefused(
             f"{self._name}: vLLM rearranges weights for its kernels, so they have no checksum under their Hugging Face names. "
-            "Omit --check-weight-update-equal."
+            "With --check-weight-update-equal set --transport ipc, distributed, disk or delta: they send weights twice, and "
+            "servers compare them."
         )

@@ -21,17 +21,21 @@ from slime_vllm.connection import VllmConnection
 class VllmReceiver(WeightReceiver):
     connection: ClassVar[type[Connection]] = VllmConnection
     loads_parts: ClassVar[bool] = False
+    compares_sent: ClassVar[bool] = True
     zlib: ClassVar[bool] = True
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         return await self.server.post(path, body, timeout_s=self.timeout_s)
 
-    async def _ask_workers(self, method: str, **arguments: str) -> None:
+    async def _ask_workers(self, method: str, **arguments: str | bool) -> None:
         """Raises EngineError if it fails in any worker."""
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
 
     async def begin(self) -> None:
         await self._ask_workers("begin_weight_update")
+
+    async def begin_comparison(self) -> None:
+        await self._ask_workers("begin_weight_update", compares=True)
 
     async def _update(self, info: dict[str, Any], version: int | None) -> None:
         """`version`: the update is complete."""
@@ -59,6 +63,11 @@ class VllmReceiver(WeightReceiver):
             await self._post(LOAD, {"lora_name": NAME, "lora_path": path})
         await self._ask_workers("load_adapter", folder=path)
         await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def compare_folder(self, folder: Path, version: int) -> None:
+        await self._ask_workers("require_loadable", folder=str(folder))
+        await self.begin_comparison()
+        await self._update({"folder": str(folder)}, version)
 
     # ---------------------------------------------------------------- memory
 

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from slime_vllm_server.comparison import Comparison
 from slime_vllm_server.folders import LoadedFolder
 from slime_vllm_server.in_place import loads_in_place
 from slime_vllm_server.memory_handles import opened
@@ -84,6 +85,9 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         self.loaded = LoadedFolder()
         self._groups: dict[str, dist.Backend] = {}
         self._open = False
+        self.compares = False
+        """The next update is one that the model has, and is compared with it."""
+        self._comparison: Comparison | None = None
         parallel = self.parallel_config
         # Of a model without experts, each replica's ranks begin at 0.
         self._rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -100,10 +104,16 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
             self._groups.pop(init_info.leave)
 
     def start_weight_update(self) -> None:
-        if self._in_place:
-            return
+        if self._comparison is not None:
+            self._comparison.close()
+            self._comparison = None
         if self._open:
             self._discard()
+        if self.compares:
+            self._open = False
+            self._comparison = Comparison(self.model, self.model_config)
+        if self.compares or self._in_place:
+            return
         self._open = True
         initialize_layerwise_reload(self.model)
 
@@ -128,7 +138,8 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
         if update.path is not None:
             return torch.from_file(update.path, shared=True, size=update.size, dtype=torch.uint8)
         if update.payloads is not None:
-            return opened(update.payloads[self._rank], self.device, copies=not self._in_place)
+            kept = self._comparison is not None or not self._in_place
+            return opened(update.payloads[self._rank], self.device, copies=kept)
         if update.group is not None:
             return broadcast(self._groups[update.group], update.size, self.device)
         return torch.frombuffer(bytearray(base64.b64decode(update.data or "")), dtype=torch.uint8)
@@ -136,7 +147,10 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         # A bucket has a part of the tensors.
         with disable_mtp_completeness_check():
-            self.model.load_weights(self._with_head(named))
+            if self._comparison is None:
+                self.model.load_weights(self._with_head(named))
+            else:
+                self._comparison.load(self._with_head(named), self.model.load_weights)
 
     def _with_head(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A tied head is in no file, but vLLM's is another parameter on a CPU, and would keep its old values."""
@@ -146,6 +160,10 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
                 yield HEAD, tensor
 
     def finish_weight_update(self) -> None:
+        if self._comparison is not None:
+            comparison, self._comparison = self._comparison, None
+            comparison.finish()
+            return
         if self._in_place:
             return
         finalize_layerwise_reload(self.model, self.model_config)
@@ -164,8 +182,9 @@ class WorkerExtension:
     weight_transfer_engine: SlimeWeights
     _weight_update_active: bool
 
-    def begin_weight_update(self) -> None:
-        """Starts an update, also after one that was not sent to its end."""
+    def begin_weight_update(self, compares: bool = False) -> None:
+        """Starts an update, also after one that was not sent to its end. `compares`: nothing is loaded, but compared."""
+        self.weight_transfer_engine.compares = compares
         # vLLM refuses to start one. It is discarded by `SlimeWeights.start_weight_update`.
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
