@@ -279,8 +279,9 @@ class BoundRun:
     @property
     def adapter_rank(self) -> int:
         """See `EngineSetup.adapter_rank`."""
-        sends = self.transport is not None and self.transport.driver.sends_adapters
-        return self.backend.driver.adapter_rank(self.backend.config) if sends else 0
+        if self.transport is None or not (self.transport.driver.sends_adapters and self.updates_weights):
+            return 0
+        return int(self.backend.driver.adapter_rank(self.backend.config))
 
     @property
     def num_ranks(self) -> int:

@@ -63,10 +63,10 @@ def transport(run: BoundRun) -> Iterable[str]:
         yield from chosen.driver.problems(chosen.config, run.engine.config)
     else:
         yield f'sync.transport = "{chosen.name}": engine "{run.engine.name}" understands {", ".join(serves) or "none"}.'
-    if chosen.driver.sends_adapters and not run.adapter_rank:
+    if chosen.driver.sends_adapters and not run.backend.driver.adapter_rank(run.backend.config):
         yield (
-            f'sync.transport = "{chosen.name}": backend "{run.backend.name}" as it is set trains no LoRA adapter. Pass '
-            "--lora-rank with backend fsdp, or another --transport."
+            f'sync.transport = "{chosen.name}": backend "{run.backend.name}" as it is set trains no LoRA adapter. Set the rank '
+            "of one, with a backend that trains them, or pass another --transport."
         )
     if chosen.driver.sends_adapters and run.config.model.rollout_load is not None:
         yield (

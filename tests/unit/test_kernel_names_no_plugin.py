@@ -13,6 +13,7 @@ EXEMPT = ("registry/install_hints.py", "controller/earlier_names.py")
 # Names that are also plain words, or part of a contract's own vocabulary.
 PLAIN_WORDS = {
     "accepted",
+    "adapter",
     "adam",
     "chat",
     "clip",

@@ -17,6 +17,7 @@ from slime_plugin_kit.one_rank import OneRank
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of
 from slime_transports import folder
 from slime_transports.plugin import Adapter
+from slime_vllm.adapter import NAME
 from slime_vllm.plugin import Vllm
 
 pytestmark = pytest.mark.vllm
@@ -131,7 +132,7 @@ async def test_the_engine_responds_as_peft_with_the_new_adapter(options, attache
             request = asked("base", PROMPT)
             assert apart(trained, request, (await engine.generate([request]))[0]).max() > 0.1
     # One adapter, under one name; files of older ones are gone.
-    assert [row["id"] for row in served.ask("/v1/models")[1]["data"]][1:] == ["policy"]
+    assert [row["id"] for row in served.ask("/v1/models")[1]["data"]][1:] == [NAME]
 
 
 async def test_requests_that_wait_inside_vllm_continue_with_the_new_adapter(attached, served, model):
@@ -216,7 +217,7 @@ def require_serves(served, model, adapter):
     """The server's log-probs of a prompt are those of peft with this folder."""
     params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
     body = {"request_id": f"{adapter}", "token_ids": PROMPT, "sampling_params": params, "stream": False}
-    status, reply = served.ask("/inference/v1/generate", body | {"model": "policy"})
+    status, reply = served.ask("/inference/v1/generate", body | {"model": NAME})
     assert status == 200
     entries = zip(PROMPT[1:], reply["prompt_logprobs"][1:], strict=True)
     found = np.array([entry[str(token)]["logprob"] for token, entry in entries])

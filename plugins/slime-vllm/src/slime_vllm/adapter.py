@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from slime_core.contracts.setup import EngineSetup
 
-NAME: Final = "policy"
+NAME: Final = "slime-adapter"
+"""Not a name that a model folder has, which vLLM would take for the model itself."""
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
 LOAD: Final = "/v1/load_lora_adapter"
