@@ -71,9 +71,7 @@ def send(request, servers, tmp_path):
     """Sends an export, and returns the report."""
     driver = request.param
     sender = driver.build_sender(driver.Config(update_weight_buffer_size=64, check_weight_update_equal=True))
-    sender.setup(
-        SenderSetup(rank=0, world_size=1, device="cpu", colocated=True, model_path=tmp_path, run_dir=tmp_path)
-    )
+    sender.setup(SenderSetup(rank=0, world_size=1, device="cpu", colocated=True, model_path=tmp_path, run_dir=tmp_path))
     engines = [ServerEndpoint(index=n, url=url, receiver=ComparingReceiver) for n, url in enumerate(servers)]
     yield lambda export, version: sender.send(export, version, engines)
     sender.close()

@@ -194,9 +194,7 @@ async def test_a_server_that_holds_other_weights_names_them(driver, attached, mo
             await engine.pause()
             endpoints = await engine.endpoints()
             with monkeypatch.context() as patched:
-                with_second_copy(
-                    rank.sender, patched, before=lambda: changer.sender.send(changer.export, 1, endpoints)
-                )
+                with_second_copy(rank.sender, patched, before=lambda: changer.sender.send(changer.export, 1, endpoints))
                 with pytest.raises(EngineError, match=r"version 1.*engine 0") as failed:
                     await rank.push(engine, 1)
             found = str(failed.value).split("are not those that were sent again: ")[1]
