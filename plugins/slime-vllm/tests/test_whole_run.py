@@ -87,7 +87,7 @@ def test_the_samples_of_a_run_stay_on_the_server_that_has_their_prefix(served, m
         {"weight_version": "3"}
     ] * 2
     events = [json.loads(line) for line in (tmp_path / "runs/carried/events.jsonl").read_text().splitlines()]
-    compared = [event["with"] for event in events if event["event"] == "weights_compared"]
+    compared = [event["compared_with"] for event in events if event["event"] == "weights_compared"]
     assert compared == ["trainer"] * 4
     # By the servers' own counts: each has the prefixes of the samples that it began, and both began some.
     hits = [now - then for now, then in zip(after, before, strict=True)]
