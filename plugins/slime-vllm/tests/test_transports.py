@@ -181,7 +181,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("driver", [Disk, Delta, Ipc, Distributed])
-async def test_a_server_that_holds_other_weights_says_which(driver, attached, model, tmp_path, monkeypatch):
+async def test_a_server_that_holds_other_weights_names_them(driver, attached, model, tmp_path, monkeypatch):
     """An element of each of these parameters changes in the server before it compares them."""
     plain, other = load_plain(model, torch.float32), load_plain(model, torch.float32)
     rank = OneRank(driver, tmp_path / "run", plain, check_weight_update_equal=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compares_sent(engine: Any) -> bool:
-    """Whether the engine's options say that its servers compare what they hold with what is sent to them once more, as their
+    """Whether the engine's options state that its servers compare what they hold with what is sent to them once more, as their
     receiver does: whatever they make of it, and wherever they were started."""
     return bool(getattr(engine, "compares_sent", False))
 

@@ -31,7 +31,7 @@ class Comparison:
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model, self._model_config = model, model_config
         self._sources = Sources()
-        # Attention is derived from no weights, except with quantized keys and values, whose scales vLLM removes.
+        # Attention layers have no parameters after loading; what latent attention derives from others' is not compared.
         self._held = [
             HeldLayer(name, layer)
             for name, layer in model.named_modules()
@@ -116,12 +116,12 @@ class Comparison:
         """`loaded`: the layer got some tensor."""
         shown, whole = self._loaded.pop(held.name), loaded
         for key, value in shown.items():
-            written, wanted = self._sources.num_written(value), get_tensor_load_numel(value)
+            written, required = self._sources.num_written(value), get_tensor_load_numel(value)
             if not loaded:
                 self._unreached.append((held, f"{held.name}.{key} was not sent"))
-            elif written < wanted:
+            elif written < required:
                 names = ", ".join(self._sources.names(value)) or "no tensor"
-                self._problems.append(f"of {held.name}.{key} only {written} of {wanted} elements were sent ({names})")
+                self._problems.append(f"of {held.name}.{key} only {written} of {required} elements were sent ({names})")
                 whole = False
         if whole:
             shapes = {key: value.shape for key, value in shown.items()}
