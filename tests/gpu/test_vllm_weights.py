@@ -96,7 +96,15 @@ async def test_a_server_responds_with_the_new_weights(driver: Any, model: Path, 
         transport=driver.__name__.lower(),
     )
     plain = load_plain(model, torch.float32)
-    rank = OneRank(driver, tmp_path, plain, device="cuda", colocated=not beside, update_weight_buffer_size=BUCKET)
+    rank = OneRank(
+        driver,
+        tmp_path,
+        plain,
+        device="cuda",
+        colocated=not beside,
+        update_weight_buffer_size=BUCKET,
+        check_weight_update_equal=True,
+    )
     await engine.start(setup)
     try:
         for version in (1, 2, 3):
@@ -105,6 +113,7 @@ async def test_a_server_responds_with_the_new_weights(driver: Any, model: Path, 
             await engine.pause()
             report = await rank.push(engine, version)
             await engine.resume()
+            assert report.compared_with == "trainer"
             print(f"{driver.__name__}: {report.bytes_sent} bytes in {report.seconds:.3f} s")
             assert await apart(engine, plain, version) < CLOSE
             assert old is None or await apart(engine, old, version) > CLOSE
