@@ -12,8 +12,11 @@ from carried_run import write_run
 from pydantic import ValidationError
 from vllm_setup import setup_for
 
+from slime_core.cli.invocation import bind_invocation, parse_words
+from slime_core.config.engine_checks import layout_of_policy
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import EngineError
+from slime_plugin_kit.tiny_model import SERVED, make_tiny_model
 from slime_transports.plugin import Adapter, Disk
 from slime_vllm.features import Features
 from slime_vllm.generation import drafts_of
@@ -115,6 +118,21 @@ def test_servers_have_room_for_the_adapter_that_the_run_trains(tmp_path):
     assert "enable_lora" not in options_for(Vllm.Config(), setup_for(tmp_path, tmp_path), 0)
     with pytest.raises(ValidationError, match=r'it is decided by sync\.transport = "adapter" and backend\.lora_rank'):
         Vllm.Config(enable_lora=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "rank"),
+    [([], 4), (["--debug-rollout-only"], 0), (["--transport", "disk"], 0)],
+    ids=["adapter", "no updates", "merged"],
+)
+def test_engines_expect_an_adapter_if_they_get_one(words, rank, tmp_path):
+    """Without an update, no adapter of the name would be there."""
+    write_run(tmp_path, make_tiny_model(tmp_path / "model", SERVED))
+    given = ["--engine", "vllm", "--vllm-external-engine-addrs", "127.0.0.1:1", "--lora-rank", "4"]
+    given += words if "--transport" in words else ["--transport", "adapter", *words]
+    asked = parse_words([str(tmp_path / "run.toml"), *given], switches=(), options=(), command="run")
+    run = bind_invocation(asked)
+    assert (run.adapter_rank, layout_of_policy(run).adapter_rank) == (rank, rank)
 
 
 def test_an_adapter_is_not_compared():
