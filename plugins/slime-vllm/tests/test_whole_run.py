@@ -64,7 +64,7 @@ def test_the_samples_of_a_run_stay_on_the_server_that_has_their_prefix(served, m
         "--generate",
         "turns",
     ]
-    words += ["--rollout-max-response-len", "1000", "--transport", "disk", "--check-weight-update-equal"]
+    words += ["--rollout-max-response-len", "1000", "--transport", "ipc", "--check-weight-update-equal"]
     command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
     before = [served.counted("prefix_cache_hits", address) for address in served.addresses]
     done = subprocess.run(
