@@ -66,6 +66,8 @@ def test_the_samples_of_a_run_stay_on_the_server_that_has_their_prefix(served, m
     ]
     words += ["--rollout-max-response-len", "1000", "--transport", "ipc", "--check-weight-update-equal"]
     command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
+    for address in served.addresses:
+        served.ask("/update_weight_version", {"new_version": "default"}, address=address)
     before = [served.counted("prefix_cache_hits", address) for address in served.addresses]
     done = subprocess.run(
         command,
@@ -89,6 +91,7 @@ def test_the_samples_of_a_run_stay_on_the_server_that_has_their_prefix(served, m
     events = [json.loads(line) for line in (tmp_path / "runs/carried/events.jsonl").read_text().splitlines()]
     compared = [event["compared_with"] for event in events if event["event"] == "weights_compared"]
     assert compared == ["trainer"] * 4
+    assert [event for event in events if event["event"] == "engine_lost"] == []
     # By the servers' own counts: each has the prefixes of the samples that it began, and both began some.
     hits = [now - then for now, then in zip(after, before, strict=True)]
     assert [count % CACHED for count in hits] == [0, 0]
