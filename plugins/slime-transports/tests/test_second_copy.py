@@ -1,5 +1,7 @@
 """Servers that compare what they hold with a second copy (`compares_sent`), by every transport, without a server."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -134,3 +136,24 @@ def test_after_a_failed_update_nothing_is_compared(send, servers, monkeypatch):
             send(export, 1)
     assert (export.begun, export.ended) == (1, 1)
     assert send(export, 1).compared_with == "trainer"
+
+
+@pytest.mark.parametrize("driver", [Disk, Delta])
+def test_servers_elsewhere_find_a_relative_run_folder(driver, servers, tmp_path, monkeypatch):
+    """Servers that a run did not start have another working folder."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    class Elsewhere(ComparingReceiver):
+        async def load_folder(self, folder, version):
+            asked.append(folder)
+            await super().load_folder(folder, version)
+
+    sender = driver.build_sender(driver.Config())
+    sender.setup(
+        SenderSetup(rank=0, world_size=1, device="cpu", colocated=True, model_path=tmp_path, run_dir=Path("runs/own"))
+    )
+    (url, *_) = servers
+    sender.send(Export(WEIGHTS), 1, [ServerEndpoint(index=0, url=url, receiver=Elsewhere)])
+    sender.close()
+    assert [folder.parent for folder in asked] == [tmp_path / "runs" / "own" / "weights"]

@@ -9,7 +9,7 @@ import PIL.Image
 import psutil
 import pytest
 from carried_run import events_of, metrics_of, slime, write_run
-from vllm_setup import PYTHON, asked
+from vllm_setup import PYTHON, endless
 
 from slime_core.errors import EngineError
 from slime_plugin_kit.tiny_vision import noise
@@ -88,7 +88,7 @@ def test_an_engine_notices_that_its_servers_process_hangs_or_dies(served):
     served.run(served.engine.health())
 
     async def lose():
-        waiting = asyncio.create_task(served.engine.generate([asked("lost", [4, 5], max_new_tokens=1500)]))
+        waiting = asyncio.create_task(served.engine.generate([endless("lost")]))
         await served.until_generating(1)
         core.kill()
         with pytest.raises(EngineError):

@@ -1,33 +1,9 @@
 """`slime run --engine vllm` with two real servers of vLLM: three steps of several turns, by the flags that a user types."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from carried_run import events_of, metrics_of, slime, write_run
 
 pytestmark = pytest.mark.vllm
-
-RUN = """
-name = "carried"
-backend = "fsdp"
-reward = "math"
-algo = {{ name = "grpo", get_mismatch_metrics = true }}
-model = {{ hf_checkpoint = "{model}" }}
-data = {{ prompt_data = "train.jsonl", input_key = "prompt", label_key = "label" }}
-rollout = {{ rollout_batch_size = 4, n_samples_per_prompt = 2, rollout_max_response_len = 6, dump_rollouts = true }}
-train = {{ num_rollout = 3, global_batch_size = 8, lr = 1e-2 }}
-checkpoint = {{ save_hf = false }}
-"""
-
-
-def write_run(folder, model):
-    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(2) for b in range(4)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "run.toml").write_text(RUN.format(model=model))
-
 
 TURNS = '''
 """Four turns. What a tool returns after each is another text for every sample."""
@@ -64,31 +40,22 @@ def test_the_samples_of_a_run_stay_on_the_server_that_has_their_prefix(served, m
         "--generate",
         "turns",
     ]
-    words += ["--rollout-max-response-len", "1000", "--transport", "disk", "--check-weight-update-equal"]
-    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", *words]
+    words += ["--rollout-max-response-len", "1000", "--transport", "ipc", "--check-weight-update-equal"]
+    for address in served.addresses:
+        served.ask("/update_weight_version", {"new_version": "default"}, address=address)
     before = [served.counted("prefix_cache_hits", address) for address in served.addresses]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run = slime(tmp_path, *words)
     after = [served.counted("prefix_cache_hits", address) for address in served.addresses]
-    logged = [json.loads(line) for line in (tmp_path / "runs/carried/metrics.jsonl").read_text().splitlines()]
-    rollouts = [line["metrics"] for line in logged if line["axis"] == "rollout/step"]
+    rollouts = metrics_of(run, "rollout/step")
     assert [row["rollout/staleness/max"] for row in rollouts] == [0, 0, 0]
-    steps = [line["metrics"] for line in logged if line["axis"] == "train/step"]
+    steps = metrics_of(run, "train/step")
     assert len(steps) == 3
     assert all(step["train/train_rollout_logprob_abs_diff"] < 1e-5 for step in steps)
     assert [served.ask("/weight_info", address=address)[1] for address in served.addresses] == [
         {"weight_version": "3"}
     ] * 2
-    events = [json.loads(line) for line in (tmp_path / "runs/carried/events.jsonl").read_text().splitlines()]
-    compared = [event["compared_with"] for event in events if event["event"] == "weights_compared"]
-    assert compared == ["trainer"] * 4
+    assert [event["compared_with"] for event in events_of(run, "weights_compared")] == ["trainer"] * 4
+    assert not events_of(run, "engine_lost")
     # By the servers' own counts: each has the prefixes of the samples that it began, and both began some.
     hits = [now - then for now, then in zip(after, before, strict=True)]
     assert [count % CACHED for count in hits] == [0, 0]

@@ -32,7 +32,8 @@ class FolderSender(ServerSender):
         if setup.rank == 0:
             if self._config.post_write_hook is not None:
                 self._hook = build_hooks(POST_WRITE_HOOKS, self._config.post_write_hook, where="sync.post_write_hook")
-            self._root = setup.run_dir / "weights"
+            # External servers have another working folder.
+            self._root = setup.run_dir.absolute() / "weights"
             # Files of an earlier attempt have other weights.
             folder.clear_all_but(self._root, [])
 
