@@ -160,13 +160,14 @@ class OwnLoop:
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
         await self._between_steps("train")
+        require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
         return self._count(report)
 
     async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> None:
         learner, number = learner_of(self.session), step_of(batch, step)
-        other = None if loss is None else objective_of(self.session.run, loss, batch)
+        other = objective_of(self.session.run, loss, batch)
         tasks = batch.tasks if other is None else batch.tasks[:1]
         if len(tasks) > 1 and any(task.trainers.devices.offload for task in tasks):
             raise ConfigError(
@@ -331,8 +332,11 @@ def scored_by(groups: Sequence[SampleGroup], reward: Callable[[Sample], float]) 
     return [replace(group, samples=tuple(map(scored, group.samples))) for group in groups]
 
 
-def objective_of(run: BoundRun, loss: Loss, batch: LearnerBatch) -> OtherObjective:
+def objective_of(run: BoundRun, loss: Loss | None, batch: LearnerBatch) -> OtherObjective | None:
     """ConfigError for a loss that is no policy's, or that reads what the batch lacks."""
+    if loss is None:
+        require_read(batch)
+        return None
     table = {"name": loss} if isinstance(loss, str) else dict(loss)
     name = table.pop("name", None)
     if not isinstance(name, str):
@@ -349,6 +353,16 @@ def objective_of(run: BoundRun, loss: Loss, batch: LearnerBatch) -> OtherObjecti
             "with the datums."
         )
     return OtherObjective.of(part, Agreement.of((*run.parts, part), run.registry.plugin_files))
+
+
+def require_read(batch: LearnerBatch) -> None:
+    """ConfigError for given columns that no loss of the recipe reads: it would train as if they were not there."""
+    read = frozenset(name for task in batch.tasks for name in task.plan.columns)
+    if not batch.scores and (unread := sorted(batch.columns.present().keys() - read)):
+        raise ConfigError(
+            f"the batch was given {', '.join(unread)}, and the recipe's loss does not read them. Leave them out, or call "
+            'forward_backward with a loss that does, such as loss="clip".'
+        )
 
 
 async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:
