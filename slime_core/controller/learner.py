@@ -264,7 +264,7 @@ class Learner:
             steps=join_steps(
                 [
                     step_metrics(batch.batch, step_of_sample),
-                    self._mismatch(batch.batch, batch.scores, step_of_sample),
+                    mismatch(self._plan, batch.batch, batch.scores, step_of_sample),
                     batch.credited.step_metrics,
                 ],
                 trained,
@@ -305,8 +305,8 @@ class Learner:
             batch = build_batch(groups)
         else:
             batch, recorded = read_train_data(train_data_file(self._plan.recorded, rollout_id))
-        self._check_experts(batch)
-        self._check_size(batch, may_be_short or self._plan.train_short_batch)
+        check_experts(self._plan, batch)
+        check_size(self._plan, batch, may_be_short or self._plan.train_short_batch)
         step_of_sample = split_steps(batch, self._plan.rules.rollouts_per_step)
         return batch, recorded, step_of_sample, dispatch_to(tasks, batch, step_of_sample)
 
@@ -362,49 +362,11 @@ class Learner:
             )
         return bad
 
-    def _mismatch(
-        self, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
-    ) -> list[Mapping[str, float]]:
-        """Mismatch metrics of each optimizer step; empty if the trainer's log-probs were not scored."""
-        log_probs = scores.get(Need.OLD_LOGPROBS)
-        if log_probs is None or not self._plan.report_mismatch:
-            return []
-        if not step_of_sample.any():
-            return [mismatch_metrics(batch, log_probs)]
-        samples_of_step = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
-        return [
-            mismatch_metrics(batch.take(samples), log_probs[batch.response_rows(samples)])
-            for samples in samples_of_step
-        ]
-
     def _rules(self, training: Sequence[RoleTask]) -> AdvantageConfig:
         """Corrections are computed for roles that read them: an idle policy has no log-probs to correct."""
         if any(task.plan.corrected for task in training):
             return self._plan.rules
         return replace(self._plan.rules, corrections=())
-
-    def _check_size(self, batch: Batch, may_be_short: bool) -> None:
-        rollouts = len(np.unique(batch.rollout_id))
-        requested = self._plan.rollouts_per_batch
-        # More rollouts would be another optimizer step, for which the old log-probs are not the current ones.
-        if rollouts > requested:
-            raise RolloutError(
-                f"the batch has {rollouts} rollouts, but {requested} are requested: all samples that a generator makes of "
-                "one response must share the rollout_id of its episode."
-            )
-        if rollouts < requested and not may_be_short:
-            raise RolloutError(
-                f"the batch has {rollouts} rollouts, but {requested} are requested. Pass --on-short-batch train to train on "
-                "what there is."
-            )
-
-    def _check_experts(self, batch: Batch) -> None:
-        requested = [role.name for role in self._plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
-        if requested and batch.routed_experts is None and batch.mask.any():
-            raise RolloutError(
-                "the batch has no expert ids, and train.use_rollout_routing_replay replays the engine's. Where it comes from a "
-                "file, the run that wrote that had to pass --use-rollout-routing-replay too."
-            )
 
     def _no_signal(self, batch: Batch, columns: TokenColumns, trained: Sequence[RoleReport]) -> str | None:
         """See `TrainReport.no_signal`; None while the policy is idle."""
@@ -424,3 +386,43 @@ class Learner:
                         f"and what was trained before is saved; lower --{role.plan.metric_prefix}lr or look at the rewards."
                     )
         return None
+
+
+def mismatch(
+    plan: LearnerPlan, batch: Batch, scores: Mapping[str, Float32], step_of_sample: Int64
+) -> list[Mapping[str, float]]:
+    """Mismatch metrics of each optimizer step; empty if the trainer's log-probs were not scored."""
+    log_probs = scores.get(Need.OLD_LOGPROBS)
+    if log_probs is None or not plan.report_mismatch:
+        return []
+    if not step_of_sample.any():
+        return [mismatch_metrics(batch, log_probs)]
+    samples_of_step = [np.flatnonzero(step_of_sample == step) for step in range(int(step_of_sample.max()) + 1)]
+    return [
+        mismatch_metrics(batch.take(samples), log_probs[batch.response_rows(samples)]) for samples in samples_of_step
+    ]
+
+
+def check_size(plan: LearnerPlan, batch: Batch, may_be_short: bool) -> None:
+    rollouts = len(np.unique(batch.rollout_id))
+    requested = plan.rollouts_per_batch
+    # More rollouts would be another optimizer step, for which the old log-probs are not the current ones.
+    if rollouts > requested:
+        raise RolloutError(
+            f"the batch has {rollouts} rollouts, but {requested} are requested: all samples that a generator makes of "
+            "one response must share the rollout_id of its episode."
+        )
+    if rollouts < requested and not may_be_short:
+        raise RolloutError(
+            f"the batch has {rollouts} rollouts, but {requested} are requested. Pass --on-short-batch train to train on "
+            "what there is."
+        )
+
+
+def check_experts(plan: LearnerPlan, batch: Batch) -> None:
+    requested = [role.name for role in plan.roles if role.routing_replay is RoutingReplay.ROLLOUT]
+    if requested and batch.routed_experts is None and batch.mask.any():
+        raise RolloutError(
+            "the batch has no expert ids, and train.use_rollout_routing_replay replays the engine's. Where it comes from a "
+            "file, the run that wrote that had to pass --use-rollout-routing-replay too."
+        )

@@ -29,6 +29,7 @@ from slime_core.errors import (
     SlimeError,
     TrainingError,
 )
+from slime_core.types.batch import TokenColumns
 from slime_plugin_kit.warm_slime import WarmSlime
 from slime_session import Datum, TrainingSession, open_session
 
@@ -279,6 +280,10 @@ def test_calls_in_a_wrong_order_are_refused(session: TrainingSession) -> None:
         session.forward_backward(batch, step=0, loss="clop")
     with pytest.raises(ConfigError, match='loss = "clip": the batch has no old_log_probs'):
         session.forward_backward(session.batch([Datum(tokens=[1, 2, 3], prompt_length=1)]), loss="clip")
+    own = session.sample(1, n_samples=1)
+    zeros = np.zeros(own[0].samples[0].response_length, np.float32)
+    with pytest.raises(ConfigError, match="the batch was given values, and the recipe's loss does not read them"):
+        session.forward_backward(session.credit(own, TokenColumns(advantages=zeros, values=zeros)))
     session.forward_backward(batch, step=0)
     for call in (session.sample, session.collect, session.update_weights, session.save, session.export):
         with pytest.raises(TrainingError, match=f"{call.__name__} between forward_backward and optim_step"):

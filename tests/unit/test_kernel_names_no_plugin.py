@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import slime_core
+from slime_core import groups
 from slime_core.registry.install_hints import DISTRIBUTION_OF
 
 KERNEL = Path(slime_core.__file__).parent
@@ -23,6 +24,7 @@ PLAIN_WORDS = {
     "direct",
     "disk",
     "distributed",
+    "eval",
     "files",
     "group_baseline",
     "hf",
@@ -55,7 +57,9 @@ WRAPPED = {"fsdp2", "vllm", "trl", "verl", "deepspeed", "ppo2", "search-r1", "dr
 
 
 def forbidden():
-    names = {name for dists in DISTRIBUTION_OF.values() for names in dists.values() for name in names}
+    # Those of the library are attributes of slime_core.
+    of_plugins = [dists for group, dists in DISTRIBUTION_OF.items() if group != groups.LIBRARY]
+    names = {name for dists in of_plugins for names in dists.values() for name in names}
     # An extra is the kernel's own.
     dists = {dist for dists in DISTRIBUTION_OF.values() for dist in dists if "[" not in dist}
     return (names - PLAIN_WORDS) | dists | {dist.replace("-", "_") for dist in dists} | WRAPPED

@@ -217,7 +217,7 @@ def test_a_command_that_is_switched_off(hello, monkeypatch):
 def test_a_known_command_that_is_not_installed(monkeypatch, words, expected):
     monkeypatch.setattr("slime_core.registry.registry.installed_entries", dict)
     assert refused(*words).startswith(expected)
-    assert set(help_lines()) == {"run", "eval", "plugins"}
+    assert set(help_lines()) == {"run", "plugins"}
 
 
 def test_an_unknown_command_is_refused_with_close_matches(hello):

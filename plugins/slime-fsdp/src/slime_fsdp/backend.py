@@ -110,8 +110,7 @@ class FsdpBackend(TrainerBackend[Trainer]):
         grad_norm, is_finite, *totals = torch.stack(
             [norm.double(), finite.double(), *(value.double() for value in step.sums.values())]
         ).tolist()
-        if lr is None:
-            lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps)
+        lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps) if lr is None else lr
         if is_finite:
             self._step(step.parameters, grad_norm, lr)
         trainer.optimizer.zero_grad(set_to_none=True)

@@ -46,12 +46,12 @@ def open_session(
 
     Raises ConfigError with all problems of the run file, and whatever else `slime run` reports before the first step.
     """
-    from slime_session.own_loop import OwnLoop
+    from slime_session.own_loop import begin_loop
     from slime_session.session import TrainingSession
 
     live, inputs = started(run_file, overrides, observers, options(fresh, resume, ckpt_step, accept_changes))
     try:
-        loop = live.do(lambda: OwnLoop.begin(live.session, inputs.renderers.get("data")))
+        loop = live.do(lambda: begin_loop(live.session, inputs.renderers.get("data")))
     except BaseException as error:
         live.close(error)
         raise

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from slime_core import groups as entry_groups
 from slime_core.cli.training import export_hf
+from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
 from slime_core.contracts.needs import Need
 from slime_core.contracts.renderer import Renderer
@@ -68,21 +69,6 @@ class OwnLoop:
         self._drawn = 0
         """Own prompts and datums of this rollout step."""
 
-    @classmethod
-    async def begin(cls, session: Session, renderer: Renderer | None) -> OwnLoop:
-        """With the trainers' weights in the engines."""
-        await session.update_weights()
-        session.times.taken()
-        session.step_began = time.perf_counter()
-        return cls(session, renderer)
-
-    @property
-    def learner(self) -> Learner:
-        learner = self.session.learner
-        if not isinstance(learner, Learner):
-            raise ConfigError("rollout.debug_rollout_only: this run has no trainers.")
-        return learner
-
     async def collect(self) -> list[SampleGroup]:
         await self._between_steps("collect")
         session, config = self.session, self.session.run.config
@@ -111,10 +97,10 @@ class OwnLoop:
         began = time.perf_counter()
         if prompts is None or isinstance(prompts, int):
             scope = session.runner.settings.scope
-            items = self._drawn_items(session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
+            items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
         else:
             scope, items = "own", []
-            rendered = [self._rendered(prompt, f"prompts[{place}]") for place, prompt in enumerate(prompts)]
+            own = rendered(session, self._renderer, prompts, self._next_own(len(prompts)))
         settings = replace(
             session.runner.settings,
             scope=scope,
@@ -128,7 +114,7 @@ class OwnLoop:
             if items:
                 running += [runner.start(item.prompt, item.samples) for item in items]
             else:
-                running += [runner.start(prompt) for prompt in rendered]
+                running += [runner.start(prompt) for prompt in own]
             return await all_or_none([group.task for group in running])
         except BaseException:
             await runner.abort(running)
@@ -146,7 +132,7 @@ class OwnLoop:
         return await all_or_none([asyncio.create_task(runner.score(group)) for group in groups])
 
     async def credit(self, groups: Sequence[SampleGroup], columns: TokenColumns | None = None) -> LearnerBatch:
-        learner = self.learner
+        learner = learner_of(self.session)
         await self._end_step()
         session, most = self.session, self.session.run.rollouts_per_batch
         rollouts = len({sample.rollout_id for group in groups for sample in group.samples})
@@ -174,13 +160,14 @@ class OwnLoop:
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
         await self._between_steps("train")
+        require_read(batch)
         async with self._training():
-            report = await self.learner.steps(batch)
+            report = await learner_of(self.session).steps(batch)
         return self._count(report)
 
     async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> None:
-        learner, number = self.learner, step_of(batch, step)
-        other = None if loss is None else self._objective(loss, batch)
+        learner, number = learner_of(self.session), step_of(batch, step)
+        other = objective_of(self.session.run, loss, batch)
         tasks = batch.tasks if other is None else batch.tasks[:1]
         if len(tasks) > 1 and any(task.trainers.devices.offload for task in tasks):
             raise ConfigError(
@@ -202,7 +189,7 @@ class OwnLoop:
         taken = max((len(steps) for steps in self._stepped.values()), default=0)
         async with self._training():
             began = time.perf_counter()
-            trained = await self.learner.optim_step(tasks, lr)
+            trained = await learner_of(self.session).optim_step(tasks, lr)
             self._training_s += time.perf_counter() - began
         for role in trained:
             self._stepped.setdefault(role.plan.name, []).append(role)
@@ -260,53 +247,11 @@ class OwnLoop:
         await self.session.end_evaluation()
         await self._saver.give_up()
 
-    def _drawn_items(self, number: int) -> list[BufferItem]:
-        session = self.session
-        items = session.buffer.get_samples(
-            number, version=session.state.version, max_staleness=session.run.max_staleness
-        )
-        if not items:
-            raise RolloutsExhausted(f"sample: the data has ended; {number} prompts were asked for.")
-        return items
-
     def _next_own(self, count: int) -> int:
         """The first of `count` group indices that no data source gives, the same in a run that resumes here."""
         first = FIRST_OWN + self.session.state.rollout_id * BLOCK + self._drawn
         self._drawn += count
         return first
-
-    def _rendered(self, prompt: PromptLike, where: str) -> Prompt:
-        number = self._next_own(1)
-        if isinstance(prompt, Prompt):
-            return replace(prompt, group_index=number)
-        if self._renderer is None:
-            raise ConfigError(f"{where}: this run reads no prompts, so it has no renderer: pass a Prompt.")
-        data = self.session.run.config.data
-        row: dict[str, Any] = {data.input_key: prompt if isinstance(prompt, str) else list(prompt)}
-        if data.label_key is not None:
-            row[data.label_key] = None
-        with foreign(self._renderer, f"render of {where}"):
-            return self._renderer.render(row, group_index=number, origin=where)
-
-    def _objective(self, loss: Loss, batch: LearnerBatch) -> OtherObjective:
-        """ConfigError for a loss that is no policy's, or that reads what the batch lacks."""
-        run = self.session.run
-        table = {"name": loss} if isinstance(loss, str) else dict(loss)
-        name = table.pop("name", None)
-        if not isinstance(name, str):
-            raise ConfigError(f'loss = {loss!r}: no name; pass a name, or {{"name": NAME, ...}} with its options.')
-        resolved = run.registry.resolve(entry_groups.LOSSES, name, where="loss")
-        part = BoundPlugin.of(resolved, name, table, where="loss", base=run.base)
-        if part.driver.trains_values:
-            raise ConfigError(f'loss = "{name}": a loss for values; forward_backward takes a policy\'s.')
-        needs = {need.value for need in part.driver.needs - {Need.ROLLOUT_LOGPROBS, Need.ENTROPY}}
-        needs |= {"advantages"} if part.driver.uses_advantages else set()
-        if lacking := sorted(needs - batch.columns.present().keys()):
-            raise ConfigError(
-                f'loss = "{name}": the batch has no {", ".join(lacking)}, which it reads. Pass them to credit as columns, or '
-                "with the datums."
-            )
-        return OtherObjective.of(part, Agreement.of((*run.parts, part), run.registry.plugin_files))
 
     @contextlib.asynccontextmanager
     async def _training(self) -> AsyncIterator[None]:
@@ -340,7 +285,7 @@ class OwnLoop:
         trained = [joined(steps) for steps in self._stepped.values()]
         self._stepped = {}
         async with self.session.colocation.train():
-            report = await self.learner.end_step(self._batch, trained, self._training_s)
+            report = await learner_of(self.session).end_step(self._batch, trained, self._training_s)
         self._count(report)
         await self._saver.keep_schedule()
 
@@ -385,3 +330,77 @@ def scored_by(groups: Sequence[SampleGroup], reward: Callable[[Sample], float]) 
         return replace(sample, reward=float(reward(sample))) if is_scored(sample) else sample
 
     return [replace(group, samples=tuple(map(scored, group.samples))) for group in groups]
+
+
+def objective_of(run: BoundRun, loss: Loss | None, batch: LearnerBatch) -> OtherObjective | None:
+    """ConfigError for a loss that is no policy's, or that reads what the batch lacks."""
+    if loss is None:
+        require_read(batch)
+        return None
+    table = {"name": loss} if isinstance(loss, str) else dict(loss)
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'loss = {loss!r}: no name; pass a name, or {{"name": NAME, ...}} with its options.')
+    resolved = run.registry.resolve(entry_groups.LOSSES, name, where="loss")
+    part = BoundPlugin.of(resolved, name, table, where="loss", base=run.base)
+    if part.driver.trains_values:
+        raise ConfigError(f'loss = "{name}": a loss for values; forward_backward takes a policy\'s.')
+    needs = {need.value for need in part.driver.needs - {Need.ROLLOUT_LOGPROBS, Need.ENTROPY}}
+    needs |= {"advantages"} if part.driver.uses_advantages else set()
+    if lacking := sorted(needs - batch.columns.present().keys()):
+        raise ConfigError(
+            f'loss = "{name}": the batch has no {", ".join(lacking)}, which it reads. Pass them to credit as columns, or '
+            "with the datums."
+        )
+    return OtherObjective.of(part, Agreement.of((*run.parts, part), run.registry.plugin_files))
+
+
+def require_read(batch: LearnerBatch) -> None:
+    """ConfigError for given columns that no loss of the recipe reads: it would train as if they were not there."""
+    read = frozenset(name for task in batch.tasks for name in task.plan.columns)
+    if not batch.scores and (unread := sorted(batch.columns.present().keys() - read)):
+        raise ConfigError(
+            f"the batch was given {', '.join(unread)}, and the recipe's loss does not read them. Leave them out, or call "
+            'forward_backward with a loss that does, such as loss="clip".'
+        )
+
+
+async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:
+    """With the trainers' weights in the engines."""
+    await session.update_weights()
+    session.times.taken()
+    session.step_began = time.perf_counter()
+    return OwnLoop(session, renderer)
+
+
+def learner_of(session: Session) -> Learner:
+    learner = session.learner
+    if not isinstance(learner, Learner):
+        raise ConfigError("rollout.debug_rollout_only: this run has no trainers.")
+    return learner
+
+
+def drawn_items(session: Session, number: int) -> list[BufferItem]:
+    items = session.buffer.get_samples(number, version=session.state.version, max_staleness=session.run.max_staleness)
+    if not items:
+        raise RolloutsExhausted(f"sample: the data has ended; {number} prompts were asked for.")
+    return items
+
+
+def rendered(session: Session, renderer: Renderer | None, prompts: Sequence[PromptLike], first: int) -> list[Prompt]:
+    """Numbered from `first`. ConfigError where the run has no renderer for them, DataError for one that cannot be rendered."""
+    data = session.run.config.data
+    found = []
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, Prompt):
+            found.append(replace(prompt, group_index=first + place))
+            continue
+        where = f"prompts[{place}]"
+        if renderer is None:
+            raise ConfigError(f"{where}: this run reads no prompts, so it has no renderer: pass a Prompt.")
+        row: dict[str, Any] = {data.input_key: prompt if isinstance(prompt, str) else list(prompt)}
+        if data.label_key is not None:
+            row[data.label_key] = None
+        with foreign(renderer, f"render of {where}"):
+            found.append(renderer.render(row, group_index=first + place, origin=where))
+    return found
