@@ -110,7 +110,8 @@ class Console:
     def rollout_end(self, event: RolloutEnd) -> None:
         interval = self._run.config.debug.print_completions_interval
         if interval is not None and event.rollout_id % interval == 0:
-            self._print_completions(f"step {event.rollout_id}", event.groups)
+            what = "completions" if self._run.generates else "completions of the data"
+            print_completions(self._rich, f"{what} at step {event.rollout_id}", event.groups)
 
     @hookimpl
     def eval_done(self, event: EvalDone) -> None:
@@ -174,11 +175,11 @@ class Console:
         written = [folder.summary, folder.hf, *sorted(folder.path.glob("*.png"))]
         self._rich.print("written: " + ", ".join(escape(str(path)) for path in written if path.exists()))
 
-    def _print_completions(self, title: str, groups: Sequence[SampleGroup]) -> None:
-        self._rich.print(f"completions at {title}:")
-        for group in groups[:NUM_SHOWN]:
-            sample = group.samples[0]
-            reward = "-" if sample.reward is None else f"{sample.reward:g}"
-            self._rich.print(
-                f"  [dim]{escape(repr(group.prompt.text[-60:]))}[/] {escape(repr(sample.response[:80]))} {reward}"
-            )
+
+def print_completions(rich: RichConsole, title: str, groups: Sequence[SampleGroup]) -> None:
+    """The first few, one of each group."""
+    rich.print(f"{escape(title)}:")
+    for group in groups[:NUM_SHOWN]:
+        sample = group.samples[0]
+        reward = "-" if sample.reward is None else f"{sample.reward:g}"
+        rich.print(f"  [dim]{escape(repr(group.prompt.text[-60:]))}[/] {escape(repr(sample.response[:80]))} {reward}")

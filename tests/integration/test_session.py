@@ -387,3 +387,18 @@ def test_the_pages_loop_runs(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tiny.folder)
     exec(compile(program, "own-loop.md", "exec"), {"__name__": "__main__"})  # noqa: S102 - our own page
     assert tiny.checkpoints() == ["step_20"]
+
+
+def test_eval_prints_metrics_and_on_request_completions(tiny: TinyRun) -> None:
+    words_of_eval = ("eval", "run.toml", "--eval-prompt-data", "few", "train.jsonl@[0:2]")
+    quiet = tiny.slime(*words_of_eval, *words(SET))
+    shown = tiny.slime(*words_of_eval, *words(SET), "--print-completions-interval", "1")
+    assert (quiet.code, shown.code) == (0, 0), quiet.err + shown.err
+    assert json.loads(shown.out) == json.loads(quiet.out)
+    title, first, second = shown.err.removeprefix(quiet.err).splitlines()
+    assert title == "completions of few:"
+    rewards = [float(line.split()[-1]) for line in (first, second)]
+    assert np.mean(rewards) == pytest.approx(json.loads(shown.out)["eval/few"])
+    unknown = tiny.slime("eval", "run.toml", *words(SET))
+    assert unknown.code == 2
+    assert "eval.datasets: no evaluation set; pass --eval-prompt-data NAME PATH" in unknown.err

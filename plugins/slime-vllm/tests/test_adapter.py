@@ -65,7 +65,7 @@ def served(model, tmp_path_factory):
     engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
     try:
         info = background.run(engine.start(setup_for(model, run_dir, max_batch=128, **ADAPTER)))
-        yield Served(info, model, run_dir, engine, background)
+        yield Served(info, [info.address], model, run_dir, engine, background)
     finally:
         background.run(engine.stop())
         background.close()

@@ -21,7 +21,8 @@ USAGE: Final = """\
 usage: slime eval run.toml [--flag value ...]
 
 Evaluates model.hf_checkpoint on the run file's evaluation sets and prints the metrics as JSON.
---hf-checkpoint FOLDER evaluates another model, such as runs/NAME/hf."""
+--hf-checkpoint FOLDER evaluates another model, such as runs/NAME/hf.
+--print-completions-interval 1 prints a few of each set's completions to standard error."""
 
 
 @app.command(context_settings=TAKES_ANY_WORDS)
@@ -61,10 +62,18 @@ def evaluate_words(words: Sequence[str]) -> None:
 
 async def evaluate_once(run: BoundRun, inputs: RunInputs) -> dict[str, float]:
     """The metrics of every set, under the weights in model.hf_checkpoint."""
+    from rich.console import Console as RichConsole
+
+    from slime_core.cli.console import print_completions
     from slime_core.controller.start_folder import StartOptions
     from slime_core.controller.startup import start
 
     async with start(run, inputs, StartOptions(), {}) as session:
         await session.update_weights()
-        report, _ = await session.evaluator.evaluate(-1, session.state.version)
+        report, groups = await session.evaluator.evaluate(-1, session.state.version)
+    if run.config.debug.print_completions_interval is not None:
+        # Standard output has the metrics alone.
+        rich = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        for name, found in groups.items():
+            print_completions(rich, f"completions of {name}", found)
     return dict(report.metrics)
