@@ -211,14 +211,14 @@ def test_an_unrequested_cancellation_is_reported_and_the_run_saved(
     """Cancels inside the task of a group, like a reward that cancels what it awaits."""
     simulation = simulate(tmp_path, way)
     session = simulation.session()
-    score = session.runner._score  # type: ignore[union-attr]
+    score = session.runner.score  # type: ignore[union-attr]
 
     async def cancelled(group: SampleGroup) -> SampleGroup:
         if group.group_index == 13:
             raise asyncio.CancelledError
         return await score(group)
 
-    monkeypatch.setattr(session.runner, "_score", cancelled)
+    monkeypatch.setattr(session.runner, "score", cancelled)
     ended_by(session, RolloutError, r"collect of step \d: what it awaited was cancelled")
     resume_and_check(tmp_path, way, simulation, at=len(simulation.trained))
 

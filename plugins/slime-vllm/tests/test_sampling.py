@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
-from vllm_setup import asked, differences, require_close
+from vllm_setup import LONG, asked, differences, require_close
 
 from slime_core.types.completion import GenerateRequest, SamplingParams
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, logits_of, named_weights
@@ -67,7 +67,7 @@ async def test_a_penalty_counts_the_tokens_from_before_an_update(attached, serve
     request = GenerateRequest(
         request_id="penalized",
         token_ids=np.array([5, 6], np.int32),
-        sampling=SamplingParams(max_new_tokens=400, min_new_tokens=400, repetition_penalty=1.4),
+        sampling=SamplingParams(max_new_tokens=LONG, min_new_tokens=LONG, repetition_penalty=1.4),
         seed=7,
     )
     async with attached() as engine:
