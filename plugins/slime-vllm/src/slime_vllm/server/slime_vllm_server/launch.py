@@ -58,5 +58,11 @@ def main() -> None:
     uvloop.run(run_server(args))
 
 
+if __name__ == "__mp_main__":
+    # The engine and its workers are started by importing this module once more.
+    from slime_vllm_server.idle_cpu import rest_between_looks
+
+    rest_between_looks()
+
 if __name__ == "__main__":
     main()
