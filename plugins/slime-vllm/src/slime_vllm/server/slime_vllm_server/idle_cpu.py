@@ -1,5 +1,5 @@
 """Processes of a server on a CPU wait without using it. vLLM's queues spin for a second until the next message comes, on the
-cores that compute: on two cores, other processes stood still for seconds while a server generated."""
+cores that compute: on two cores, other processes did not run for seconds while a server generated."""
 
 from __future__ import annotations
 
