@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from slime_ray.actors import held_port, place_of
+from slime_serving.held_port import held_port, number_of, place_of
 from slime_training.rendezvous import SCHEME, meet
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_no_other_socket_gets_it(host):
     with held_port(host) as held, socket.socket(held.family) as other, pytest.raises(OSError, match="in use"):
-        other.bind(("", held.getsockname()[1]))
+        other.bind(("", number_of(held)))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

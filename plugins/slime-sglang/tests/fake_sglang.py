@@ -141,6 +141,10 @@ def main():
         os.killpg(0, signal.SIGKILL)
     if "hangs" in options["model_path"]:
         time.sleep(60)
+    if "squatted" in options["model_path"]:
+        # SGLang logs this, and does not end.
+        print("error while attempting to bind on address ('127.0.0.1', 1): address already in use", flush=True)
+        time.sleep(60)
     FakeSglang({}, token=options["api_key"], port=options["port"]).serve_forever()
 
 

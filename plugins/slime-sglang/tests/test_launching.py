@@ -157,18 +157,39 @@ async def test_a_port_that_is_taken(setup, fake, monkeypatch):
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
         taken = squatter.getsockname()[1]
-        free = launching.free_port
-        ports = iter([taken, 1])
-        monkeypatch.setattr(launching, "free_port", lambda host="127.0.0.1": next(ports, None) or free())
+        free, ports = launching.held_port, iter([squatter.dup()])
+        monkeypatch.setattr(launching, "held_port", lambda host="127.0.0.1": next(ports, None) or free())
         started = await start(setup)
     assert str(taken) not in started.connection.address
     # Always taken: the error reports it.
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
-        monkeypatch.setattr(launching, "free_port", lambda host="127.0.0.1": squatter.getsockname()[1])
+        monkeypatch.setattr(launching, "held_port", lambda host="127.0.0.1": squatter.dup())
         with pytest.raises(EngineError, match=r"(?s)at start.*Address already in use"):
             await start(setup)
+
+
+async def test_a_server_that_runs_on_without_its_port(setup, fake):
+    """As SGLang does: it is not waited for until the time limit, and another port is tried."""
+    with pytest.raises(EngineError, match=r"(?s)engine 0: SGLang cannot listen at start.*address already in use"):
+        await start(replace(setup, model_path=Path("/squatted")), start_timeout=50)
+    assert (setup.run_dir / "logs" / "sglang-0-0.log").read_text().count("loading /squatted") == 3
+
+
+async def test_no_other_process_gets_the_port_of_a_server_that_starts(setup, fake, monkeypatch):
+    class Raced(ServerProcess):
+        """Another process tries to take both ports before the server listens."""
+
+        def __init__(self, module, options, **named):
+            for name in ("port", "nccl_port"):
+                with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                    other.bind(("127.0.0.1", options[name]))
+            super().__init__(module, options, **named)
+
+    monkeypatch.setattr(launching, "ServerProcess", Raced)
+    started = await start(setup)
+    assert [port.fileno() for port in started.held] == [-1, -1], "they are released when it responds"
 
 
 def test_a_server_ends_with_its_parent(setup):

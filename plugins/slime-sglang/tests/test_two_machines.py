@@ -14,7 +14,7 @@ from slime_core.contracts.transport import SenderSetup
 from slime_core.errors import EngineError
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of, moved, prompts
 from slime_plugin_kit.tiny_serving import NATS, ask, tokens_of
-from slime_serving.server_process import free_port
+from slime_serving.held_port import held_port, place_of
 from slime_sglang.plugin import Sglang
 from slime_sglang.receiver import SglangReceiver
 from slime_transports.equality import EqualityCheck
@@ -92,12 +92,13 @@ async def until_unwell(engine):
 
 
 async def test_an_engine_over_two_machines(tiny, tmp_path):
+    held = held_port(HOSTS[0])
     whole = setup_for(
         tiny,
         tmp_path,
         num_devices=2,
         num_nodes=2,
-        rendezvous=f"{HOSTS[0]}:{free_port(HOSTS[0])}",
+        rendezvous=place_of(held),
         max_batch=8,
         transport="disk",
     )
@@ -143,6 +144,7 @@ async def test_an_engine_over_two_machines(tiny, tmp_path):
         await asyncio.gather(*(engine.stop() for engine in engines))
         sender.close()
         files.close()
+        held.close()
 
 
 async def test_servers_of_one_engine_stay_on_one_machine(tiny, tmp_path):

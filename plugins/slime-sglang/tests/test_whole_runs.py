@@ -51,12 +51,17 @@ def sum_is_right(sample):
 '''
 
 
-def slime(*words, cwd, timeout=900):
+def slime(*words, cwd, run, timeout=600):
+    """`run`: its folder, whose events and logs are shown if it does not end."""
     command = [str(Path(sys.executable).with_name("slime")), "run", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=environment
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired as late:
+        files = [run / "events.jsonl", *sorted((run / "logs").glob("*.log"))]
+        pytest.fail("\n".join([str(late)[-2000:], *(f"{file}:\n{file.read_text()[-5000:]}" for file in files)]))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -86,10 +91,14 @@ def test_the_demo_learns_though_an_engine_is_killed(tmp_path):
         rollout_batch_size=PROMPTS,
         eval_interval=STEPS,
         concurrency=512,
+        sglang_start_timeout=240,
+        sglang_request_timeout=120,
+        sglang_control_timeout=60,
+        update_weights_timeout=60,
         set=evaluation,
     )
-    slime("examples/arithmetic/run.toml", *words, "--dump-rollouts", cwd=REPOSITORY)
     run = tmp_path / "runs" / "arithmetic"
+    slime("examples/arithmetic/run.toml", *words, "--dump-rollouts", cwd=REPOSITORY, run=run)
 
     events = lines(run / "events.jsonl")
     lost, restarted, recovered = (
@@ -156,8 +165,8 @@ checkpoint = {{ save_hf = false }}
         sglang_external_engine_addrs=options["external_engine_addrs"][0],
         sglang_external_engine_token_file=options["external_engine_token_file"],
     )
-    slime("run.toml", *words, cwd=tmp_path, timeout=120)
     run = tmp_path / "runs" / "carried"
+    slime("run.toml", *words, cwd=tmp_path, run=run, timeout=120)
     metrics = [row["metrics"] for row in lines(run / "metrics.jsonl") if row["axis"] == "rollout/step"]
     assert [row["rollout/staleness/max"] for row in metrics] == [0, 0]
     assert all(row["perf/update_weights_wire_bytes"] > 0 for row in metrics)

@@ -20,6 +20,7 @@ import ray
 from slime_core.contracts.engine import EngineInfo
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.workers.engine_worker import EngineWorker, EngineWorkerSpec
+from slime_serving.held_port import held_port, place_of
 
 if TYPE_CHECKING:
     from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
@@ -177,21 +178,6 @@ class EngineActor:
     async def call(self, method: str, *args: Any) -> Any:
         assert self._worker is not None
         return await self._worker.call(method, *args)
-
-
-def held_port(host: str) -> socket.socket:
-    """A socket on a TCP port of this node's address `host`. While it is open, the system assigns the port to no other socket,
-    and a store can still listen on it: it sets SO_REUSEADDR too, and this socket does not listen. Ranks connect seconds
-    after the port was chosen; a port that was released meanwhile may be in use by another connection."""
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
-    return held
-
-
-def place_of(held: socket.socket) -> str:
-    host, port = held.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def show_devices(devices: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ C = TypeVar("C", bound=Connection)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Generic[C]):
-    """A server that responds."""
+    """A server, and the ports that are held for it until it responds."""
 
     connection: C
     process: ServerProcess
+    held: Sequence[socket.socket] = ()
 
 
 class ServerGroup(ABC, Generic[C]):

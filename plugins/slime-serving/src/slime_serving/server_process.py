@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,8 @@ END_S: Final = 30.0
 """Time limit for killed processes: a driver may take seconds to free the memory of a device."""
 TAKEN: Final = ("address already in use", "errno 98", "is already in use", "not available at")
 """Texts in a log when another process uses the port."""
+CANNOT_LISTEN: Final = "error while attempting to bind on address"
+"""asyncio's text, which uvicorn logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +44,6 @@ class LogFormat:
 
 def address_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address `host` that is free now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def errors_in(lines: Sequence[str], form: LogFormat) -> Iterator[tuple[bool, str]]:
@@ -157,6 +150,11 @@ class ServerProcess:
     def found_its_port_taken(self) -> bool:
         given = self.last_lines().lower()
         return any(text in given for text in TAKEN)
+
+    @property
+    def cannot_listen(self) -> bool:
+        """Whether it has logged that it cannot listen. SGLang then runs on without a port."""
+        return any(CANNOT_LISTEN in line for line in self._lines())
 
     async def stop(self) -> None:
         """Kills the whole process group: on SIGTERM servers drain, and some then wait to collect diagnostics. Returns when all

@@ -45,7 +45,11 @@ async def start_until_up(
             with contextlib.suppress(EngineError):
                 await process.stop()
             raise
-        hangs = process.exit_code is None
+        finally:
+            for port in started.held:
+                port.close()
+        hangs = process.exit_code is None and not process.cannot_listen
+        why = "cannot listen" if process.exit_code is None else process.why
         await process.stop()
         if hangs:
             raise EngineError(
@@ -54,12 +58,13 @@ async def start_until_up(
             )
         if not process.found_its_port_taken or attempt == ATTEMPTS:
             break
-    raise EngineError(f"{name}: {program} {process.why} at start. Last lines of {log}:\n{process.last_lines()}")
+    raise EngineError(f"{name}: {program} {why} at start. Last lines of {log}:\n{process.last_lines()}")
 
 
 async def responds(started: S, is_up: Callable[[S], Awaitable[None]], deadline: float) -> bool:
-    """Returns False if the server has died or the deadline has passed."""
-    while started.process.exit_code is None and time.monotonic() < deadline:
+    """Returns False if the server has died or cannot listen, or the deadline has passed."""
+    process = started.process
+    while process.exit_code is None and not process.cannot_listen and time.monotonic() < deadline:
         try:
             await is_up(started)
             return True

@@ -15,10 +15,11 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
 from slime_core.errors import EngineError
 from slime_serving.devices import DEVICES, devices_of
+from slime_serving.held_port import held_port, number_of
 from slime_serving.image_tokens import ImageTokens
 from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
-from slime_serving.server_process import ServerProcess, address_of, free_port
+from slime_serving.server_process import ServerProcess, address_of
 from slime_serving.start import RESPONSE_S, start_until_up
 from slime_sglang.config import SglangOptions, options_of_role, role_of, server_options
 from slime_sglang.connection import SglangConnection
@@ -182,22 +183,26 @@ async def start_server(
     serves = not setup.node_rank
 
     def begin() -> SglangStarted:
-        port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
-        own: dict[str, Any] = {"port": port, "nccl_port": free_port(), "api_key": token}
-        bootstrap_port = free_port() if options.get("disaggregation_mode") == "prefill" else None
-        if bootstrap_port is not None:
-            own["disaggregation_bootstrap_port"] = bootstrap_port
+        token = common_token or secrets.token_urlsafe(24)
+        held = {"port": held_port(setup.host), "nccl_port": held_port()}
+        if options.get("disaggregation_mode") == "prefill":
+            held["disaggregation_bootstrap_port"] = held_port()
+        ports = {name: number_of(port) for name, port in held.items()}
         process = ServerProcess(
             MODULE,
-            options | own,
+            options | ports | {"api_key": token},
             log=log,
             form=SGLANG_LOG,
             environment=environment,
             arguments=hooks,
             python=config.python or sys.executable,
         )
-        connection = SglangConnection(pool, address_of(setup.host, port), token, name)
-        return SglangStarted(connection=connection, process=process, bootstrap_port=bootstrap_port)
+        return SglangStarted(
+            connection=SglangConnection(pool, address_of(setup.host, ports["port"]), token, name),
+            process=process,
+            held=tuple(held.values()),
+            bootstrap_port=ports.get("disaggregation_bootstrap_port"),
+        )
 
     async def is_up(started: SglangStarted) -> None:
         # With the token, because another server may have taken this port. On a further machine, a part of a server has only a

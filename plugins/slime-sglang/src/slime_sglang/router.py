@@ -15,7 +15,8 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
-from slime_serving.server_process import ServerProcess, address_of, free_port
+from slime_serving.held_port import held_port, number_of
+from slime_serving.server_process import ServerProcess, address_of
 from slime_sglang.config import SglangOptions
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
@@ -102,7 +103,8 @@ async def start_router(
 ) -> Router:
     """Starts a router and adds all `servers`. Raises EngineError with the log's last lines if it dies or does not get
     ready."""
-    port, token = free_port(setup.host), common_token or secrets.token_urlsafe(24)
+    held, held_for_metrics = held_port(setup.host), held_port()
+    port, token = number_of(held), common_token or secrets.token_urlsafe(24)
     options: dict[str, Any] = {
         **chosen_options(config),
         "worker_urls": [],
@@ -110,7 +112,7 @@ async def start_router(
         "policy": config.router_policy,
         "host": setup.host,
         "port": port,
-        "prometheus_port": free_port(),
+        "prometheus_port": number_of(held_for_metrics),
         "prometheus_host": "127.0.0.1",
         "api_key": token,
     }
@@ -121,7 +123,8 @@ async def start_router(
         process=process,
     )
     try:
-        await until_up(router)
+        with held, held_for_metrics:
+            await until_up(router)
         for server, role in zip(servers, roles, strict=True):
             await router.add(server, role)
     except BaseException:

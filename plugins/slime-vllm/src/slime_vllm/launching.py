@@ -12,9 +12,10 @@ import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_serving.devices import DEVICES, devices_of
+from slime_serving.held_port import held_port, number_of
 from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
-from slime_serving.server_process import ServerProcess, address_of, free_port
+from slime_serving.server_process import ServerProcess, address_of
 from slime_serving.start import RESPONSE_S, start_until_up
 from slime_vllm.adapter import environment_of, options_of
 from slime_vllm.config import DRAFTS, VllmOptions, parts_of, server_options
@@ -119,7 +120,8 @@ async def start_server(
     python: Mapping[str, str] = {} if config.python is None else {"python": str(config.python)}
 
     def begin() -> Started[VllmConnection]:
-        port, token = free_port(setup.host), secrets.token_urlsafe(24)
+        held, token = held_port(setup.host), secrets.token_urlsafe(24)
+        port = number_of(held)
         process = ServerProcess(
             MODULE,
             options | {"port": port},
@@ -128,7 +130,8 @@ async def start_server(
             environment=environment_for(setup, devices, token),
             **python,
         )
-        return Started(connection=VllmConnection(pool, address_of(setup.host, port), token, name), process=process)
+        connection = VllmConnection(pool, address_of(setup.host, port), token, name)
+        return Started(connection=connection, process=process, held=(held,))
 
     async def is_up(started: Started[VllmConnection]) -> None:
         # With the token, because another server may have taken this port.
