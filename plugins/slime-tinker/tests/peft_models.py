@@ -66,7 +66,7 @@ class PeftModels:
 
     def load(self, name: str, spec: ModelSpec, folder: Path, *, optimizer: bool) -> None:
         self.create(name, spec)
-        state = torch.load(folder / "state.pt")
+        state = torch.load(folder / "state.pt", weights_only=False)
         self._models[name].model.load_state_dict(state["model"])
         if optimizer:
             self._models[name].optimizer.load_state_dict(state["optimizer"])

@@ -35,9 +35,8 @@ class Access:
         headers = dict(scope["headers"])
         tenant = EVERYONE if self._keys is None or scope["path"] in OPEN else self._tenant(headers, self._keys())
         if tenant is None:
-            await refused(401, "no valid key. Set TINKER_API_KEY to one that slime serve keys add gave you.")(
-                scope, receive, send
-            )
+            refusal = refused(401, "no valid key. Set TINKER_API_KEY to one that slime serve keys add gave you.")
+            await refusal(scope, receive, send)
             return
         scope["tenant"] = tenant
         body = await self._body(headers, receive)

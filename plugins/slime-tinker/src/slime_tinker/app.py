@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeAlias, TypeVar
 
 import pydantic
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response

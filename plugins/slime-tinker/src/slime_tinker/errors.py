@@ -1,5 +1,5 @@
-"""Errors that a client of the server gets. The SDK raises what a future failed with as RequestFailedError, and other statuses as
-its own classes (BadRequestError, NotFoundError, ...)."""
+"""Errors that a client of the server gets. The SDK raises what a future failed with as RequestFailedError, and other statuses
+as its own classes (BadRequestError, NotFoundError, ...)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sampling: asample requests, any number at once. Draws depend on the sampling session, seq_id and the number of the sample, or on
-the seed that was sent and the number."""
+"""Sampling: asample requests, any number at once. Draws depend on the sampling session, seq_id and the number of the sample, or
+on the seed that was sent and the number."""
 
 from __future__ import annotations
 

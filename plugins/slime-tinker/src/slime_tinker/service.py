@@ -124,7 +124,7 @@ class Service:
         most = self.settings.limits.max_models
         if own >= most:
             raise RequestError(
-                f"create_model: you have {own} models in the trainers, the most there may be. Close one's client."
+                f"create_model: you have {own} models in the trainers, the most there may be; close a client."
             )
         if self.training.num_live >= self.models.max_models:
             raise RequestError(

@@ -159,7 +159,8 @@ class Training:
         self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
     ) -> None:
         live = self._live[record.owner]
-        outcome, statements = None, []
+        outcome: Outcome | None = None
+        statements: list[Statement] = []
         if effect:
             try:
                 outcome, statements = await self._kind(record, data)
@@ -173,12 +174,14 @@ class Training:
         elif outcome is not None:
             await self.futures.resolve(record.id, outcome, statements)
         if not live.created:
-            # Nothing else can be done with it.
-            model = self.holdings.models[record.owner]
-            asyncio.get_running_loop().call_soon(self._give_up, model)
+            await self._give_up(record.owner)
 
-    def _give_up(self, model: ModelRecord) -> None:
-        self._giving_up = asyncio.ensure_future(self.unload(model, "the model could not be created."))
+    async def _give_up(self, name: str) -> None:
+        """Of a model whose first request failed: nothing else can be done with it."""
+        for seq in self.turns.close(name):
+            await self.futures.resolve(request_id(name, seq), failure("the model could not be created.", user=True))
+        del self._live[name]
+        await self.journal.write([self.holdings.put(replace(self.holdings.models[name], unloaded=True))])
 
     async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Done:
         runs: dict[str, Callable[[RequestRecord], Coroutine[Any, Any, Done]]] = {
@@ -313,8 +316,8 @@ class Training:
         )
 
     async def _saved_if_due(self, record: RequestRecord, live: Live) -> list[Statement]:
-        """Saves the model's state if a restart would have to repeat much; always after it was loaded, since its checkpoint may be
-        deleted."""
+        """Saves the model's state if a restart would have to repeat much; always after it was loaded, since its checkpoint may
+        be deleted."""
         due = max(self.settings.save_after_s, SAVING_SHARE * live.saving_s)
         if record.kind != "load_weights" and live.unsaved_s < due:
             return []

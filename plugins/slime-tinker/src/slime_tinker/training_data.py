@@ -1,8 +1,8 @@
 """TrainingData: the data of a forward_backward request, checked, as datums of slime.
 
-Position i of a datum's N input tokens predicts target_tokens[i]. Where all targets are the next tokens, the datum is one text of
-N + 1 tokens. A target that is not the next token is allowed where it does not count (programs put 0 there, in the prompt); its
-log-prob is not computed.
+Position i of a datum's N input tokens predicts target_tokens[i]. Where all targets are the next tokens, the datum is one text
+of N + 1 tokens. A target that is not the next token is allowed where it does not count (programs put 0 there, in the prompt);
+its log-prob is not computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_tinker.loss_calls import PublishedLoss, published, table_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
-DTYPES: Final = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
+DTYPES: Final[dict[Any, np.dtype[Any]]] = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
 INPUTS: Final = frozenset(
     {
         "target_tokens",
@@ -151,7 +151,8 @@ def dense(tensor: pb.Tensor, where: str) -> Array:
         values = np.frombuffer(tensor.dense, dtype)
         if shape and int(np.prod(shape)) != values.size:
             raise RequestError(f"{where}: {values.size} values for the shape {shape}.")
-        return values.reshape(shape) if shape else values
+        flat: Array = values.reshape(shape) if shape else values
+        return flat
     csr = tensor.sparse_csr
     rows = np.frombuffer(csr.crow_indices, np.int64)
     places, values = np.frombuffer(csr.col_indices, np.int64), np.frombuffer(csr.values, dtype)
@@ -160,10 +161,11 @@ def dense(tensor: pb.Tensor, where: str) -> Array:
         raise RequestError(f"{where}: indices that fit no sparse tensor of shape {shape}.")
     if len(places) and not (places.min() >= 0 and places.max() < shape[1]):
         raise RequestError(f"{where}: column indices outside [0, {shape[1]}).")
-    full = np.zeros(shape, dtype)
+    full: Array = np.zeros(shape, dtype)
     full[np.repeat(np.arange(shape[0]), np.diff(rows)), places] = values
     # A single target at each position may come as a matrix of one column.
-    return full[:, 0] if shape[1] == 1 else full
+    first: Array = full[:, 0]
+    return first if shape[1] == 1 else full
 
 
 def per_token_options(loss: PublishedLoss, columns: Sequence[Columns]) -> dict[str, float]:

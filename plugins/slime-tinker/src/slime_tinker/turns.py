@@ -1,5 +1,5 @@
-"""Turns: which request a trainer runs next. Each model's requests run in the order of their seq_id, however they arrive; tenants
-take turns by the seconds that they have used."""
+"""Turns: which request a trainer runs next. Each model's requests run in the order of their seq_id, however they arrive;
+tenants take turns by the seconds that they have used."""
 
 from __future__ import annotations
 
