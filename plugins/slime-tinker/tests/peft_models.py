@@ -51,7 +51,7 @@ class PeftModels:
             arch=config.model_type,
             vocab_size=config.vocab_size,
             max_length=config.max_position_embeddings,
-            eos_token_ids=(config.eos_token_id,),
+
         )
         self._models: dict[str, One] = {}
         self._sampler = ThreadPoolExecutor(1, "sampler")
@@ -118,7 +118,7 @@ class PeftModels:
 
     @torch.no_grad()
     def _sample(self, model: Any, prompt: list[int], sampling: SamplingParams, seeds: list[int]) -> list[Completion]:
-        stops = {*self.base.eos_token_ids, *sampling.stop_token_ids}
+        stops = {self._base.config.eos_token_id, *sampling.stop_token_ids}
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         tokens: list[list[int]] = [[] for _ in seeds]
         log_probs: list[list[float]] = [[] for _ in seeds]

@@ -33,7 +33,6 @@ class BaseModel:
     vocab_size: int
     max_length: int
     """Tokens of prompt and response at most."""
-    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
