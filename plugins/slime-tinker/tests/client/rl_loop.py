@@ -1,16 +1,16 @@
-"""The cookbook's rl_loop, with another reward: the share of vowels among eight characters. rl_loop.py LOSS STEPS LOG"""
+"""The cookbook's rl_loop, with another reward: the share of a, e and i among eight characters. rl_loop.py LOSS STEPS LOG"""
 
 import sys
 
 from tinker_cookbook.recipes import rl_loop
 
 
-def vowels(response: str, answer: str) -> float:
-    return sum(character in "aeiou" for character in response) / 8
+def letters(response: str, answer: str) -> float:
+    return sum(character in "aei" for character in response) / 8
 
 
 if __name__ == "__main__":
-    rl_loop.get_reward = vowels
+    rl_loop.get_reward = letters
     rl_loop.main(
         rl_loop.Config(
             model_name="Qwen/Qwen3-8B",
