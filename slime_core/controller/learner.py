@@ -22,6 +22,7 @@ from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan
 from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.controller.role_task import RoleReport, RoleTask, dispatch_to, join_steps, require_finite, score_teacher
 from slime_core.data.train_data import read_train_data, train_data_file
@@ -241,11 +242,13 @@ class Learner:
             )
         )
 
-    async def optim_step(self, tasks: Sequence[RoleTask], lr: float | None = None) -> list[RoleReport]:
-        """One optimizer step of these roles. `lr`: the policy's, instead of its schedule's."""
+    async def optim_step(
+        self, tasks: Sequence[RoleTask], settings: StepSettings = StepSettings()
+    ) -> list[RoleReport]:
+        """One optimizer step of these roles. `settings`: the policy's."""
         policy = self._plan.roles[0]
         trained = await asyncio.gather(
-            *(task.optim_step(lr if task.plan is policy else None) for task in reversed(tasks))
+            *(task.optim_step(settings if task.plan is policy else StepSettings()) for task in reversed(tasks))
         )
         require_finite(tasks[0].rollout_id, trained)
         return trained

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from slime_core.config.roles import CREDIT_COLUMNS, RolePlan, Scoring
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import NonfiniteWeights
 from slime_core.rollout.teacher_client import TeacherClient
@@ -76,10 +77,10 @@ class RoleTask:
         async with self.trainers.turn():
             await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
 
-    async def optim_step(self, lr: float | None) -> RoleReport:
+    async def optim_step(self, settings: StepSettings) -> RoleReport:
         async with self.trainers.turn():
             began = time.perf_counter()
-            trained = await self.trainers.optim_step(lr)
+            trained = await self.trainers.optim_step(settings)
             seconds = time.perf_counter() - began
             return RoleReport(plan=self.plan, steps=trained.metrics, nonfinite=trained.nonfinite, seconds=seconds)
 

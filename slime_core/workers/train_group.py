@@ -15,6 +15,7 @@ import numpy as np
 from slime_core.algorithm.flops import ModelShape
 from slime_core.algorithm.micro_batches import MicroBatchLimits, StepPlan, plan_step
 from slime_core.contracts.backend import ACTOR, Layout
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
@@ -176,9 +177,9 @@ class TrainGroup:
             )
         )
 
-    async def optim_step(self, lr: float | None = None) -> TrainedSteps:
-        """One optimizer step with the gradients so far. `lr`: see `TrainBackend.optim_step`."""
-        return self._joined([[report] for report in await self.call_all("optim_step", lr)])
+    async def optim_step(self, settings: StepSettings = StepSettings()) -> TrainedSteps:
+        """One optimizer step with the gradients so far."""
+        return self._joined([[report] for report in await self.call_all("optim_step", settings)])
 
     def _share(self, dispatch: Dispatch, columns: TokenColumns) -> list[Any]:
         """Each shard's rows, as returned by `Launcher.share`."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.config.part import PluginSpec
 from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
 from slime_core.contracts.media import Media, MediaPacker
-from slime_core.contracts.optimizer import ChosenOptimizer
+from slime_core.contracts.optimizer import ChosenOptimizer, StepSettings
 from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
@@ -158,9 +158,9 @@ class TrainWorker:
         self._memory.fit(call, pack, micros, shard.total_length, TRAINING, may_repeat=repeat)
         self._has_gradients = True
 
-    def optim_step(self, lr: float | None = None) -> StepReport:
+    def optim_step(self, settings: StepSettings = StepSettings()) -> StepReport:
         self._has_gradients = False
-        return replace(self._backend.optim_step(lr=lr), split_micro_batches=self._memory.take_splits())
+        return replace(self._backend.optim_step(settings), split_micro_batches=self._memory.take_splits())
 
     def _packed(self, shard: Batch, columns: TokenColumns | None, micros: Sequence[Int64]) -> list[MicroBatch]:
         pack = partial(pack_micro_batch, columns=columns, temperature=self._spec.temperature, pixels=self._pixels)
@@ -209,6 +209,10 @@ class TrainWorker:
 
     def update_frozen_model(self, name: str) -> None:
         self._backend.update_frozen_model(name)
+
+    def of_backend(self, method: str, *args: Any) -> Any:
+        """Calls a method that this backend has beside those of its contract."""
+        return getattr(self._backend, method)(*args)
 
     def sleep(self, keep_weights: bool = False) -> None:
         self._backend.sleep(keep_weights)
