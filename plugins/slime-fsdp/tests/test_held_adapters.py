@@ -64,8 +64,8 @@ def test_gradients_equal_float64_peft(
     backend.add_adapter("one", shape, 4)
     assert np.array_equal(log_probs(backend, "one"), log_probs(backend)), "a new adapter changes something"
     # From B = 0 the gradient of A is zero.
-    step(backend, "one", settings=StepSettings(lr=0.02))
-    step(backend, "one", settings=StepSettings(lr=0.02))
+    step(backend, "one", settings=StepSettings(lr=0.05))
+    step(backend, "one", settings=StepSettings(lr=0.05))
     before = saved(backend, "one", tmp_path / "before")
     backend.use_adapter("one")
     scores = log_probs(backend, "one")

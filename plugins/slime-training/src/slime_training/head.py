@@ -102,7 +102,9 @@ class ChunkedLMHead:
         if self.added_VR is None:
             return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
         width = self.weight_VH.shape[1]
-        logits_CV = torch.nn.functional.linear(hidden_CH[:, :width], self.weight_VH, self.bias_V)
+        # Contiguous: another stride may be multiplied by another kernel, with other roundings than without an adapter.
+        own_CH = hidden_CH[:, :width].contiguous()
+        logits_CV = torch.nn.functional.linear(own_CH, self.weight_VH, self.bias_V)
         return logits_CV.addmm_(hidden_CH[:, width:], self.added_VR.to(logits_CV.dtype).t())
 
     def statistics(
