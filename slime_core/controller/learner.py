@@ -32,6 +32,7 @@ from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -230,17 +231,20 @@ class Learner:
         require_finite(batch.rollout_id, trained)
         return await asyncio.to_thread(self.report, batch, trained, seconds)
 
-    async def forward_backward(self, batch: LearnerBatch, step: int, other: OtherObjective | None = None) -> None:
-        """Gradients of one optimizer step of the batch, added to those since the last `optim_step`. `other`: a loss instead of
-        the recipe's, for the policy alone."""
+    async def forward_backward(
+        self, batch: LearnerBatch, step: int, other: OtherObjective | None = None
+    ) -> Gradients:
+        """Gradients of one optimizer step of the batch, added to those since the last `optim_step`; returns the policy's.
+        `other`: a loss instead of the recipe's, for the policy alone."""
         self._before_steps()
         tasks = batch.tasks if other is None else batch.tasks[:1]
-        await asyncio.gather(
+        *_, first = await asyncio.gather(
             *(
                 task.forward_backward(batch.dispatches[task.plan.name], batch.columns, step, other)
                 for task in reversed(tasks)
             )
         )
+        return first
 
     async def optim_step(
         self, tasks: Sequence[RoleTask], settings: StepSettings = StepSettings()

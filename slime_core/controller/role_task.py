@@ -14,6 +14,7 @@ from slime_core.errors import NonfiniteWeights
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -71,11 +72,11 @@ class RoleTask:
 
     async def forward_backward(
         self, dispatch: Dispatch, columns: TokenColumns, step: int, other: OtherObjective | None
-    ) -> None:
+    ) -> Gradients:
         """Adds the gradients of one optimizer step. `other`: a loss instead of the recipe's."""
         chosen = columns.only(self.plan.columns if other is None else CREDIT_COLUMNS | other.columns)
         async with self.trainers.turn():
-            await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
+            return await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
 
     async def optim_step(self, settings: StepSettings) -> RoleReport:
         async with self.trainers.turn():
