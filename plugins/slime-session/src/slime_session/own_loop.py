@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,12 @@ from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_session.datum import Datum, columns_of, groups_of
+from slime_session.engine_adapters import HeldSnapshot
 from slime_session.reports import OptimizerStepReport
+from slime_session.step_settings import step_settings
+from slime_training.adapters.drivers import AdapterHolder
 
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
 """Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
@@ -68,6 +73,8 @@ class OwnLoop:
         self._training_s = self._waited_s = 0.0
         self._drawn = 0
         """Own prompts and datums of this rollout step."""
+        self._drawn_of: Counter[str] = Counter()
+        """Own prompts that were sampled with snapshots of each adapter."""
 
     async def collect(self) -> list[SampleGroup]:
         await self._between_steps("collect")
@@ -89,9 +96,16 @@ class OwnLoop:
         self._waited_s += time.perf_counter() - began
         return groups
 
-    async def sample(self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None) -> list[SampleGroup]:
-        await self._between_steps("sample")
+    async def sample(
+        self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None, held: HeldSnapshot | None = None
+    ) -> list[SampleGroup]:
+        """`held`: the snapshot to sample with; None: the engines' weights."""
+        self._require_state()
         session = self.session
+        # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
+        if self._accumulated and session.colocation.offloads:
+            await self._between_steps("sample")
+        await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
         began = time.perf_counter()
@@ -100,12 +114,20 @@ class OwnLoop:
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
         else:
             scope, items = "own", []
-            own = rendered(session, self._renderer, prompts, self._next_own(len(prompts)))
+            if held is None or held.adapter is None:
+                first = self._next_own(len(prompts))
+            else:
+                # Counted for each adapter, so that its draws do not depend on the others.
+                scope, drawn = f"own/{held.adapter}", self._drawn_of[held.adapter]
+                first = FIRST_OWN + drawn
+                self._drawn_of[held.adapter] += len(prompts)
+            own = rendered(session, self._renderer, prompts, first)
         settings = replace(
             session.runner.settings,
             scope=scope,
             scoring=None,
             num_samples=session.runner.settings.num_samples if n_samples is None else n_samples,
+            adapter=None if held is None else held.name,
         )
         runner = replace(session.runner, settings=settings, rewards=None)
         await session.colocation.rollout()
@@ -159,13 +181,15 @@ class OwnLoop:
         return scores["log_probs"]
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
+        self._require_own_weights("train")
         await self._between_steps("train")
         require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
         return self._count(report)
 
-    async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> None:
+    async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> Gradients:
+        self._require_own_weights("forward_backward")
         learner, number = learner_of(self.session), step_of(batch, step)
         other = objective_of(self.session.run, loss, batch)
         tasks = batch.tasks if other is None else batch.tasks[:1]
@@ -177,19 +201,32 @@ class OwnLoop:
         self._require_state()
         async with self._training():
             began = time.perf_counter()
-            await learner.forward_backward(batch, number, other)
+            gradients = await learner.forward_backward(batch, number, other)
             self._training_s += time.perf_counter() - began
         self._accumulated |= {task.plan.name: task for task in tasks}
         self._batch = batch
+        return gradients
 
-    async def optim_step(self, lr: float | None) -> OptimizerStepReport:
+    async def optim_step(
+        self,
+        *,
+        lr: float | None,
+        betas: tuple[float, float] | None,
+        eps: float | None,
+        weight_decay: float | None,
+        grad_clip: float | None,
+    ) -> OptimizerStepReport:
+        self._require_own_weights("optim_step")
+        settings = step_settings(
+            self.session.run, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip
+        )
         if not self._accumulated:
             raise TrainingError("optim_step without gradients: call forward_backward first.")
         tasks, self._accumulated = [*self._accumulated.values()], {}
         taken = max((len(steps) for steps in self._stepped.values()), default=0)
         async with self._training():
             began = time.perf_counter()
-            trained = await learner_of(self.session).optim_step(tasks, lr)
+            trained = await learner_of(self.session).optim_step(tasks, settings)
             self._training_s += time.perf_counter() - began
         for role in trained:
             self._stepped.setdefault(role.plan.name, []).append(role)
@@ -223,6 +260,7 @@ class OwnLoop:
         return session.last_eval
 
     async def save(self) -> Path:
+        self._require_own_weights("save")
         await self._between_steps("save")
         session = self.session
         step = session.state.rollout_id
@@ -235,6 +273,7 @@ class OwnLoop:
         return session.folder.checkpoints / f"step_{step}"
 
     async def export(self) -> Path:
+        self._require_own_weights("export")
         await self._between_steps("export")
         await export_hf(self.session)
         return self.session.folder.hf
@@ -261,6 +300,15 @@ class OwnLoop:
         async with self.session.colocation.train():
             yield
         self._lost = False
+
+    def _require_own_weights(self, call: str) -> None:
+        """ConfigError for a base that is frozen, whose adapters are trained and saved one by one."""
+        driver, config = self.session.run.backend.driver, self.session.run.backend.config
+        if issubclass(driver, AdapterHolder) and driver.max_adapters(config):
+            raise ConfigError(
+                f"{call}: this run's weights are frozen, and adapters are trained over them (backend.max_adapters). Call it of an "
+                "adapter (session.add_adapter), or leave backend.max_adapters out."
+            )
 
     def _require_state(self) -> None:
         if self._lost:
