@@ -51,7 +51,6 @@ class PeftModels:
             arch=config.model_type,
             vocab_size=config.vocab_size,
             max_length=config.max_position_embeddings,
-
         )
         self._models: dict[str, One] = {}
         self._sampler = ThreadPoolExecutor(1, "sampler")

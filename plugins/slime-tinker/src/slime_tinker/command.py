@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -21,9 +22,17 @@ FORCED: Final[dict[str, Any]] = {
     "rollout.rollout_batch_size": MOST_DATUMS,
     "rollout.n_samples_per_prompt": 1,
     "rollout.rollout_temperature": 1.0,
+    "rollout.collector": "accepted",
     "train.global_batch_size": MOST_DATUMS,
 }
 """What clients decide, so that the run file cannot: sizes of batches, and the temperature of a trainer's log-probs."""
+NOT_USED: Final[dict[str, Any]] = {
+    "algo": "sft",
+    "data.source": "sums",
+    "rollout.rollout_max_response_len": 1,
+    "train.num_rollout": 1,
+}
+"""What every run file has to have, and no client's program reads; the run file may leave it out."""
 DEFAULT_KEYS: Final = Path("slime-serve-keys.json")
 
 
@@ -54,21 +63,23 @@ def serve(
 ) -> None:
     """Serve programs that are written against the Tinker SDK."""
     tls = check_access(host, keys, no_keys=no_keys, certificate=tls_certificate, key=tls_key)
-    overrides = {**chosen(set_ or []), **FORCED}
+    from slime_core.config.load import read_run_file
     from slime_core.registry import Registry
     from slime_serving.listener import listen
     from slime_session import open_session
     from slime_tinker.keys import Keys
-    from slime_tinker.serve import BACKLOG, serve as run
+    from slime_tinker.serve import BACKLOG
+    from slime_tinker.serve import serve as run
     from slime_tinker.session_adapters import SessionAdapters
     from slime_tinker.settings import Limits, Retention, Settings
 
+    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **FORCED}
     listener = listen(host, port, backlog=BACKLOG)
     with open_session(run_file, overrides=overrides) as session:
         config = session.run.config
         models = SessionAdapters(session, name=name or Path(config.model.hf_checkpoint).resolve().name)
         settings = Settings(
-            state=state or Path(config.checkpoint.runs_dir) / f"{config.name}-served",
+            state=state or session.folder.with_name(f"{config.name}-served"),
             limits=Limits(max_models=max_models, max_tokens=max_tokens, max_body_bytes=max_body_mib * 2**20),
             retention=Retention(session_s=60.0 * session_minutes),
         )
@@ -108,10 +119,27 @@ def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | No
             "or listen on 127.0.0.1."
         )
     if no_keys and not is_loopback(host):
-        raise ConfigError(f"--no-keys with --host {host}: everyone who reaches this machine could train. Omit --no-keys.")
+        raise ConfigError(
+            f"--no-keys with --host {host}: everyone who reaches this machine could train. Omit --no-keys."
+        )
     if not no_keys and not Keys.read(keys).keys:
         raise ConfigError(f"{keys}: there are no keys. slime serve keys add NAME --keys {keys} makes one.")
     return None if certificate is None or key is None else Tls(certificate=certificate, key=key)
+
+
+def left_out(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of NOT_USED that the run file lacks.
+
+    >>> left_out({"algo": "sft", "data": {"prompt_data": "a.jsonl"}, "train": {"num_rollout": 3}})
+    {'rollout.rollout_max_response_len': 1}
+    """
+    found = {}
+    for key, value in NOT_USED.items():
+        table, _, name = key.rpartition(".")
+        given = tables.get(table, {}) if table else tables
+        if name not in given and not (table == "data" and given):
+            found[key] = value
+    return found
 
 
 def chosen(words: list[str]) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def base_model(folder: Path, name: str) -> BaseModel:
     text = config.get("text_config", config)
     length = context_length(config)
     if length is None:
-        raise ConfigError(f"{folder}/config.json: has no max_position_embeddings, so nothing says how long its texts may be.")
+        raise ConfigError(
+            f"{folder}/config.json: has no max_position_embeddings, so nothing says how long its texts may be."
+        )
     return BaseModel(
         name=name,
         folder=folder.resolve(),
