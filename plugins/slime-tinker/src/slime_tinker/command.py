@@ -115,8 +115,8 @@ def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | No
             raise ConfigError(f"{path}: no such file.")
     if certificate is None and not is_loopback(host):
         raise ConfigError(
-            f"--host {host}: without TLS, keys and data would cross the network readable. Pass --tls-certificate and --tls-key, "
-            "or listen on 127.0.0.1."
+            f"--host {host}: without TLS, keys and data would cross the network readable. Pass --tls-certificate and "
+            "--tls-key, or listen on 127.0.0.1."
         )
     if no_keys and not is_loopback(host):
         raise ConfigError(

@@ -39,8 +39,8 @@ class SessionAdapters:
         self.max_weights = 0 if engine is None else int(getattr(engine.config, "max_adapters", 0))
         if not self.max_models or not self.max_weights:
             raise ConfigError(
-                "backend.max_adapters and engine.max_adapters: not set, and each model of a client is an adapter. Set both, such "
-                "as --set backend.max_adapters=8 --set engine.max_adapters=32; --full-parameters trains one whole model."
+                "backend.max_adapters and engine.max_adapters: not set, and each model of a client is an adapter. Set both in "
+                "the run file, such as 8 and 32, with a backend and an engine that have them (fsdp, local)."
             )
         self.base = base_model(Path(config.model.hf_checkpoint), name)
         self._scorer = ThreadPoolExecutor(SCORERS, "prompt-log-probs")
@@ -79,8 +79,8 @@ class SessionAdapters:
         )
         if report.skipped:
             raise RequestError(
-                f"optim_step: the gradient is not finite (norm {report.grad_norm:g}); nothing was changed. Lower learning_rate, or "
-                "look at logprobs and advantages."
+                f"optim_step: the gradient is not finite (norm {report.grad_norm:g}); nothing was changed. Lower "
+                "learning_rate, or look at logprobs and advantages."
             )
         return report.grad_norm
 

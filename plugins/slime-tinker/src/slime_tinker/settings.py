@@ -14,7 +14,7 @@ class Limits:
     """Of a request, decompressed."""
     max_tokens: int = 1_000_000
     """In the datums of one forward_backward."""
-    max_models: int = 4
+    max_models: int = 8
     """Models in the trainers."""
     max_pending: int = 5_000
     """Requests without a result. More get status 429, after which the SDK waits and sends again."""
@@ -29,7 +29,7 @@ class Limits:
 class Retention:
     """How long what clients left behind is kept. Seconds."""
 
-    session_s: float = 3600.0
+    session_s: float = 600.0
     """A session without heartbeat for so long has ended: its models leave the trainers, and everything of theirs that was not
     saved under a name is deleted."""
     result_s: float = 3600.0

@@ -360,7 +360,7 @@ def spec_of(asked: CreateModelRequest, *, whole: bool) -> ModelSpec:
     lora = asked.lora_config
     if lora is None:
         raise RequestError(
-            "lora_config: missing. This server trains LoRA adapters; another one may train all weights (--full-parameters)."
+            "lora_config: missing. This server trains LoRA adapters: create_lora_training_client makes one."
         )
     if lora.rank < 1:
         raise RequestError(f"lora_config.rank = {lora.rank}: must be 1 or above.")
