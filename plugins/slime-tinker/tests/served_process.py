@@ -40,7 +40,14 @@ class ServedProcess:
 
     def start(self) -> None:
         """Returns when it serves; a second time on the same port."""
-        command = [Path(sys.executable).parent / "slime", "serve", "run.toml", "--port", str(self._port), *self._options]
+        command = [
+            Path(sys.executable).parent / "slime",
+            "serve",
+            "run.toml",
+            "--port",
+            str(self._port),
+            *self._options,
+        ]
         errors = (self._folder / "errors.txt").open("a")
         self._process = subprocess.Popen(
             command, cwd=self._folder, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True

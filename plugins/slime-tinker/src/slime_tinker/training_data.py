@@ -111,6 +111,9 @@ class Columns:
         if name not in self.inputs:
             raise RequestError(f"{field}: missing, and {read_by} reads it.")
         values = self.inputs[name]
+        if values.ndim == 2 and values.shape[1] == 1:
+            # A single target at each position may come as a matrix of one column.
+            values = values[:, 0]
         if values.ndim == 2:
             raise RequestError(
                 f"{field}: shape {values.shape}: several targets at one position are not served here; send one."
@@ -163,9 +166,7 @@ def dense(tensor: pb.Tensor, where: str) -> Array:
         raise RequestError(f"{where}: column indices outside [0, {shape[1]}).")
     full: Array = np.zeros(shape, dtype)
     full[np.repeat(np.arange(shape[0]), np.diff(rows)), places] = values
-    # A single target at each position may come as a matrix of one column.
-    first: Array = full[:, 0]
-    return first if shape[1] == 1 else full
+    return full
 
 
 def per_token_options(loss: PublishedLoss, columns: Sequence[Columns]) -> dict[str, float]:

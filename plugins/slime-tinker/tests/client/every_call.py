@@ -65,7 +65,9 @@ def policy(sequence, advantage):
     )
 
 
-rollouts = [policy(sequence, weight) for sequence, weight in zip(sampled.sequences, (1.0, -1.0, 0.5, -0.5), strict=True)]
+rollouts = [
+    policy(sequence, weight) for sequence, weight in zip(sampled.sequences, (1.0, -1.0, 0.5, -0.5), strict=True)
+]
 scored = training.forward(rollouts, "importance_sampling").result()
 for output, sequence in zip(scored.loss_fn_outputs, sampled.sequences, strict=True):
     own = np.array(output["logprobs"].data)[-len(sequence.tokens) :]
@@ -132,7 +134,9 @@ rest.delete_checkpoint_from_tinker_path(named).result()
 assert len(rest.list_user_checkpoints().result().checkpoints) == 1
 
 # Data in several chunks, of which the first arrives last.
-many = training.forward([datum(ids[: 3 + n % 5], weights=[1.0] * (2 + n % 5)) for n in range(1500)], "cross_entropy").result()
+many = training.forward(
+    [datum(ids[: 3 + n % 5], weights=[1.0] * (2 + n % 5)) for n in range(1500)], "cross_entropy"
+).result()
 lengths = [len(output["logprobs"].data) for output in many.loss_fn_outputs]
 assert lengths == [2 + n % 5 for n in range(1500)]
 
@@ -149,7 +153,9 @@ def refusal(call):
 for name, word in (("stable_reinforce", "not published"), ("nope", "unknown"), ("custom", "in the client")):
     assert word in refusal(lambda name=name: training.forward_backward(data, name).result())
 outside = [datum([3, 100_000, 4], weights=[1.0, 1.0])]
-assert "data[0].model_input[1] = 100000" in refusal(lambda: training.forward_backward(outside, "cross_entropy").result())
+assert "data[0].model_input[1] = 100000" in refusal(
+    lambda: training.forward_backward(outside, "cross_entropy").result()
+)
 message = refusal(lambda: training.forward_backward(rollouts, "gspo").result())
 assert "RequestFailedError" in message
 assert "sequence_ratio_mask" in message
