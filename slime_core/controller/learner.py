@@ -231,24 +231,16 @@ class Learner:
         require_finite(batch.rollout_id, trained)
         return await asyncio.to_thread(self.report, batch, trained, seconds)
 
-    async def forward_backward(
-        self, batch: LearnerBatch, step: int, other: OtherObjective | None = None
-    ) -> Gradients:
+    async def forward_backward(self, batch: LearnerBatch, step: int, other: OtherObjective | None = None) -> Gradients:
         """Gradients of one optimizer step of the batch, added to those since the last `optim_step`; returns the policy's.
         `other`: a loss instead of the recipe's, for the policy alone."""
         self._before_steps()
         tasks = batch.tasks if other is None else batch.tasks[:1]
-        *_, first = await asyncio.gather(
-            *(
-                task.forward_backward(batch.dispatches[task.plan.name], batch.columns, step, other)
-                for task in reversed(tasks)
-            )
-        )
-        return first
+        given = [(task, batch.dispatches[task.plan.name]) for task in reversed(tasks)]
+        found = (task.forward_backward(dispatch, batch.columns, step, other) for task, dispatch in given)
+        return (await asyncio.gather(*found))[-1]
 
-    async def optim_step(
-        self, tasks: Sequence[RoleTask], settings: StepSettings = StepSettings()
-    ) -> list[RoleReport]:
+    async def optim_step(self, tasks: Sequence[RoleTask], settings: StepSettings = StepSettings()) -> list[RoleReport]:
         """One optimizer step of these roles. `settings`: the policy's."""
         policy = self._plan.roles[0]
         trained = await asyncio.gather(

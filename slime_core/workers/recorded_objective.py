@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,27 +20,17 @@ class Gradients(NamedTuple):
     """(M,) nats of the response tokens, at the run's temperature; NaN where this optimizer step has no token."""
 
 
-@dataclass(eq=False)
 class RecordedObjective:
     """An `Objective`."""
 
-    objective: Objective
-    _found: list[tuple[Tensor | None, Tensor | None, Tensor]] = field(default_factory=list)
-
-    @property
-    def reads_values(self) -> bool:
-        return self.objective.reads_values
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.objective.needs_entropy
-
-    @property
-    def entropy_has_gradient(self) -> bool:
-        return self.objective.entropy_has_gradient
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self.reads_values, self.needs_entropy = objective.reads_values, objective.needs_entropy
+        self.entropy_has_gradient = objective.entropy_has_gradient
+        self._found: list[tuple[Tensor | None, Tensor | None, Tensor]] = []
 
     def __call__(self, micro: MicroBatch, *, log_probs: Tensor | None = None, **given: Any) -> ObjectiveOutput:
-        output = self.objective(micro, log_probs=log_probs, **given)
+        output = self._objective(micro, log_probs=log_probs, **given)
         self._found.append((None if log_probs is None else log_probs.detach(), micro.rows, output.loss.detach()))
         return output
 

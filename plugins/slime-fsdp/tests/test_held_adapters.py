@@ -1,4 +1,4 @@
-"""Several adapters over one base: gradients beside peft in float64, each alone beside all together to the bit, folders, memory."""
+"""Several adapters over one base: gradients beside peft in float64, each alone beside all together to the bit, folders."""
 
 import json
 
@@ -102,7 +102,9 @@ def alone(folders, start, step, log_probs, name, tmp_path):
 
 
 @pytest.mark.bits
-def test_what_an_adapter_computes_does_not_depend_on_the_others(folders, start, step, log_probs, samples, pack, sequence_policy, tmp_path):
+def test_what_an_adapter_computes_does_not_depend_on_the_others(
+    folders, start, step, log_probs, samples, pack, sequence_policy, tmp_path
+):
     expected = {name: alone(folders, start, step, log_probs, name, tmp_path) for name in SHAPES}
     backend = start(folders("qwen3"), HOLDS, ADAM)
     base = log_probs(backend).tobytes()
@@ -148,7 +150,7 @@ def test_the_base_is_held_once_and_moments_belong_to_adapters(folders, start, st
     assert not trainer.optimizer.state
     of_b = sum(tensor.numel() for tensor in trainer.adapters.held["b"].tensors())
     step(backend, "a")
-    moments = [tensor for tensor in trainer.adapters.held["a"].tensors()]
+    moments = list(trainer.adapters.held["a"].tensors())
     weights = sum(parameter.numel() for parameter in trainer.adapters.held["a"].trained())
     # Two moments and a step count beside each matrix.
     assert sum(tensor.numel() for tensor in moments) == 3 * weights + len(trainer.adapters.held["a"].trained())
@@ -223,10 +225,20 @@ def test_settings_of_a_call_are_those_of_torch(settings, folders, start, samples
 def test_settings_of_a_call_for_whole_models(folders, start, samples, pack, sequence_policy, weights_of):
     """Norms are vectors and do not decay; the step after has the run's settings again."""
     results = []
-    for run, given in ((ADAM, StepSettings(lr=0.02, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, clip_grad=0.01)), (
-        {"lr": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-3, "weight_decay": 0.7, "clip_grad": 0.01},
-        StepSettings(),
-    )):
+    for run, given in (
+        (ADAM, StepSettings(lr=0.02, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, clip_grad=0.01)),
+        (
+            {
+                "lr": 0.02,
+                "adam_beta1": 0.5,
+                "adam_beta2": 0.6,
+                "adam_eps": 1e-3,
+                "weight_decay": 0.7,
+                "clip_grad": 0.01,
+            },
+            StepSettings(),
+        ),
+    ):
         backend = start(folders("qwen3"), {}, run)
         backend.forward_backward([pack(samples)], sequence_policy())
         backend.optim_step(given)
@@ -234,7 +246,9 @@ def test_settings_of_a_call_for_whole_models(folders, start, samples, pack, sequ
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-def test_an_error_of_memory_keeps_what_was_added_up(folders, start, samples, pack, sequence_policy, monkeypatch, log_probs):
+def test_an_error_of_memory_keeps_what_was_added_up(
+    folders, start, samples, pack, sequence_policy, monkeypatch, log_probs
+):
     results = []
     for fails in (False, True):
         backend = start(folders("qwen3"), HOLDS, ADAM)
@@ -268,7 +282,7 @@ def test_what_cannot_be_done(folders, start, samples, pack, sequence_policy, tmp
     with pytest.raises(TrainingError, match=r"frozen \(backend.max_adapters\)"):
         backend.forward_backward([pack(samples)], sequence_policy())
     backend.add_adapter("one", SHAPE, 1)
-    with pytest.raises(ConfigError, match='"two": this trainer does not hold it. It holds: one'):
+    with pytest.raises(ConfigError, match=r'"two": this trainer does not hold it\. It holds: one'):
         backend.use_adapter("two")
     with pytest.raises(ConfigError, match='"one": the name is in use'):
         backend.add_adapter("one", SHAPE, 1)

@@ -1,4 +1,4 @@
-"""Several adapters over the engine's weights: beside peft, each alone beside all at once to the bit, memory, what is refused."""
+"""Several adapters over the engine's weights: beside peft, each alone beside all at once to the bit, what is refused."""
 
 import asyncio
 from dataclasses import replace
@@ -176,11 +176,20 @@ async def test_what_is_refused(engines, qwen3, llama):
         await (await engines(qwen3, max_adapters=0)).load_adapter("a", 2.0, good)
 
 
-@pytest.mark.parametrize(("options", "on_policy", "has"), [({}, False, True), ({"max_adapters": 0}, False, False), ({}, True, False)])
+@pytest.mark.parametrize(
+    ("options", "on_policy", "has"), [({}, False, True), ({"max_adapters": 0}, False, False), ({}, True, False)]
+)
 async def test_the_capability(qwen3, options, on_policy, has):
     engine = Local.build(Local.Config(**options))
     setup = EngineSetup(
-        index=0, model_path=qwen3, device="cpu", seed=0, max_context_len=64, max_batch=8, run_dir=qwen3, true_on_policy=on_policy
+        index=0,
+        model_path=qwen3,
+        device="cpu",
+        seed=0,
+        max_context_len=64,
+        max_batch=8,
+        run_dir=qwen3,
+        true_on_policy=on_policy,
     )
     try:
         assert (Capability.ADAPTERS in (await engine.start(setup)).capabilities) == has

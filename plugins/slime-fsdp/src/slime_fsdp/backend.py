@@ -134,9 +134,7 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
         if earlier is not None:
             earlier.add(trained)
 
-    def _accumulate(
-        self, trained: Trainer | HeldAdapter, micros: Sequence[MicroBatch], objective: Objective
-    ) -> None:
+    def _accumulate(self, trained: Trainer | HeldAdapter, micros: Sequence[MicroBatch], objective: Objective) -> None:
         trainer = self._ready
         entropy = requested_entropy(objective)
         if trained.step is None:

@@ -209,7 +209,9 @@ def held_adapter_problems(config: FsdpConfig) -> list[str]:
     where = f"backend.max_adapters = {config.max_adapters}"
     problems = []
     if config.trains_adapters:
-        problems.append(f"{where}: leave lora_rank and lora_adapter_path out; each adapter gets its rank when it is added.")
+        problems.append(
+            f"{where}: leave lora_rank and lora_adapter_path out; each adapter gets its rank when it is added."
+        )
     if config.compile:
         problems.append(f"{where}: compiled layers have no adapters. Leave backend.compile out.")
     if config.rounds_state:

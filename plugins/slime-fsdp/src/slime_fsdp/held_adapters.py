@@ -5,7 +5,7 @@ Every rank holds them whole, beside the sharded base: they are small, and the su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,7 +112,13 @@ class HeldAdapters:
 
     @classmethod
     def of(
-        cls, model: nn.Module, base: Path, config: FsdpConfig, device: torch.device, chosen: ChosenOptimizer, keys: OptimizerConfig
+        cls,
+        model: nn.Module,
+        base: Path,
+        config: FsdpConfig,
+        device: torch.device,
+        chosen: ChosenOptimizer,
+        keys: OptimizerConfig,
     ) -> HeldAdapters:
         linear = {name: one for name, one in model.named_modules() if type(one) is nn.Linear}
         return cls(
@@ -171,10 +177,13 @@ class HeldAdapters:
 
     def _require_room(self, name: str) -> None:
         if name in self.held:
-            raise ConfigError(f'adapter "{name}": the name is in use. Remove that adapter first, or choose another name.')
+            raise ConfigError(
+                f'adapter "{name}": the name is in use. Remove that adapter first, or choose another name.'
+            )
         if len(self.held) >= self.most:
             raise ConfigError(
-                f'adapter "{name}": this trainer holds {len(self.held)} already. Remove one, or set a larger backend.max_adapters.'
+                f'adapter "{name}": this trainer holds {len(self.held)} already. Remove one, or set a larger '
+                "backend.max_adapters."
             )
 
     def _hold(self, name: str, held: HeldAdapter) -> None:
@@ -184,10 +193,14 @@ class HeldAdapters:
     def _made(self, shape: AdapterShape, low_rank: LowRank) -> HeldAdapter:
         # In the order of the model, wherever it comes from: sums over its matrices are added in it.
         ordered = {name: low_rank.layers[name] for name in self.sizes if name in low_rank.layers}
-        low_rank = replace(low_rank, layers=ordered).map(lambda matrix: nn.Parameter(matrix.to(self.device, torch.float32)))
+        low_rank = replace(low_rank, layers=ordered).map(
+            lambda matrix: nn.Parameter(matrix.to(self.device, torch.float32))
+        )
         parameters = {name: matrix for name, matrix in low_rank.tensors().items() if isinstance(matrix, nn.Parameter)}
         optimizer = self.new_optimizer(list(parameters.values()))
-        return HeldAdapter(shape=shape, low_rank=low_rank, parameters=parameters, optimizer=optimizer, driver=self.driver)
+        return HeldAdapter(
+            shape=shape, low_rank=low_rank, parameters=parameters, optimizer=optimizer, driver=self.driver
+        )
 
     def _read_optimizer(self, held: HeldAdapter, folder: Path) -> None:
         targets = held.state_tensors()
@@ -201,7 +214,7 @@ class HeldAdapters:
             target.copy_(found[name])
 
 
-def sum_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Over all ranks, in one collective. A parameter without a gradient gets a zero one."""
     for parameter in parameters:
         if parameter.grad is None:

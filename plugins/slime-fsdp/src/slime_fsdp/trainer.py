@@ -89,7 +89,9 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
     on_base = {
         name
         for name, copy in copy_folders.items()
-        if (model.adapters is not None or config.max_adapters) and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
+        if (model.adapters is not None or config.max_adapters)
+        and setup.head == "lm"
+        and copy.path.resolve() == folder.path.resolve()
     }
     chosen = chosen_optimizer(setup)
     return Trainer(
@@ -106,9 +108,7 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
             for name, copy in copy_folders.items()
             if name not in on_base
         },
-        adapter_copies={
-            name: values_without_effect(model.model) for name in sorted(on_base) if model.adapters is not None
-        },
+        adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base) if model.adapters},
         base_copies=frozenset(on_base if config.max_adapters else ()),
         refreshed=set(),
         offloader=TrainerOffloader(device),

@@ -1,5 +1,5 @@
-"""LoadedAdapters: the adapters that requests may name. Each has a decoder of its own over the one model, and they take turns: what
-is sampled with an adapter does not depend on the requests of others, as long as keys and values of all fit `kv_cache_bytes`."""
+"""LoadedAdapters: the adapters that requests may name. Each has a decoder of its own over the one model, and they take turns:
+what is sampled with one does not depend on the requests of others, as long as keys and values of all fit `kv_cache_bytes`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class LoadedAdapters:
         if name in self._loaded:
             raise EngineRefused(f"{where}: the name is in use.")
         if len(self._loaded) >= self._most:
-            raise EngineRefused(f"{where}: it holds {self._most} already. Drop one, or set a larger engine.max_adapters.")
+            raise EngineRefused(
+                f"{where}: it holds {self._most} already. Drop one, or set a larger engine.max_adapters."
+            )
         BucketOrder(where).expect(bucket)
         tensors, offset = {}, 0
         for tensor, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):

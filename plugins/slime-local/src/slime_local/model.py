@@ -85,7 +85,6 @@ class RolloutModel:
         found: npt.NDArray[np.float32] = chosen.cpu().numpy()
         return found
 
-
     @torch.inference_mode()
     def prompt_log_probs(self, tokens: npt.NDArray[np.int32], top_k: int) -> PromptLogProbs:
         """Of one sequence of T >= 1 tokens."""

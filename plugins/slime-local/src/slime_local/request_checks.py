@@ -51,9 +51,7 @@ def check_tokens(prompts: Sequence[npt.NDArray[np.int32]], engine: str, model: R
         )
 
 
-def check_prompts(
-    prompts: Sequence[npt.NDArray[np.int32]], top_k: int, engine: str, model: RolloutModel
-) -> None:
+def check_prompts(prompts: Sequence[npt.NDArray[np.int32]], top_k: int, engine: str, model: RolloutModel) -> None:
     """Raises EngineRefused for prompts whose log-probs cannot be computed."""
     if prompts:
         check_tokens(prompts, engine, model)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Adapter:
-    """Made by `TrainingSession.add_adapter` or `load_adapter`. What it computes does not depend on the session's other adapters,
-    to the bit. After an error inside `forward_backward` or `optim_step` its state is unknown: only `remove` may follow."""
+    """Made by `TrainingSession.add_adapter` or `load_adapter`. What it computes does not depend on the session's other
+    adapters, to the bit. After an error inside `forward_backward` or `optim_step` its state is unknown: only `remove` may
+    follow."""
 
     def __init__(self, live: LiveRun, loop: AdapterLoop, state: AdapterState) -> None:
         self._live = live
@@ -64,15 +65,16 @@ class Adapter:
         """Clips this adapter's gradients and takes an optimizer step, with these settings in it alone; None: the run's
         (`train`). grad_clip: global norm that gradients are cut to; 0: never. The report's `step` counts this adapter's. Raises
         TrainingError without gradients, and NonfiniteWeights."""
-        return self._live.do(
-            lambda: self._loop.optim_step(
-                self._state, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip
-            )
+        from slime_session.step_settings import step_settings
+
+        settings = step_settings(
+            self._loop.session.run, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip
         )
+        return self._live.do(lambda: self._loop.optim_step(self._state, settings))
 
     def snapshot(self) -> Snapshot:
-        """Its weights now, in every engine, for `sample` and `generate` while training goes on. It is held until `Snapshot.drop`.
-        Raises ConfigError if the engines hold `engine.max_adapters` already."""
+        """Its weights now, in every engine, for `sample` and `generate` while training goes on. It is held until
+        `Snapshot.drop`. Raises ConfigError if the engines hold `engine.max_adapters` already."""
         held = self._live.do(lambda: self._loop.snapshot(self._state))
         return Snapshot(self._live, self._loop, held)
 

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime_core import groups as entry_groups
 from slime_core.config.bound import BoundRun
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.controller.learner import LearnerBatch
-from slime_core.controller.role_task import RoleTask, join_steps
+from slime_core.controller.role_task import RoleTask
 from slime_core.controller.session import Session
 from slime_core.errors import ConfigError, TrainingError
 from slime_core.types.batch import Float32, TokenColumns
@@ -20,9 +22,8 @@ from slime_core.workers.buckets import make_bucket
 from slime_core.workers.recorded_objective import Gradients
 from slime_session.engine_adapters import EngineAdapters, HeldSnapshot
 from slime_session.named_plugins import those_with
-from slime_session.own_loop import Loss, OwnLoop, learner_of, objective_of, step_of
+from slime_session.own_loop import Loss, OwnLoop, learner_of, objective_of, report_of, step_of
 from slime_session.reports import OptimizerStepReport
-from slime_session.step_settings import step_settings
 from slime_training.adapters.drivers import AdapterHolder
 from slime_training.adapters.folder import read_adapter_folder
 from slime_training.adapters.shape import AdapterShape
@@ -105,34 +106,14 @@ class AdapterLoop:
         adapter.accumulated = batch.tasks
         return gradients
 
-    async def optim_step(
-        self,
-        adapter: AdapterState,
-        *,
-        lr: float | None,
-        betas: tuple[float, float] | None,
-        eps: float | None,
-        weight_decay: float | None,
-        grad_clip: float | None,
-    ) -> OptimizerStepReport:
+    async def optim_step(self, adapter: AdapterState, settings: StepSettings) -> OptimizerStepReport:
         self._require(adapter)
-        settings = step_settings(
-            self.session.run, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip
-        )
         if not adapter.accumulated:
             raise TrainingError(f'adapter "{adapter.name}": optim_step without gradients: call forward_backward first.')
         async with self._training(adapter):
             trained = await learner_of(self.session).optim_step(adapter.accumulated, settings)
         adapter.accumulated = ()
-        (metrics,) = join_steps([], trained)
-        own = trained[-1].steps[0]
-        report = OptimizerStepReport(
-            step=adapter.step,
-            lr=own["lr-pg_0"],
-            grad_norm=own["grad_norm"],
-            skipped=bool(own["skipped_steps"]),
-            metrics=metrics,
-        )
+        report = report_of(trained, adapter.step)
         adapter.step += not report.skipped
         return report
 
@@ -156,9 +137,13 @@ class AdapterLoop:
         most = max_adapters(session.run)
         learner_of(session)
         if len(session.roles) > 1:
-            raise ConfigError(f"add_adapter: this run trains {', '.join(session.roles)}; adapters need a recipe without a critic.")
+            raise ConfigError(
+                f"add_adapter: this run trains {', '.join(session.roles)}; adapters need a recipe without a critic."
+            )
         if name in self.held:
-            raise ConfigError(f'adapter "{name}": the name is in use. Remove that adapter first, or choose another name.')
+            raise ConfigError(
+                f'adapter "{name}": the name is in use. Remove that adapter first, or choose another name.'
+            )
         if len(self.held) >= most:
             raise ConfigError(
                 f'adapter "{name}": the trainers hold {most} already. Remove one, or set a larger backend.max_adapters.'
@@ -169,16 +154,16 @@ class AdapterLoop:
             raise ConfigError(f'adapter "{adapter.name}": it was removed. Add or load one.')
         if adapter.is_lost:
             raise TrainingError(
-                f'adapter "{adapter.name}": an error or an interrupt left the trainers inside an optimizer step. Remove it, and '
-                "load what was saved last."
+                f'adapter "{adapter.name}": an error or an interrupt left the trainers inside an optimizer step. Remove it, '
+                "and load what was saved last."
             )
 
     def require_no_gradients_lost(self, call: str) -> None:
         waiting = [adapter.name for adapter in self.held.values() if adapter.accumulated]
         if waiting and self.session.colocation.offloads:
             raise TrainingError(
-                f"{call} between forward_backward and optim_step of {', '.join(waiting)}: trainers and engines take turns on the "
-                "same devices, and keep no gradients between. Call optim_step first, or do not set launcher.colocate."
+                f"{call} between forward_backward and optim_step of {', '.join(waiting)}: trainers and engines take turns on "
+                "the same devices, and keep no gradients between. Call optim_step first, or do not set launcher.colocate."
             )
 
     @contextlib.asynccontextmanager
@@ -198,7 +183,7 @@ class AdapterLoop:
         finally:
             await policy.call_all("of_backend", "use_adapter", None)
 
-    async def _on_trainers(self, method: str, *args: object) -> list[object]:
+    async def _on_trainers(self, method: str, *args: object) -> list[Any]:
         session, policy = self.session, self.session.policy
         async with session.colocation.train(), policy.turn():
             return await policy.call_all("of_backend", method, *args)

@@ -16,14 +16,15 @@ from slime_core import groups as entry_groups
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.engine import Capability
 from slime_core.controller.session import Session
-from slime_core.errors import ConfigError, DataError
+from slime_core.errors import ConfigError, DataError, EngineRefused
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
 from slime_core.rollout.groups import all_or_none
 from slime_core.types.batch import Int32
-from slime_core.types.completion import Completion, GenerateRequest, SamplingParams
+from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
 from slime_session.named_plugins import those_with
+from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterSampler
 from slime_training.adapters.engine import PromptLogProbs
 
@@ -47,6 +48,8 @@ class EngineAdapters:
         self._requests = itertools.count()
         self._held: dict[str, HeldSnapshot] = {}
         self._loading = asyncio.Lock()
+        self._refused = asyncio.Lock()
+        self._vocabulary = Vocabulary.of(session.run)
 
     async def hold(self, adapter: str | None, scale: float, bucket: Bucket) -> HeldSnapshot:
         """Loads it into every engine."""
@@ -56,7 +59,9 @@ class EngineAdapters:
             raise ConfigError(
                 f"snapshot: the engines hold {len(self._held)} already. Drop one, or set a larger engine.max_adapters ({most})."
             )
-        held = HeldSnapshot(name=f"{adapter or 'loaded'}@{next(self._names)}", adapter=adapter, scale=scale, bucket=bucket)
+        held = HeldSnapshot(
+            name=f"{adapter or 'loaded'}@{next(self._names)}", adapter=adapter, scale=scale, bucket=bucket
+        )
         self._held[held.name] = held
         try:
             await self.ensure(held)
@@ -99,24 +104,39 @@ class EngineAdapters:
         client = client_of(self._session, "generate")
         if len(prompts) != len(seeds):
             raise DataError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds: pass a seed for each prompt.")
+        if problem := sampling.problem(self._vocabulary.size or 2**31):
+            raise ConfigError(f"generate: {problem}.")
+        tokens = [self._tokens_of(prompt, place) for place, prompt in enumerate(prompts)]
         if held is not None:
             await self.ensure(held)
         requests = [
             GenerateRequest(
                 request_id=f"generate/{next(self._requests)}",
-                token_ids=tokens_of(prompt, place),
+                token_ids=own,
                 sampling=sampling,
                 seed=seed,
                 adapter=None if held is None else held.name,
             )
-            for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            for own, seed in zip(tokens, seeds, strict=True)
         ]
         try:
-            return await all_or_none([asyncio.create_task(client.generate(request)) for request in requests])
+            return await all_or_none([asyncio.create_task(self._ask(client, one, held)) for one in requests])
         except BaseException:
             # Not shielded: an engine that does not respond is the health monitor's.
             await client.abort([request.request_id for request in requests])
             raise
+
+    async def _ask(self, client: EngineClient, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
+        try:
+            return await client.generate(request)
+        except EngineRefused:
+            if held is not None and held.is_dropped:
+                return Completion.empty(request, FinishReason.ABORT)
+        # An engine refuses all requests that come to it together, and others' may be the cause; or it was restarted.
+        async with self._refused:
+            if held is not None:
+                await self.ensure(held)
+            return await client.generate(request)
 
     async def prompt_log_probs(
         self, prompts: Sequence[Sequence[int]], top_k: int, held: HeldSnapshot | None
@@ -126,7 +146,7 @@ class EngineAdapters:
         if held is not None:
             await self.ensure(held)
         name = None if held is None else held.name
-        tokens = [tokens_of(prompt, place) for place, prompt in enumerate(prompts)]
+        tokens = [self._tokens_of(prompt, place) for place, prompt in enumerate(prompts)]
         while True:
             await client.serving()
             index = client.indices[next(self._requests) % client.num_engines]
@@ -134,12 +154,12 @@ class EngineAdapters:
                 (responses,) = found
                 return list(responses)
 
-
-def tokens_of(prompt: Sequence[int], place: int) -> Int32:
-    tokens = np.asarray(prompt, np.int32)
-    if tokens.ndim != 1 or not len(tokens):
-        raise DataError(f"prompts[{place}]: shape {tokens.shape}; a prompt is a list of at least one token id.")
-    return tokens
+    def _tokens_of(self, prompt: Sequence[int], place: int) -> Int32:
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or not len(tokens):
+            raise DataError(f"prompts[{place}]: shape {tokens.shape}; a prompt is a list of at least one token id.")
+        self._vocabulary.require(tokens, f"prompts[{place}]")
+        return tokens.astype(np.int32)
 
 
 def client_of(session: Session, call: str) -> EngineClient:

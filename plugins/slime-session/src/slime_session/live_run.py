@@ -70,7 +70,8 @@ class LiveRun:
             return future.result()
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]], *, in_turn: bool = False) -> Future[T]:
-        """Runs it in the run's loop beside other work, or, `in_turn`, after all earlier work. Cancelling the future cancels it."""
+        """Runs it in the run's loop beside other work, or, `in_turn`, after all earlier work. Cancelling the future cancels
+        it."""
         self._require_open()
         return asyncio.run_coroutine_threadsafe(self._in_turn(work) if in_turn else work(), self._loop)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from slime_core.config.bound import BoundRun
     from slime_core.controller.learner import LearnerBatch
     from slime_core.types.batch import Float32, TokenColumns
-    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
     from slime_core.types.completion import Completion, SamplingParams
+    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
     from slime_core.types.sample import Sample, SampleGroup
     from slime_core.workers.recorded_objective import Gradients
     from slime_session.adapter_loop import AdapterLoop
@@ -108,8 +108,8 @@ class TrainingSession:
         """Generates `n_samples` responses to each prompt (default: `rollout.n_samples_per_prompt`), with no reward yet and no
         filter. prompts: how many to draw from the run's data, by default `rollout.rollout_batch_size`; or prompts of your own,
         as text or messages. snapshot: whose weights sample; None: those that `update_weights` sent last, also between
-        `forward_backward` and `optim_step`. A response that could not be generated has the status FAILED and is not trained. Raises
-        RolloutsExhausted if the data has ended."""
+        `forward_backward` and `optim_step`. A response that could not be generated has the status FAILED and is not trained.
+        Raises RolloutsExhausted if the data has ended."""
         held = None if snapshot is None else snapshot.held
         if held is not None:
             self._live.do(lambda: self._engines.ensure(held))
@@ -151,8 +151,8 @@ class TrainingSession:
     def prompt_log_probs(
         self, prompts: Sequence[Sequence[int]], *, top_k: int = 0, snapshot: Snapshot | None = None
     ) -> list[PromptLogProbs]:
-        """For each prompt of T token ids: `log_probs` float32 (T - 1,) of its tokens but the first, in nats at temperature 1, and
-        with `top_k` the likeliest tokens in their places. It runs beside other calls, as `generate` does."""
+        """For each prompt of T token ids: `log_probs` float32 (T - 1,) of its tokens but the first, in nats at temperature 1,
+        and with `top_k` the likeliest tokens in their places. It runs beside other calls, as `generate` does."""
         held = None if snapshot is None else snapshot.held
         return self._beside(lambda: self._engines.prompt_log_probs(prompts, top_k, held)).result()
 
@@ -184,10 +184,10 @@ class TrainingSession:
         mlp: bool = True,
         unembedding: bool = True,
     ) -> Adapter:
-        """A new LoRA adapter over the run's weights, which are frozen (`backend.max_adapters`): A uniform by `seed`, B = 0, so that
-        it changes nothing yet. alpha: it is scaled by alpha / rank; None: 32. attention, mlp, unembedding: the linear layers that
-        it adapts. Raises ConfigError for a name in use, one too many, or a backend that holds none, and ModelError for layers that
-        the model does not have."""
+        """A new LoRA adapter over the run's weights, which are frozen (`backend.max_adapters`): A uniform by `seed`, B = 0, so
+        that it changes nothing yet. alpha: it is scaled by alpha / rank; None: 32. attention, mlp, unembedding: the linear
+        layers that it adapts. Raises ConfigError for a name in use, one too many, or a backend that holds none, and ModelError
+        for layers that the model does not have."""
         from slime_training.adapters.shape import DEFAULT_ALPHA, AdapterShape
 
         shape = AdapterShape(
@@ -200,8 +200,8 @@ class TrainingSession:
         return Adapter(self._live, self._adapters, self._live.do(lambda: self._adapters.add(name, shape, seed)))
 
     def load_adapter(self, name: str, folder: str | Path, *, optimizer: bool = False) -> Adapter:
-        """An adapter that `Adapter.save` wrote, or peft. optimizer: with its optimizer state and step count; without, it begins at
-        step 0. Raises ModelError for a folder that does not fit the model, and CheckpointError if it has no optimizer state."""
+        """An adapter that `Adapter.save` wrote, or peft. optimizer: with its optimizer state and step count; without, it begins
+        at step 0. Raises ModelError for a folder that does not fit the model, CheckpointError if it has no optimizer state."""
         path = Path(folder).absolute()
         state = self._live.do(lambda: self._adapters.load(name, path, optimizer))
         return Adapter(self._live, self._adapters, state)
@@ -267,14 +267,13 @@ class TrainingSession:
         grad_clip: float | None = None,
     ) -> OptimizerStepReport:
         """Clips the gradients and takes an optimizer step. lr: the policy's learning rate in this step; None: the schedule's
-        (`train.lr`, `lr_decay_style`). betas, eps, weight_decay, and grad_clip, the norm that gradients are cut to (0: never): the
-        policy's in this step alone; None: the run's (`train`). Raises TrainingError without gradients, ConfigError for a setting
-        that backend or optimizer take from the run file only, and NonfiniteWeights."""
-        return self._live.do(
-            lambda: self._loop.optim_step(
-                lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip
-            )
-        )
+        (`train.lr`, `lr_decay_style`). betas, eps, weight_decay, and grad_clip, the norm that gradients are cut to (0: never):
+        the policy's in this step alone; None: the run's (`train`). Raises TrainingError without gradients, ConfigError for a
+        setting that backend or optimizer take from the run file only, and NonfiniteWeights."""
+        from slime_session.step_settings import step_settings
+
+        settings = step_settings(self.run, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
+        return self._live.do(lambda: self._loop.optim_step(settings))
 
     def update_weights(self) -> WeightUpdateReport | None:
         """Sends the trainers' weights to the engines; None: the run has none."""

@@ -1,1 +1,1 @@
-"""LoRA adapters of which several are used over one model's weights (Hu et al. 2021, arXiv 2106.09685), by trainers and engines."""
+"""Several LoRA adapters (Hu et al. 2021, arXiv 2106.09685) over the weights of one model, in trainers and engines."""

@@ -108,7 +108,9 @@ def low_rank_of(tensors: Mapping[str, Tensor], scale: float, where: str) -> LowR
             raise ModelError(f"{where}: the matrices of {layer} do not fit each other.")
         layers[layer] = Matrices(tensor, other)
     if 2 * len(layers) != len(tensors):
-        raise ModelError(f"{where}: {len(tensors)} tensors and {len(layers)} adapted layers: some are no LoRA matrices.")
+        raise ModelError(
+            f"{where}: {len(tensors)} tensors and {len(layers)} adapted layers: some are no LoRA matrices."
+        )
     return LowRank(scale=scale, layers=layers)
 
 
@@ -140,7 +142,7 @@ def read_optimizer_file(folder: Path, names: Iterable[str]) -> tuple[dict[str, T
 
 
 def metadata_of(file: Path) -> dict[str, str]:
-    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+    with safe_open(file, "pt") as opened:
         return dict(opened.metadata() or {})
 
 

@@ -55,7 +55,9 @@ def adapted_layers(model: PreTrainedModel, shape: AdapterShape) -> dict[str, nn.
     if shape.unembedding:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            raise ModelError(f"unembedding = True: {type(model).__name__} has no linear output layer. Pass unembedding=False.")
+            raise ModelError(
+                f"unembedding = True: {type(model).__name__} has no linear output layer. Pass unembedding=False."
+            )
         found[name_of(model, head)] = head
     return found
 
@@ -76,4 +78,5 @@ def decoder_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[s
 
 
 def name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, found in model.named_modules() if found is module)
+    names: dict[int, str] = {id(found): name for name, found in model.named_modules()}
+    return names[id(module)]
