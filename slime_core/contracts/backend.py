@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from slime_core.contracts.driver import Driver
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import OptimizerDriver, StepSettings
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.errors import TrainingError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slime_core.contracts.loss import Segments
-    from slime_core.contracts.optimizer import OptimizerDriver
     from slime_core.contracts.setup import RoutingReplay
     from slime_core.types.batch import Float32, Int64
     from slime_core.types.microbatch import MicroBatch
@@ -146,10 +146,10 @@ class TrainBackend(ABC):
         all ranks (undoing any averaging). Raises OutOfDeviceMemory, and has dropped all these gradients then."""
 
     @abstractmethod
-    def optim_step(self, *, lr: float | None = None) -> StepReport:
+    def optim_step(self, settings: StepSettings = StepSettings()) -> StepReport:
         """Clips the gradients, then one optimizer step and one step of the schedule. If loss or norm is not finite, nothing
         changes and the report has `skipped` set. The report has the sums of all `forward_backward` since the last one. Raises
-        TrainingError if there was none. lr: learning rate of this step alone; None: the schedule's."""
+        TrainingError if there was none. settings: of this step alone, those in `BackendDriver.step_settings`."""
 
     @abstractmethod
     def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
@@ -222,6 +222,8 @@ class BackendDriver(Driver[TrainBackend]):
     """Checkpoints can be written while training continues (`TrainBackend.stage`)."""
     routing_replay_modes: ClassVar[frozenset[RoutingReplay]] = frozenset()
     """Modes of expert replay that it supports (`TrainerSetup.routing_replay`)."""
+    step_settings: ClassVar[frozenset[str]] = frozenset({"lr"})
+    """Fields of `StepSettings` that `optim_step` can take from a call."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
     """Options that change which rank holds what, but not the result: `--resume FOLDER` may change them, and `load` reshards.
     Also options whose default depends on the device, so that a run that moves can set its earlier value; `load` refuses any

@@ -57,6 +57,8 @@ class Capability(StrEnum):
     """Computes `checksum`; an engine whose servers rearrange weights for their kernels cannot, and raises EngineRefused."""
     REPLAY = "replay"
     """Records its events with their decode steps (`drain_events`) and can replay them (`replay_events`)."""
+    ADAPTERS = "adapters"
+    """Generates with LoRA adapters beside its weights, each request with its own (`GenerateRequest.adapter`)."""
     TRUE_ON_POLICY = "true_on_policy"
     """With `EngineSetup.true_on_policy` its log-probs are bitwise equal to the trainer's (batch-invariant kernels)."""
 

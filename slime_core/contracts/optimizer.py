@@ -65,6 +65,17 @@ class RoundedState:
     exp_avg_sq: Literal["fp32", "bf16"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Settings of one optimizer step alone; None: the run's."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    clip_grad: float | None = None
+
+
 class OptimizerFactory(Protocol):
     """Type of the function that an OptimizerDriver builds."""
 
@@ -85,6 +96,8 @@ class OptimizerDriver(Driver[OptimizerFactory]):
     """True: the factory accepts `rounded`."""
     moments: ClassVar[tuple[str, ...] | None] = None
     """Names, in a memory estimate, of its state tensors of the parameter's size; None: not estimated."""
+    step_settings: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay", "clip_grad"})
+    """Fields of `StepSettings` that it obeys; `betas` and `eps` are keys of its groups then."""
     state_before_steps: ClassVar[bool] = False
     """True: `state_of` creates state that no step has created yet. False: a checkpoint has the state created so far."""
 

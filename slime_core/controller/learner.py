@@ -22,6 +22,7 @@ from slime_core.config.bound import BoundAlgo, BoundRun
 from slime_core.config.roles import RolePlan
 from slime_core.config.run import DebugConfig
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.controller.role_task import RoleReport, RoleTask, dispatch_to, join_steps, require_finite, score_teacher
 from slime_core.data.train_data import read_train_data, train_data_file
@@ -31,6 +32,7 @@ from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.types.report import TrainReport
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -229,23 +231,20 @@ class Learner:
         require_finite(batch.rollout_id, trained)
         return await asyncio.to_thread(self.report, batch, trained, seconds)
 
-    async def forward_backward(self, batch: LearnerBatch, step: int, other: OtherObjective | None = None) -> None:
-        """Gradients of one optimizer step of the batch, added to those since the last `optim_step`. `other`: a loss instead of
-        the recipe's, for the policy alone."""
+    async def forward_backward(self, batch: LearnerBatch, step: int, other: OtherObjective | None = None) -> Gradients:
+        """Gradients of one optimizer step of the batch, added to those since the last `optim_step`; returns the policy's.
+        `other`: a loss instead of the recipe's, for the policy alone."""
         self._before_steps()
         tasks = batch.tasks if other is None else batch.tasks[:1]
-        await asyncio.gather(
-            *(
-                task.forward_backward(batch.dispatches[task.plan.name], batch.columns, step, other)
-                for task in reversed(tasks)
-            )
-        )
+        given = [(task, batch.dispatches[task.plan.name]) for task in reversed(tasks)]
+        found = (task.forward_backward(dispatch, batch.columns, step, other) for task, dispatch in given)
+        return (await asyncio.gather(*found))[-1]
 
-    async def optim_step(self, tasks: Sequence[RoleTask], lr: float | None = None) -> list[RoleReport]:
-        """One optimizer step of these roles. `lr`: the policy's, instead of its schedule's."""
+    async def optim_step(self, tasks: Sequence[RoleTask], settings: StepSettings = StepSettings()) -> list[RoleReport]:
+        """One optimizer step of these roles. `settings`: the policy's."""
         policy = self._plan.roles[0]
         trained = await asyncio.gather(
-            *(task.optim_step(lr if task.plan is policy else None) for task in reversed(tasks))
+            *(task.optim_step(settings if task.plan is policy else StepSettings()) for task in reversed(tasks))
         )
         require_finite(tasks[0].rollout_id, trained)
         return trained

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from slime_core.config.roles import CREDIT_COLUMNS, RolePlan, Scoring
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import RoutingReplay
 from slime_core.errors import NonfiniteWeights
 from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import Dispatch, TrainGroup
 
 
@@ -70,16 +72,16 @@ class RoleTask:
 
     async def forward_backward(
         self, dispatch: Dispatch, columns: TokenColumns, step: int, other: OtherObjective | None
-    ) -> None:
+    ) -> Gradients:
         """Adds the gradients of one optimizer step. `other`: a loss instead of the recipe's."""
         chosen = columns.only(self.plan.columns if other is None else CREDIT_COLUMNS | other.columns)
         async with self.trainers.turn():
-            await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
+            return await self.trainers.forward_backward(dispatch, chosen, step, self.rollout_id, other)
 
-    async def optim_step(self, lr: float | None) -> RoleReport:
+    async def optim_step(self, settings: StepSettings) -> RoleReport:
         async with self.trainers.turn():
             began = time.perf_counter()
-            trained = await self.trainers.optim_step(lr)
+            trained = await self.trainers.optim_step(settings)
             seconds = time.perf_counter() - began
             return RoleReport(plan=self.plan, steps=trained.metrics, nonfinite=trained.nonfinite, seconds=seconds)
 

@@ -49,6 +49,7 @@ class EngineEpisode:
     scorer: Scorer | None = None
     routed_experts: bool = False
     """Requests expert ids."""
+    adapter: str | None = None
     trained_versions: Callable[[], range] = lambda: range(1)
     request_ids: list[str] = field(default_factory=list, init=False)
     unfinished: set[str] = field(default_factory=set, init=False)
@@ -94,6 +95,7 @@ class EngineEpisode:
             seed=request_seed(self.seed, self.scope, self.prompt.group_index, self.position, turn),
             session_id=self._id,
             images=images_of(self.prompt, token_ids),
+            adapter=self.adapter,
             routed_experts_from=None if self._routed is None else self._routed.known(token_ids),
         )
         self.request_ids.append(request.request_id)

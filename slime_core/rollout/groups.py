@@ -61,6 +61,8 @@ class GroupSettings:
     """Kept tokens are masked if a newer policy continued the response."""
     routed_experts: bool = False
     """Samples need the engines' expert ids."""
+    adapter: str | None = None
+    """See `GenerateRequest.adapter`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False)
@@ -174,6 +176,7 @@ class GroupRunner:
                 kept=kept[0] if len(kept) == 1 else None,
                 scorer=None if self.rewards is None else self.score,
                 routed_experts=self.settings.routed_experts,
+                adapter=self.settings.adapter,
                 trained_versions=self.versions,
             )
             running.episodes.append(episode)

@@ -80,6 +80,8 @@ class GenerateRequest:
     """Images of the prompt in `token_ids`, in the order of their image tokens (`Capability.IMAGES`)."""
     text: str | None = None
     """A prompt as text, with empty `token_ids`: a middleware must tokenize it. None: the prompt is in `token_ids`."""
+    adapter: str | None = None
+    """Loaded adapter whose weights are added to the engine's (`Capability.ADAPTERS`); None: none."""
     routed_experts_from: int | None = None
     """Requests expert ids from this position on, at most P (`Capability.ROUTED_EXPERTS`); None: no expert ids."""
 

@@ -44,7 +44,7 @@ class ColocationManager:
         """`devices`: the policy's. `engines`: awake. `shared`: the engines run on `devices`."""
         self._devices = devices
         self._engines = engines if offload_rollout else None
-        self._offloads = shared and (offload_rollout or devices.offload)
+        self.offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(MemoryTag)
         self._leaving: set[asyncio.Future[None]] = set()
         self._phase = asyncio.Lock()
@@ -54,7 +54,7 @@ class ColocationManager:
     async def exclusive(self) -> AsyncIterator[None]:
         """Inside, only this task can begin a phase."""
         task = asyncio.current_task()
-        if not self._offloads or self._holder is task:
+        if not self.offloads or self._holder is task:
             yield
             return
         async with self._phase:
@@ -78,12 +78,12 @@ class ColocationManager:
 
     async def settle(self, engine: EngineGroup) -> None:
         """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
-        if self._offloads and self._engines is not None:
+        if self.offloads and self._engines is not None:
             await engine.call_all("sleep", in_order(frozenset(MemoryTag)))
 
     async def rollout(self, *, joining: EngineGroup | None = None) -> None:
         """Begins the phase ROLLOUT, in which engines generate. `joining`: an engine that is not in service yet."""
-        if self._offloads:
+        if self.offloads:
             async with self.exclusive():
                 await self._devices.vacate()
                 await self._wake(Phase.ROLLOUT, joining)
@@ -91,7 +91,7 @@ class ColocationManager:
     @contextlib.asynccontextmanager
     async def train(self) -> AsyncIterator[None]:
         """Inside, roles may take their turns; no engine generates."""
-        if not self._offloads:
+        if not self.offloads:
             yield
             return
         async with self.exclusive():
@@ -101,7 +101,7 @@ class ColocationManager:
     @contextlib.asynccontextmanager
     async def sync(self, policy: DeviceUser, *, joining: EngineGroup | None = None) -> AsyncIterator[None]:
         """Inside, the policy's weights can be sent to the engines, which are paused. It is the policy's turn."""
-        if not self._offloads:
+        if not self.offloads:
             async with self._devices.turn(policy):
                 yield
             return

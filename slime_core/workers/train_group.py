@@ -15,6 +15,7 @@ import numpy as np
 from slime_core.algorithm.flops import ModelShape
 from slime_core.algorithm.micro_batches import MicroBatchLimits, StepPlan, plan_step
 from slime_core.contracts.backend import ACTOR, Layout
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.setup import EngineEndpoint
 from slime_core.contracts.transport import SentReport
 from slime_core.types.batch import Batch, Float32, Int64, TokenColumns
@@ -22,6 +23,7 @@ from slime_core.types.report import StepReport
 from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher, RankHandle
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 
 WORTH_SHARING: Final = 0.05
 """Part of a batch's tokens that are prompts of an earlier sample."""
@@ -140,6 +142,9 @@ class TrainGroup:
                 for rank, shard in self._with_shards(dispatch)
             )
         )
+        return self._columns(dispatch, responses)
+
+    def _columns(self, dispatch: Dispatch, responses: Sequence[Mapping[str, Float32]]) -> Mapping[str, Float32]:
         columns: dict[str, Float32] = {}
         for layout, response in zip(self.layouts, responses, strict=True):
             if not layout.reports:
@@ -164,10 +169,10 @@ class TrainGroup:
 
     async def forward_backward(
         self, dispatch: Dispatch, columns: TokenColumns, step: int, rollout_id: int, other: OtherObjective | None = None
-    ) -> None:
+    ) -> Gradients:
         """Adds the gradients of one optimizer step's micro-batches on every rank. `other`: see `TrainWorker`."""
         shared = self._share(dispatch, columns)
-        await asyncio.gather(
+        responses = await asyncio.gather(
             *(
                 rank.call(
                     "forward_backward", shard.shared, shared[layout.dp_rank], shard.steps[step], rollout_id, other
@@ -175,10 +180,13 @@ class TrainGroup:
                 for (rank, shard), layout in zip(self._with_shards(dispatch), self.layouts, strict=True)
             )
         )
+        loss = sum(loss for layout, (loss, _) in zip(self.layouts, responses, strict=True) if layout.reports)
+        found = self._columns(dispatch, [own for _, own in responses])
+        return Gradients(loss, found.get("log_probs", np.full(len(dispatch.batch.mask), np.nan, np.float32)))
 
-    async def optim_step(self, lr: float | None = None) -> TrainedSteps:
-        """One optimizer step with the gradients so far. `lr`: see `TrainBackend.optim_step`."""
-        return self._joined([[report] for report in await self.call_all("optim_step", lr)])
+    async def optim_step(self, settings: StepSettings = StepSettings()) -> TrainedSteps:
+        """One optimizer step with the gradients so far."""
+        return self._joined([[report] for report in await self.call_all("optim_step", settings)])
 
     def _share(self, dispatch: Dispatch, columns: TokenColumns) -> list[Any]:
         """Each shard's rows, as returned by `Launcher.share`."""

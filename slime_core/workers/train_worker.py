@@ -8,16 +8,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.config.part import PluginSpec
-from slime_core.contracts.backend import ACTOR, Layout, Objective, TrainBackend
+from slime_core.contracts.backend import ACTOR, Layout, Objective, Scores, TrainBackend
 from slime_core.contracts.media import Media, MediaPacker
-from slime_core.contracts.optimizer import ChosenOptimizer
+from slime_core.contracts.optimizer import ChosenOptimizer, StepSettings
 from slime_core.contracts.setup import EngineEndpoint, TrainerSetup
 from slime_core.contracts.transport import SenderSetup, SentReport, WeightSender
 from slime_core.errors import EngineError
@@ -31,6 +31,7 @@ from slime_core.workers.engine_format import EngineFormat, converted
 from slime_core.workers.micro_batch_memory import SCORING, TRAINING, MicroBatchMemory
 from slime_core.workers.objective import ObjectiveSpec, OtherObjective
 from slime_core.workers.profile import Profile, ProfilePlan
+from slime_core.workers.recorded_objective import RecordedObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,18 +107,11 @@ class TrainWorker:
     ) -> Mapping[str, Float32]:
         """Columns over the shard's response tokens, NaN where another context-parallel rank holds the token."""
         score = partial(self._backend.forward_only, weights=weights, entropy=entropy)
-        columns: dict[str, Float32] = {}
         with self._profile.around("train_log_probs"):
             scored, micros = self._memory.fit(
                 score, partial(self._packed, shard, None), micros, shard.total_length, SCORING
             )
-        for samples, scores in zip(micros, scored, strict=True):
-            rows = shard.response_rows(samples)
-            held = rows if scores.rows is None else rows[scores.rows]
-            for name, values in scores.present().items():
-                column = columns.setdefault(name, np.full(len(shard.mask), np.nan, np.float32))
-                column[held] = values
-        return columns
+        return columns_of(shard, micros, scored)
 
     def train(
         self, shard: Batch, columns: TokenColumns, steps: Sequence[Sequence[Int64]], rollout_id: int
@@ -142,8 +136,9 @@ class TrainWorker:
         micros: Sequence[Int64],
         rollout_id: int,
         other: OtherObjective | None = None,
-    ) -> None:
-        """Adds the gradients of these micro-batches to those since the last `optim_step`. `other`: instead of the run's."""
+    ) -> tuple[float, Mapping[str, Float32]]:
+        """Adds the gradients of these micro-batches to those since the last `optim_step`, and returns their loss and columns as
+        `forward_only` does. `other`: instead of the run's."""
         objective = self._objective
         if other is not None:
             if self._other is None or self._other[0] != other:
@@ -152,15 +147,18 @@ class TrainWorker:
         if rollout_id != self._rollout_id:
             self._backend.begin_rollout(rollout_id)
             self._rollout_id = rollout_id
-        call, pack = partial(self._backend.forward_backward, objective=objective), partial(self._packed, shard, columns)
+        recorded = RecordedObjective(objective)
+        call, pack = partial(recorded.around, self._backend.forward_backward), partial(self._packed, shard, columns)
         repeat = not self._has_gradients
         self._has_gradients = False
-        self._memory.fit(call, pack, micros, shard.total_length, TRAINING, may_repeat=repeat)
+        _, micros = self._memory.fit(call, pack, micros, shard.total_length, TRAINING, may_repeat=repeat)
         self._has_gradients = True
+        loss, scored = recorded.results()
+        return loss, columns_of(shard, micros, scored)
 
-    def optim_step(self, lr: float | None = None) -> StepReport:
+    def optim_step(self, settings: StepSettings = StepSettings()) -> StepReport:
         self._has_gradients = False
-        return replace(self._backend.optim_step(lr=lr), split_micro_batches=self._memory.take_splits())
+        return replace(self._backend.optim_step(settings), split_micro_batches=self._memory.take_splits())
 
     def _packed(self, shard: Batch, columns: TokenColumns | None, micros: Sequence[Int64]) -> list[MicroBatch]:
         pack = partial(pack_micro_batch, columns=columns, temperature=self._spec.temperature, pixels=self._pixels)
@@ -210,6 +208,10 @@ class TrainWorker:
     def update_frozen_model(self, name: str) -> None:
         self._backend.update_frozen_model(name)
 
+    def of_backend(self, method: str, *args: Any) -> Any:
+        """Calls a method that this backend has beside those of its contract."""
+        return getattr(self._backend, method)(*args)
+
     def sleep(self, keep_weights: bool = False) -> None:
         self._backend.sleep(keep_weights)
 
@@ -223,6 +225,19 @@ class TrainWorker:
             stack.callback(self._writer.shutdown)
             if self._sender is not None:
                 stack.callback(self._sender.close)
+
+
+def columns_of(shard: Batch, micros: Sequence[Int64], scored: Sequence[Scores]) -> Mapping[str, Float32]:
+    """Over the shard's response tokens, NaN where no micro-batch has the token or another rank holds it. `scored`: of each
+    micro-batch, or empty."""
+    columns: dict[str, Float32] = {}
+    for samples, scores in zip(micros, scored, strict=bool(scored)):
+        rows = shard.response_rows(samples)
+        held = rows if scores.rows is None else rows[scores.rows]
+        for name, values in scores.present().items():
+            column = columns.setdefault(name, np.full(len(shard.mask), np.nan, np.float32))
+            column[held] = values
+    return columns
 
 
 def use_device(setup: TrainerSetup) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-KERNEL_LINES: Final = 20_580
+KERNEL_LINES: Final = 20_680
 FUNCTION_LINES: Final = 60
 CLASS_LINES: Final = 250
 TOP_MODULES: Final = {"__init__", "errors", "groups", "plugin", "testing"}
@@ -19,6 +19,8 @@ LARGE_CLASSES: Final = {
     "Session": "the verbs of a run over one state, most of them a few lines",
     "RayLauncher": "the launcher contract over one cluster",
     "FsdpBackend": "the backend contract over one trainer: a method for each call",
+    "LocalEngine": "the engine contract over one task that runs the decoders: a method for each call",
+    "TrainingSession": "the calls of a loop of one's own: a docstring and a line each",
     "MegatronBackend": "the backend contract over one trainer: a method for each call",
 }
 """Class to why it is not two."""

@@ -6,7 +6,8 @@ Legend: T response tokens of a micro-batch that this rank holds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,27 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_core.contracts.backend import ACTOR, Objective, ObjectiveOutput, Scores
-from slime_core.errors import ModelError, TrainingError
+from slime_core.atomic_io.storage import storage_error
+from slime_core.contracts.backend import ACTOR, Objective, ObjectiveOutput, OutOfDeviceMemory, Scores
+from slime_core.contracts.optimizer import StepSettings
+from slime_core.errors import ConfigError, ModelError, TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
+from slime_core.types.weights import Bucket
+from slime_core.workers.buckets import make_bucket
 from slime_fsdp import checkpoint
 from slime_fsdp.adapters import base_name, config_file_of, copy_trained, is_adapter, replaced, trained_parameters
 from slime_fsdp.architecture import differences
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.export import adapter_tensors, base_shapes, copy_weights, frozen_names, whole_tensors, write_folder
+from slime_fsdp.held_adapters import Accumulated, HeldAdapter, HeldAdapters, sum_gradients
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
     make_state,
     optimizer_tensors,
     scale_gradients,
+    set_step,
 )
 from slime_fsdp.optimizer_step import OptimizerStep
 from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
+from slime_training.adapters.backend import AdapterBackend
+from slime_training.adapters.shape import AdapterShape
+from slime_training.collective_errors import raise_on_all_ranks
 from slime_training.context_parallel import segments_of
 from slime_training.device_memory import reports_out_of_memory
 from slime_training.finite_state import StateTensor
@@ -48,7 +58,7 @@ from slime_training.scores import scores_of
 from slime_training.trainer_backend import TrainerBackend
 
 
-class FsdpBackend(TrainerBackend[Trainer]):
+class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
     def __init__(self, config: FsdpConfig) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
@@ -58,8 +68,12 @@ class FsdpBackend(TrainerBackend[Trainer]):
     ) -> list[Scores]:
         trainer = self._ready
         if weights == ACTOR:
-            return self._score(trainer.model, micros, entropy)
+            with self._adapted():
+                return self._score(trainer.model, micros, entropy)
         self._check_copy(weights)
+        if weights in trainer.base_copies:
+            with self._adapted(base=True):
+                return self._score(trainer.model, micros, entropy)
         if weights in trainer.frozen_models:
             return self._score(trainer.frozen_models[weights], micros, entropy)
         with replaced(trainer.model.model, trainer.adapter_copies[weights]):
@@ -80,16 +94,54 @@ class FsdpBackend(TrainerBackend[Trainer]):
     def _outputs(self, model: PackedModel, whole: MicroBatch, entropy: EntropyMode) -> tuple[MicroBatch, Outputs]:
         """With the part of `whole` that this rank holds under context parallelism."""
         micro, plan = prepare(self._ready, self._config, whole)
-        return micro, model(micro, plan, entropy)
+        adapters = self._ready.adapters
+        return micro, model(micro, plan, entropy, None if adapters is None else adapters.layers.used)
+
+    def _adapted(self, *, base: bool = False) -> AbstractContextManager[None]:
+        """Within, forwards are those of the adapter in use; `base`: of the base."""
+        adapters = self._ready.adapters
+        if adapters is None:
+            return nullcontext()
+        return adapters.using(None if base else adapters.used)
+
+    @property
+    def _trained(self) -> Trainer | HeldAdapter:
+        """Whose gradients and steps the next calls are. TrainingError for a base without an adapter in use."""
+        trainer = self._ready
+        if trainer.adapters is None:
+            return trainer
+        if trainer.adapters.used is None:
+            raise TrainingError(
+                "the base of adapters is frozen (backend.max_adapters), so it has no gradients: train an adapter "
+                "(session.add_adapter), or leave backend.max_adapters out."
+            )
+        return trainer.adapters.used
 
     def forward_backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
+        trained = self._trained
+        if not isinstance(trained, HeldAdapter):
+            self._accumulate(trained, micros, objective)
+            return
+        # Each call alone, so that what earlier ones have added up is there after an error.
+        earlier = Accumulated.taken(trained)
+        try:
+            with self._adapted():
+                self._accumulate(trained, micros, objective)
+        except OutOfDeviceMemory:
+            if earlier is not None:
+                earlier.put_back(trained)
+            raise
+        if earlier is not None:
+            earlier.add(trained)
+
+    def _accumulate(self, trained: Trainer | HeldAdapter, micros: Sequence[MicroBatch], objective: Objective) -> None:
         trainer = self._ready
         entropy = requested_entropy(objective)
-        if trainer.step is None:
-            trainer.step = OptimizerStep.begun(trainer.model, trainer.placement.device)
+        if trained.step is None:
+            trained.step = OptimizerStep.begun(trained.trained(), trainer.placement.device)
         else:
-            trainer.step.gradients.take()
-        step = trainer.step
+            trained.step.gradients.take()
+        step = trained.step
         for number, whole in enumerate(micros, start=1):
             self._sync_gradients(number == len(micros))
             with reports_out_of_memory(number - 1, self._drop_gradients):
@@ -98,22 +150,26 @@ class FsdpBackend(TrainerBackend[Trainer]):
                 step.gradients.take()
             step.add(result)
 
-    def optim_step(self, *, lr: float | None = None) -> StepReport:
-        trainer = self._ready
-        step, trainer.step = trainer.step, None
+    def optim_step(self, settings: StepSettings = StepSettings()) -> StepReport:
+        trainer, trained = self._ready, self._trained
+        step, trained.step = trained.step, None
         if step is None:
             raise TrainingError("optim_step without gradients: call forward_backward first.")
         step.gradients.give()
+        if isinstance(trained, HeldAdapter):
+            sum_gradients(step.parameters, trainer.ranks.group)
         norm = gradient_norm(step.parameters).to(step.loss.device)
         finite = trainer.ranks.all_agree(step.loss.isfinite() & norm.isfinite())
         # One transfer to the host for all metrics of the step.
         grad_norm, is_finite, *totals = torch.stack(
             [norm.double(), finite.double(), *(value.double() for value in step.sums.values())]
         ).tolist()
-        lr = learning_rate(trainer.setup.optimizer, trainer.steps_done, trainer.setup.total_steps) if lr is None else lr
+        lr = settings.lr
+        if lr is None:
+            lr = learning_rate(trainer.setup.optimizer, trained.steps_done, trainer.setup.total_steps)
         if is_finite:
-            self._step(step.parameters, grad_norm, lr)
-        trainer.optimizer.zero_grad(set_to_none=True)
+            self._step(trained, step.parameters, grad_norm, settings, lr)
+        trained.optimizer.zero_grad(set_to_none=True)
         return StepReport(
             sums=dict(zip(step.sums, totals, strict=True)),
             grad_norm=grad_norm,
@@ -138,20 +194,26 @@ class FsdpBackend(TrainerBackend[Trainer]):
         return replace(result, loss=result.loss.detach())
 
     def _drop_gradients(self) -> None:
-        trainer = self._ready
-        trainer.step = None
-        forget_iteration(trainer.model)
-        trainer.optimizer.zero_grad(set_to_none=True)
+        trained = self._trained
+        trained.step = None
+        forget_iteration(self._ready.model)
+        trained.optimizer.zero_grad(set_to_none=True)
 
-    def _step(self, parameters: Sequence[torch.nn.Parameter], grad_norm: float, lr: float) -> None:
-        trainer = self._ready
-        limit = trainer.setup.optimizer.clip_grad
+    def _step(
+        self,
+        trained: Trainer | HeldAdapter,
+        parameters: Sequence[torch.nn.Parameter],
+        grad_norm: float,
+        settings: StepSettings,
+        lr: float,
+    ) -> None:
+        keys = self._ready.setup.optimizer
+        limit = keys.clip_grad if settings.clip_grad is None else settings.clip_grad
         if 0 < limit < grad_norm:
             scale_gradients(parameters, limit / grad_norm)
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = lr
-        trainer.optimizer.step()
-        trainer.steps_done += 1
+        set_step(trained.optimizer, keys, settings, lr)
+        trained.optimizer.step()
+        trained.steps_done += 1
 
     def _sync_gradients(self, last: bool) -> None:
         trainer = self._ready
@@ -162,7 +224,8 @@ class FsdpBackend(TrainerBackend[Trainer]):
             shard.set_requires_gradient_sync(each or last, recurse=False)
 
     def _check_copy(self, name: str) -> None:
-        require_copy(name, [*self._ready.frozen_models, *self._ready.adapter_copies])
+        trainer = self._ready
+        require_copy(name, [*trainer.frozen_models, *trainer.adapter_copies, *trainer.base_copies])
 
     def export_weights(self, *, all_ranks: bool = False) -> Iterator[Mapping[str, Tensor] | None]:
         trainer = self._ready
@@ -179,6 +242,40 @@ class FsdpBackend(TrainerBackend[Trainer]):
 
     def adapter_config(self) -> Mapping[str, Any]:
         return config_file_of(self._ready.model.adapters)
+
+    def use_adapter(self, name: str | None) -> None:
+        self._adapters.use(name)
+
+    def add_adapter(self, name: str, shape: AdapterShape, seed: int) -> None:
+        self._adapters.add(name, shape, seed)
+
+    def load_adapter(self, name: str, folder: Path, optimizer: bool) -> int:
+        return self._adapters.load(name, folder, optimizer)
+
+    def remove_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
+
+    def save_adapter(self, name: str, folder: Path, optimizer: bool) -> None:
+        adapters, ranks = self._adapters, self._ready.ranks
+        write = partial(adapters.save, name, folder, optimizer) if ranks.is_first else lambda: None
+        try:
+            raise_on_all_ranks(write, ranks.group, self._ready.setup.world_size)
+        except OSError as error:
+            raise storage_error(folder, error) from error
+
+    def export_adapter_of(self, name: str) -> Bucket | None:
+        trainer = self._ready
+        if not trainer.ranks.is_first:
+            return None
+        tensors = self._adapters.named(name).low_rank.tensors()
+        stored = [(name, tensor.detach().to(trainer.placement.compute_dtype)) for name, tensor in tensors.items()]
+        return make_bucket(stored, version=0, index=0, last=True)
+
+    @property
+    def _adapters(self) -> HeldAdapters:
+        if (adapters := self._ready.adapters) is None:
+            raise ConfigError("backend fsdp trains the weights themselves here. Set backend.max_adapters.")
+        return adapters
 
     def save_hf(self, folder: Path) -> None:
         trainer = self._ready
@@ -239,6 +336,10 @@ class FsdpBackend(TrainerBackend[Trainer]):
             tensors |= {f"copy.{copy}.{name}": state[name] for name in trainer.frozen_models[copy].weight_names}
         return tensors
 
+    def _state(self) -> Iterator[StateTensor]:
+        adapters = self._ready.adapters
+        return super()._state() if adapters is None or adapters.used is None else adapters.used.state()
+
     @torch.no_grad()
     def _weights(self) -> Iterator[StateTensor]:
         trainer = self._ready
@@ -265,6 +366,8 @@ class FsdpBackend(TrainerBackend[Trainer]):
     def update_frozen_model(self, name: str) -> None:
         trainer = self._ready
         self._check_copy(name)
+        if name in trainer.base_copies:
+            return
         if name in trainer.adapter_copies:
             copy_trained(trainer.model.model, trainer.adapter_copies[name])
         else:
@@ -291,6 +394,9 @@ class FsdpBackend(TrainerBackend[Trainer]):
         trainer = self._ready
         trainer.step = None
         trainer.optimizer.zero_grad(set_to_none=True)
+        for held in self._held:
+            held.step = None
+            held.optimizer.zero_grad(set_to_none=True)
         trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()
 
@@ -306,6 +412,13 @@ class FsdpBackend(TrainerBackend[Trainer]):
             yield from map(local, values.values())
         for state in trainer.optimizer.state.values():
             yield from (local(value) for value in state.values() if isinstance(value, Tensor))
+        for held in self._held:
+            yield from held.tensors()
+
+    @property
+    def _held(self) -> Iterable[HeldAdapter]:
+        adapters = self._ready.adapters
+        return () if adapters is None else adapters.held.values()
 
 
 def tensors_of(model: torch.nn.Module) -> list[Tensor]:

@@ -74,6 +74,10 @@ class FsdpConfig(DriverConfig):
     """Folder of a LoRA adapter in peft's format to resume from; its adapter_config.json sets rank, alpha and target
     modules."""
 
+    max_adapters: int = Field(0, ge=0)
+    """Freeze the weights and hold up to this many LoRA adapters over them, each with its own optimizer, for a loop of one's
+    own (`session.add_adapter`); 0: none."""
+
     @property
     def trains_adapters(self) -> bool:
         return self.lora_rank > 0 or self.lora_adapter_path is not None
@@ -122,7 +126,7 @@ def problems_of(config: FsdpConfig, world_size: int, model_config: Mapping[str, 
     problems = option_problems(config, world_size)
     if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
         problems += linear_attention_problems(config)
-    return problems + adapter_problems(config) + model_problems(model_config)
+    return problems + adapter_problems(config) + held_adapter_problems(config) + model_problems(model_config)
 
 
 def option_problems(config: FsdpConfig, world_size: int) -> list[str]:
@@ -193,6 +197,29 @@ def adapter_problems(config: FsdpConfig) -> list[str]:
         ]
     problems += [
         f"backend.{name}: with LoRA only the adapters are trained. Choose them by backend.target_modules."
+        for name in ("freeze_params_name_list", "only_train_params_name_list")
+        if getattr(config, name)
+    ]
+    return problems
+
+
+def held_adapter_problems(config: FsdpConfig) -> list[str]:
+    if not config.max_adapters:
+        return []
+    where = f"backend.max_adapters = {config.max_adapters}"
+    problems = []
+    if config.trains_adapters:
+        problems.append(
+            f"{where}: leave lora_rank and lora_adapter_path out; each adapter gets its rank when it is added."
+        )
+    if config.compile:
+        problems.append(f"{where}: compiled layers have no adapters. Leave backend.compile out.")
+    if config.rounds_state:
+        problems.append(
+            f"{where}: adapters are small and stay in float32. Leave main_params_dtype, exp_avg_dtype and exp_avg_sq_dtype out."
+        )
+    problems += [
+        f"{where}: no weight of the base is trained. Leave backend.{name} out."
         for name in ("freeze_params_name_list", "only_train_params_name_list")
         if getattr(config, name)
     ]

@@ -23,13 +23,14 @@ def log_probs_of(
     chunk: int,
     entropy: EntropyMode,
     fuse: bool = False,
+    added_VR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns log softmax(z)[target] and, if requested, -sum p log p, float32 (T,), with z = (h W' + b) / temperature.
 
-    `fuse`: see `ChunkedLMHead`.
+    `fuse`, `added_VR`: see `ChunkedLMHead`.
     """
     log_probs, entropies = LinearLogProbs.apply(
-        hidden_TH, weight_VH, bias_V, targets_T, temperature, chunk, entropy, fuse
+        hidden_TH, weight_VH, bias_V, targets_T, temperature, chunk, entropy, fuse, added_VR
     )
     return log_probs, None if entropy == "none" else entropies
 
@@ -46,8 +47,11 @@ class LinearLogProbs(torch.autograd.Function):
         chunk: int,
         entropy: EntropyMode,
         fuse: bool,
+        added_VR: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        head = ChunkedLMHead(weight_VH=weight_VH, bias_V=bias_V, temperature=temperature, chunk=chunk, fuse=fuse)
+        head = ChunkedLMHead(
+            weight_VH=weight_VH, bias_V=bias_V, temperature=temperature, chunk=chunk, fuse=fuse, added_VR=added_VR
+        )
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs = torch.empty(len(targets_T), dtype=dtype, device=hidden_TH.device)
         log_sums, entropies = torch.empty_like(log_probs), torch.empty_like(log_probs)
@@ -59,7 +63,7 @@ class LinearLogProbs(torch.autograd.Function):
             log_probs[part] = chosen_C - log_sums_C
             if entropies_C is not None:
                 entropies[part] = entropies_C
-        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, log_probs, log_sums, entropies)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, log_probs, log_sums, entropies, added_VR)
         ctx.temperature, ctx.chunk, ctx.fuse = temperature, chunk, fuse
         ctx.set_materialize_grads(False)
         if entropy != "gradient":
@@ -68,11 +72,16 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, bias_V, targets_T, log_probs, log_sums, entropies = ctx.saved_tensors
+        hidden_TH, weight_VH, bias_V, targets_T, log_probs, log_sums, entropies, added_VR = ctx.saved_tensors
         head = ChunkedLMHead(
-            weight_VH=weight_VH, bias_V=bias_V, temperature=ctx.temperature, chunk=ctx.chunk, fuse=ctx.fuse
+            weight_VH=weight_VH,
+            bias_V=bias_V,
+            temperature=ctx.temperature,
+            chunk=ctx.chunk,
+            fuse=ctx.fuse,
+            added_VR=added_VR,
         )
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         found = Found(log_probs_T=log_probs, log_sums_T=log_sums, entropies_T=entropies)
         gradients = head.gradients(hidden_TH, targets_T, None, found, *grads, of_weight=of_weight, of_bias=of_bias)
-        return *gradients, None, None, None, None, None
+        return *gradients[:3], None, None, None, None, None, gradients.added

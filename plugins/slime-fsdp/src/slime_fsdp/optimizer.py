@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState
+from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState, StepSettings
 from slime_core.errors import CheckpointError, ConfigError
 from slime_fsdp.config import FsdpConfig, optimizer_problems
 from slime_training.rounded_adamw import local
@@ -21,17 +21,23 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Weight decay is decoupled and not applied to vectors (norms, biases)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+    if not trained and not options.max_adapters:
         raise ConfigError(
             "backend.freeze_params_name_list, only_train_params_name_list: they leave no parameter to train."
         )
+    return optimizer_of(trained, chosen, config, options)
+
+
+def optimizer_of(
+    trained: Sequence[nn.Parameter], chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
+) -> torch.optim.Optimizer:
+    """Of these parameters, of which there may be none."""
     if problems := optimizer_problems(options, config.optimizer, chosen.driver):
         raise ConfigError(problems)
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    vectors = [p for p in trained if p.ndim <= 1]
+    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay, "decays": True}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0, "decays": False})
     rounded = None
     if options.rounds_state:
         rounded = RoundedState(exp_avg=options.exp_avg_dtype, exp_avg_sq=options.exp_avg_sq_dtype)
@@ -49,6 +55,18 @@ def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) ->
     ratio = min((steps_done - warmup) / (last - warmup), 1.0)
     left = 1.0 - ratio if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * ratio))
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def set_step(optimizer: torch.optim.Optimizer, config: OptimizerConfig, settings: StepSettings, lr: float) -> None:
+    """The settings of the next step, in place of those of the one before."""
+    betas = (config.adam_beta1, config.adam_beta2) if settings.betas is None else settings.betas
+    eps = config.adam_eps if settings.eps is None else settings.eps
+    decay = config.weight_decay if settings.weight_decay is None else settings.weight_decay
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = decay if group["decays"] else 0.0
+        if "betas" in group:
+            group.update(betas=betas, eps=eps)
 
 
 class GradientSums:

@@ -25,8 +25,7 @@ class OptimizerStep:
     began: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def begun(cls, model: nn.Module, device: torch.device) -> OptimizerStep:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def begun(cls, parameters: Sequence[nn.Parameter], device: torch.device) -> OptimizerStep:
         return cls(parameters=parameters, gradients=GradientSums(parameters), loss=torch.zeros((), device=device))
 
     def add(self, result: ObjectiveOutput) -> None:

@@ -32,6 +32,8 @@ from slime_fsdp.linear_attention import delta_arguments, delta_nets, pack_delta_
 from slime_fsdp.log_probs import log_probs_of
 from slime_fsdp.supported_models import WITH_IMAGES
 from slime_fsdp.vision import hidden_states
+from slime_training.adapters.low_rank import LowRank
+from slime_training.adapters.shape import name_of
 from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
@@ -87,12 +89,17 @@ class PackedModel(nn.Module):
         """If True, positions are (4, N)."""
         return self.model.config.model_type in WITH_IMAGES
 
-    def forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none") -> Outputs:
+    def forward(
+        self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none", adapter: LowRank | None = None
+    ) -> Outputs:
+        """`adapter`: in use, for the head, whose weights are read instead of called."""
         # Only the forward: a backward need not be invariant.
         with InvariantKernels(GATHER_WEIGHTS) if self.true_on_policy else nullcontext():
-            return self._forward(micro, plan, entropy)
+            return self._forward(micro, plan, entropy, adapter)
 
-    def _forward(self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode) -> Outputs:
+    def _forward(
+        self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode, adapter: LowRank | None
+    ) -> Outputs:
         attention = attention_arguments(self.model, plan)
         if self.sees_images:
             hidden = hidden_states(self.model, micro, micro.position_ids, attention)
@@ -108,6 +115,10 @@ class PackedModel(nn.Module):
         if self.head == "value":
             return Outputs(values=values_of(hidden, self.model.score))
         linear = self.model.get_output_embeddings()
+        added = None
+        if adapter is not None and (reduced := adapter.reduced(self.head_name, hidden)) is not None:
+            hidden = torch.cat([hidden, reduced], -1)
+            added = adapter.layers[self.head_name].b_OR
         log_probs, entropies = log_probs_of(
             hidden,
             linear.weight,
@@ -117,8 +128,14 @@ class PackedModel(nn.Module):
             chunk=chunk_positions(linear.weight.shape[0], self.log_probs_chunk_size),
             entropy=entropy,
             fuse=self.fused_head,
+            added_VR=added,
         )
         return Outputs(log_probs=log_probs, entropy=entropies)
+
+    @cached_property
+    def head_name(self) -> str:
+        """Of the output layer, in the model."""
+        return name_of(self.model, self.model.get_output_embeddings())
 
     @cached_property
     def weight_names(self) -> list[str]:
@@ -225,7 +242,8 @@ def build_model(
         parameter.requires_grad_(trained and is_trained(name, parameter, config))
     kept = STORED[config.main_params_dtype] if trained else torch.float32
     wide = fp32_params(model, folder)
-    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=has_adapters)
+    on_base = has_adapters or (trained and config.max_adapters > 0)
+    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=on_base)
     store_parameters(model, kept, frozen, wide)
     # The same weights give the same bits, in any file.
     align(model)
@@ -298,6 +316,8 @@ def is_trained(name: str, parameter: nn.Parameter, config: FsdpConfig) -> bool:
     """Whether a parameter is trained. `name`: in the model as transformers or peft builds it."""
     if config.trains_adapters:
         return is_trained_with_adapters(name)
+    if config.max_adapters:
+        return False
     if not parameter.requires_grad:
         # Biases of routers, for which no loss has a gradient.
         return False

@@ -19,17 +19,19 @@ from slime_fsdp.config import (
     problems_of,
     true_on_policy_problems,
 )
+from slime_training.adapters.drivers import AdapterHolder
 from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
 
 
-class Fsdp(TrainerPlanner, BackendDriver):
+class Fsdp(TrainerPlanner, AdapterHolder, BackendDriver):
     """torch FSDP2 over the causal language models of transformers, on CPU (gloo) or GPU (NCCL)."""
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig
     provides: ClassVar[frozenset[Need]] = BackendDriver.provides | {Need.VALUES}
     supports_images: ClassVar[bool] = True
     supports_async_save: ClassVar[bool] = True
+    step_settings: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "eps", "weight_decay", "clip_grad"})
 
     @classmethod
     def build(cls, config: FsdpConfig) -> TrainBackend:
@@ -64,6 +66,10 @@ class Fsdp(TrainerPlanner, BackendDriver):
         rounds = chosen_optimizer(load.setup).driver.rounds_state
         of_states = [moments, {"main_params_dtype": "bf16", **moments}] if rounds else []
         return [*anywhere, *of_states, {"compile": True}, {"fsdp_cpu_offload": True}]
+
+    @classmethod
+    def max_adapters(cls, config: FsdpConfig) -> int:
+        return config.max_adapters
 
     @classmethod
     def adapter_rank(cls, config: FsdpConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime_core.contracts.backend import Layout
 from slime_core.contracts.optimizer import OptimizerDriver
@@ -15,6 +15,7 @@ from slime_fsdp.adapters import values_without_effect
 from slime_fsdp.config import FsdpConfig, layout_of
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.freed_memory import keep_freed_memory
+from slime_fsdp.held_adapters import HeldAdapters
 from slime_fsdp.optimizer import make_optimizer
 from slime_fsdp.optimizer_step import OptimizerStep
 from slime_fsdp.packed_model import PackedModel, Placement, build_model
@@ -45,9 +46,16 @@ class Trainer:
     steps_done: int = 0
     step: OptimizerStep | None = None
     """Begun by `forward_backward`, and not taken yet."""
+    adapters: HeldAdapters | None = None
+    """None: the weights are trained themselves."""
+    base_copies: frozenset[str] = frozenset()
+    """Frozen copies that are the base of the adapters."""
     offloader: TrainerOffloader
     staging: Staging | None = None
     checkpoint_groups: CheckpointGroups
+
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
 def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
@@ -81,7 +89,9 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
     on_base = {
         name
         for name, copy in copy_folders.items()
-        if model.adapters is not None and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
+        if (model.adapters is not None or config.max_adapters)
+        and setup.head == "lm"
+        and copy.path.resolve() == folder.path.resolve()
     }
     chosen = chosen_optimizer(setup)
     return Trainer(
@@ -98,8 +108,12 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
             for name, copy in copy_folders.items()
             if name not in on_base
         },
-        adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base)},
+        adapter_copies={name: values_without_effect(model.model) for name in sorted(on_base) if model.adapters},
+        base_copies=frozenset(on_base if config.max_adapters else ()),
         refreshed=set(),
         offloader=TrainerOffloader(device),
         checkpoint_groups=CheckpointGroups(ranks.group_for_saving),
+        adapters=HeldAdapters.of(model.model, folder.path, config, device, chosen, setup.optimizer)
+        if config.max_adapters
+        else None,
     )

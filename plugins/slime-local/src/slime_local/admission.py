@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -32,6 +32,8 @@ class Admission:
     max_running: int
     max_prefill_tokens: int
     kv_cache_bytes: int
+    held_elsewhere: Callable[[], int] = lambda: 0
+    """Bytes of `kv_cache_bytes` that other decoders use."""
     waiting: deque[RequestRow] = field(default_factory=deque)
 
     def may_admit(self, running: Sequence[RequestRow], token_bytes: int) -> bool:
@@ -44,11 +46,12 @@ class Admission:
 
     def _fits(self, row: RequestRow, running: Sequence[RequestRow], token_bytes: int) -> bool:
         longest = max(other.longest for other in (*running, row))
-        return (len(running) + 1) * longest * token_bytes <= self.kv_cache_bytes
+        return (len(running) + 1) * longest * token_bytes <= self.kv_cache_bytes - self.held_elsewhere()
 
     def take(self, running: Sequence[RequestRow], token_bytes: int) -> Admitted:
         """Takes rows from the head of the queue, at least one, and sets their `shared_tokens`."""
         longest = max((row.longest for row in running), default=0)
+        free_bytes = self.kv_cache_bytes - self.held_elsewhere()
         widest = 0
         admitted = Admitted([], [], [])
         places: dict[tuple[bytes, tuple[Image, ...]], int] = {}
@@ -58,7 +61,7 @@ class Admission:
             widest = max(widest, row.prompt_length)
             prompts = len(places) + (prompt not in places)
             memory = (len(running) + len(admitted.rows) + 1) * longest * token_bytes
-            if admitted.rows and (prompts * widest > self.max_prefill_tokens or memory > self.kv_cache_bytes):
+            if admitted.rows and (prompts * widest > self.max_prefill_tokens or memory > free_bytes):
                 break
             row.shared_tokens = row.prompt_length if prompt in places else 0
             if prompt not in places:

@@ -58,6 +58,12 @@ class Decoder:
     def busy(self) -> bool:
         return bool(self._admission.waiting or self._rows)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of its running sequences at their longest."""
+        longest = max((row.longest for row in self._rows), default=0)
+        return len(self._rows) * longest * self._slots.store.token_bytes
+
     def release(self) -> None:
         """Gives keys, values and all row buffers back."""
         if self.busy:

@@ -22,16 +22,18 @@ from slime_local.admission import Admission
 from slime_local.config import CAPABILITIES, LocalConfig
 from slime_local.decoder import Decoder
 from slime_local.image_inputs import ImageInputs, pictures_of
+from slime_local.loaded_adapters import LoadedAdapters
 from slime_local.model import RolloutModel, load_model
-from slime_local.request_checks import check_requests
+from slime_local.request_checks import check_prompts, check_requests
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.schedule import Gate
 from slime_local.stop_text import StopText
 from slime_local.threads import choose_threads, use_threads
 from slime_local.weights import WeightLoader
+from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
 
 
-class LocalEngine(RolloutEngine):
+class LocalEngine(RolloutEngine, AdapterEngine):
     """Continuous batching over a transformers model, in the event loop of the caller.
 
     One background task runs decode steps while there is work, and gives the loop a turn after each. The random draw
@@ -65,15 +67,12 @@ class LocalEngine(RolloutEngine):
         if self._model.device.type == "cpu":
             use_threads(choose_threads(self._config.threads, self._model.network.num_parameters()))
         self._stop_text = StopText(setup.model_path, setup.trust_remote_code)
-        self._decoder = Decoder(
+        self._decoder = self._new_decoder(setup)
+        self._adapters = LoadedAdapters(
             self._model,
-            self._stop_text,
-            engine_index=setup.index,
-            admission=Admission(
-                max_running=min(self._config.max_running, setup.max_batch),
-                max_prefill_tokens=self._config.max_prefill_tokens,
-                kv_cache_bytes=self._config.kv_cache_bytes,
-            ),
+            lambda: self._new_decoder(setup),
+            most=0 if setup.true_on_policy else self._config.max_adapters,
+            engine=f"engine {setup.index}",
         )
         self._gate = Gate(self._decoder, records=setup.records)
         self._loader = WeightLoader(self._model.network, setup.index)
@@ -84,9 +83,33 @@ class LocalEngine(RolloutEngine):
         capabilities = CAPABILITIES
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
+        elif self._config.max_adapters:
+            capabilities |= {Capability.ADAPTERS}
         if self._model.images is not None:
             capabilities |= {Capability.IMAGES, Capability.VIDEOS}
         return EngineInfo(capabilities=capabilities)
+
+    def _new_decoder(self, setup: EngineSetup) -> Decoder:
+        def held_elsewhere() -> int:
+            return sum(other.kv_bytes for other in self._decoders() if other is not made)
+
+        made = Decoder(
+            self._model,
+            self._stop_text,
+            engine_index=setup.index,
+            admission=Admission(
+                max_running=min(self._config.max_running, setup.max_batch),
+                max_prefill_tokens=self._config.max_prefill_tokens,
+                kv_cache_bytes=self._config.kv_cache_bytes,
+                held_elsewhere=held_elsewhere,
+            ),
+        )
+        return made
+
+    def _decoders(self) -> Iterator[Decoder]:
+        """Of requests without an adapter, and of each adapter."""
+        yield self._decoder
+        yield from self._adapters.decoders()
 
     # ---------------------------------------------------------------- the decode task
 
@@ -96,17 +119,24 @@ class LocalEngine(RolloutEngine):
             # An abort or a pause may have come between the wake-up and this turn.
             if not self._runnable.is_set():
                 continue
-            self._decoder.step()
-            self._gate.stepped()
-            self._consider()
-            await asyncio.sleep(0)
+            if self._decoder.busy and not self._gate.waits:
+                self._decoder.step()
+                self._gate.stepped()
+                self._consider()
+                await asyncio.sleep(0)
+            for step in self._adapters.turns():
+                if not self._runnable.is_set():
+                    break
+                step()
+                self._consider()
+                await asyncio.sleep(0)
 
     def _consider(self) -> None:
         """Lets the decode task run exactly when there is work and nothing holds it."""
         # In a replay the script decides when weights come; a pause may come sooner than in the recorded run.
-        held = self._gate.waits or (self._paused and not self._gate.scripted)
-        held = held or self._absent or self._loader.incomplete
-        if self._decoder.busy and not held:
+        held = (self._paused and not self._gate.scripted) or self._absent or self._loader.incomplete
+        busy = (self._decoder.busy and not self._gate.waits) or self._adapters.busy
+        if busy and not held:
             self._runnable.set()
         else:
             self._runnable.clear()
@@ -117,7 +147,8 @@ class LocalEngine(RolloutEngine):
         text = f"{type(cause).__name__}: {cause}" if cause is not None else "it was stopped"
         self._failure = EngineError(f"{self._name} does not decode any more: {text}.")
         self._failure.__cause__ = cause
-        self._decoder.fail(self._failure)
+        for decoder in self._decoders():
+            decoder.fail(self._failure)
 
     @property
     def _name(self) -> str:
@@ -153,17 +184,24 @@ class LocalEngine(RolloutEngine):
         setup = self._ready()
         if self._absent:
             raise EngineError(f"{self._name}: generate while asleep; call wake first.")
-        check_requests(requests, self._name, self._model, self._stop_text, self._decoder.request_ids)
-        rows = []
+        in_use = set().union(*(decoder.request_ids for decoder in self._decoders()))
+        check_requests(requests, self._name, self._model, self._stop_text, in_use)
+        adapters = {name: self._adapters.decoder(name) for request in requests if (name := request.adapter) is not None}
+        rows: dict[str | None, list[RequestRow]] = {}
         for place, request in enumerate(requests):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
-            rows.append(RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request)))
-        self._gate.submit(rows)
+            row = RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request))
+            rows.setdefault(request.adapter, []).append(row)
+        self._gate.submit(rows.pop(None, []))
+        for name, its in rows.items():
+            if name is not None:
+                adapters[name].submit(its)
         self._consider()
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            self._decoder.end(lambda row: row.ticket is ticket)
+            for decoder in self._decoders():
+                decoder.end(lambda row: row.ticket is ticket)
             self._consider()
             raise
 
@@ -180,7 +218,10 @@ class LocalEngine(RolloutEngine):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ids that are not running are ignored: they may just have ended."""
         self._ready()
-        self._gate.abort(None if request_ids is None else set(request_ids))
+        names = None if request_ids is None else set(request_ids)
+        self._gate.abort(names)
+        for decoder in self._adapters.decoders():
+            decoder.end(lambda row: names is None or row.request.request_id in names)
         self._consider()
 
     # ---------------------------------------------------------------- weights
@@ -208,7 +249,8 @@ class LocalEngine(RolloutEngine):
             complete = self._loader.load(bucket)
             if complete:
                 self._version = bucket.version
-                self._decoder.activate(bucket.version)
+                for decoder in self._decoders():
+                    decoder.activate(bucket.version)
                 self._gate.loaded(bucket.version)
         finally:
             self._consider()
@@ -221,6 +263,35 @@ class LocalEngine(RolloutEngine):
         """See `WeightLoader.checksum`."""
         self._ready()
         return self._loader.checksum()
+
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(self, name: str, scale: float, bucket: Bucket) -> None:
+        """See `LoadedAdapters.load`."""
+        self._ready()
+        self._adapters.load(name, scale, bucket)
+        self._adapters.decoder(name).activate(self._version)
+
+    async def drop_adapter(self, name: str) -> None:
+        self._ready()
+        self._adapters.drop(name)
+        self._consider()
+
+    async def prompt_log_probs(
+        self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
+    ) -> list[PromptLogProbs]:
+        self._ready()
+        if self._absent:
+            raise EngineError(f"{self._name}: prompt_log_probs while asleep; call wake first.")
+        check_prompts(prompts, top_k, self._name, self._model)
+        used = self._adapters.using(adapter)
+        found = []
+        for tokens in prompts:
+            with self._adapters.layers.using(used):
+                found.append(self._model.prompt_log_probs(tokens, top_k))
+            # Lets other tasks of this event loop run.
+            await asyncio.sleep(0)
+        return found
 
     # ---------------------------------------------------------------- scoring
 
@@ -253,8 +324,9 @@ class LocalEngine(RolloutEngine):
         """Frees keys and values, except those of requests that a pause holds; on a GPU the weights go to the host."""
         self._ready()
         chosen = frozenset(MemoryTag if tags is None else tags) - self._absent
-        if MemoryTag.KV_CACHE in chosen and not (self._paused and self._decoder.busy):
-            self._decoder.release()
+        for decoder in self._decoders() if MemoryTag.KV_CACHE in chosen else ():
+            if not (self._paused and decoder.busy):
+                decoder.release()
         self._absent |= chosen
         if MemoryTag.WEIGHTS in chosen and self._model.device.type == "cuda":
             self._model.network.to("cpu")

@@ -21,6 +21,7 @@ from slime_local.config import LocalConfig
 from slime_local.image_inputs import MODEL_TYPES
 from slime_local.kv_cache import LayerShape, ProbeView
 from slime_models.media.image_processor import ImageProcessor
+from slime_training.adapters.engine import PromptLogProbs
 from slime_training.alignment import align
 from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
@@ -83,6 +84,27 @@ class RolloutModel:
             chosen = rows.gather(1, ids[0, -count:, None])[:, 0] - rows.logsumexp(-1)
         found: npt.NDArray[np.float32] = chosen.cpu().numpy()
         return found
+
+    @torch.inference_mode()
+    def prompt_log_probs(self, tokens: npt.NDArray[np.int32], top_k: int) -> PromptLogProbs:
+        """Of one sequence of T >= 1 tokens."""
+        if len(tokens) < 2:
+            nothing = np.empty((0, top_k), np.float32)
+            return PromptLogProbs(
+                log_probs=np.empty(0, np.float32), top_ids=nothing.astype(np.int32), top_log_probs=nothing
+            )
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int64)).to(self.device)[None]
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        with self.kernels():
+            output = self.network(input_ids=ids, position_ids=positions, past_key_values=ProbeView(), use_cache=True)
+            log_probs_TV = self.log_softmax(output.logits[0, :-1].float())
+        chosen = log_probs_TV.gather(1, ids[0, 1:, None])[:, 0]
+        top, top_ids = log_probs_TV.topk(top_k, dim=-1)
+        return PromptLogProbs(
+            log_probs=chosen.cpu().numpy(),
+            top_ids=top_ids.to(torch.int32).cpu().numpy(),
+            top_log_probs=top.cpu().numpy(),
+        )
 
 
 def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.transport import TransportDriver
 from slime_local.config import CAPABILITIES, DirectConfig, LocalConfig
+from slime_training.adapters.drivers import AdapterSampler
 from slime_training.memory_plan import EnginePlanner, TransportPlanner
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from slime_training.memory_plan import EngineLoad, EngineMemory, TransportMemory
 
 
-class Local(EnginePlanner, EngineDriver):
+class Local(EnginePlanner, AdapterSampler, EngineDriver):
     """The embedded engine: continuous batching over a transformers model in this process, on a CPU or one GPU."""
 
     Config = LocalConfig
@@ -25,7 +26,12 @@ class Local(EnginePlanner, EngineDriver):
         Capability.VIDEOS,
         Capability.BATCH_INVARIANT,
         Capability.TRUE_ON_POLICY,
+        Capability.ADAPTERS,
     }
+
+    @classmethod
+    def max_adapters(cls, config: LocalConfig) -> int:
+        return config.max_adapters
 
     @classmethod
     def memory(cls, config: LocalConfig, load: EngineLoad) -> EngineMemory:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime_core.contracts.backend import ACTOR, Objective, Scores
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.errors import TrainingError
 from slime_core.types.microbatch import MicroBatch
 from slime_core.types.report import StepReport
@@ -169,16 +170,16 @@ class MegatronBackend(TrainerBackend[Trainer]):
         if trainer.num_ahead:
             drop_embedding(trainer.bare)
 
-    def optim_step(self, *, lr: float | None = None) -> StepReport:
+    def optim_step(self, settings: StepSettings = StepSettings()) -> StepReport:
         trainer = self._ready
         step, trainer.step = trainer.step, None
         if step is None:
             raise TrainingError("optim_step without gradients: call forward_backward first.")
         loss, sums = reduce_metrics(step.found, trainer.placement.device)
-        if lr is not None:
+        if settings.lr is not None:
             # The next step sets them to the schedule's.
             for group in trainer.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = settings.lr
         lr = float(trainer.optimizer.param_groups[0]["lr"])
         grad_norm, finite = is_finite_step(trainer.optimizer, loss, trainer.ranks)
         nonfinite = None

@@ -94,7 +94,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         if len(weight_VH):
             head = head_of(weight_VH, ctx.temperature, ctx.chunk)
-            grad_hidden, grad_weight, _ = head.gradients(
+            grad_hidden, grad_weight, *_ = head.gradients(
                 hidden_TH,
                 *held_targets(targets_T, ctx.first, len(weight_VH)),
                 Found(log_probs_T=log_probs, log_sums_T=log_sums, entropies_T=entropies),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.errors import CheckpointError
 from slime_core.types.completion import FinishReason
 from slime_fsdp.backend import FsdpBackend
@@ -83,8 +84,8 @@ class CarelessChecks(FsdpBackend):
     def forward_backward(self, micros, objective):
         super().forward_backward(micros, scaled(objective, 0.0) if objective.reads_values else objective)
 
-    def optim_step(self, *, lr=None):
-        return replace(super().optim_step(lr=lr), skipped=False, nonfinite=None)
+    def optim_step(self, settings=StepSettings()):
+        return replace(super().optim_step(settings), skipped=False, nonfinite=None)
 
     def update_frozen_model(self, name):
         pass

@@ -56,13 +56,7 @@ class LiveRun:
     def do(self, work: Callable[[], Coroutine[Any, Any, T]], *, interrupt: Callable[[], object] | None = None) -> T:
         """Runs it in the run's loop, after all earlier work, and returns its result. If this thread is interrupted, the work
         is cancelled, and KeyboardInterrupt raised; with `interrupt` that is called instead, and the result awaited."""
-        if threading.current_thread() is self._thread:
-            raise SlimeError(
-                "this session was called from one of its own observers or plugins, which it would have to wait for. Call it "
-                "after the call that they observe has returned."
-            )
-        if self.is_closed:
-            raise SlimeError("this session is closed: open it again.")
+        self._require_open()
         future = asyncio.run_coroutine_threadsafe(self._in_turn(work), self._loop)
         try:
             return future.result()
@@ -75,6 +69,12 @@ class LiveRun:
             self._loop.call_soon_threadsafe(interrupt)
             return future.result()
 
+    def begin(self, work: Callable[[], Coroutine[Any, Any, T]], *, in_turn: bool = False) -> Future[T]:
+        """Runs it in the run's loop beside other work, or, `in_turn`, after all earlier work. Cancelling the future cancels
+        it."""
+        self._require_open()
+        return asyncio.run_coroutine_threadsafe(self._in_turn(work) if in_turn else work(), self._loop)
+
     def close(self, error: BaseException | None = None) -> None:
         """Stops everything that was started. `error`: what ends the session, for observers; it is not raised here. Raises what
         the end raises."""
@@ -85,6 +85,15 @@ class LiveRun:
             raised = self._ended.exception()
             if raised is not None and raised is not ends:
                 raise raised
+
+    def _require_open(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise SlimeError(
+                "this session was called from one of its own observers or plugins, which it would have to wait for. Call it "
+                "after the call that they observe has returned."
+            )
+        if self.is_closed:
+            raise SlimeError("this session is closed: open it again.")
 
     def _end(self, error: Exception | None) -> None:
         if self._closing.done():

@@ -46,6 +46,8 @@ def open_session(
 
     Raises ConfigError with all problems of the run file, and whatever else `slime run` reports before the first step.
     """
+    from slime_session.adapter_loop import AdapterLoop
+    from slime_session.engine_adapters import EngineAdapters
     from slime_session.own_loop import begin_loop
     from slime_session.session import TrainingSession
 
@@ -55,7 +57,8 @@ def open_session(
     except BaseException as error:
         live.close(error)
         raise
-    return TrainingSession(live, loop)
+    engines = EngineAdapters(live.session)
+    return TrainingSession(live, loop, AdapterLoop(loop, engines), engines)
 
 
 def run(

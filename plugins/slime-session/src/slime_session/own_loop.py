@@ -12,13 +12,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from slime_core import groups as entry_groups
 from slime_core.cli.training import export_hf
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
 from slime_core.contracts.needs import Need
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.renderer import Renderer
 from slime_core.controller.learner import Learner, LearnerBatch
 from slime_core.controller.loop import RolloutPrefetcher
@@ -27,7 +30,7 @@ from slime_core.controller.saving import CheckpointSaver
 from slime_core.controller.session import Session
 from slime_core.errors import ConfigError, RolloutError, RolloutsExhausted, TrainingError
 from slime_core.registry.boundary import foreign
-from slime_core.rollout.groups import RunningGroup, all_or_none
+from slime_core.rollout.groups import GroupRunner, RunningGroup, all_or_none
 from slime_core.rollout.scoring import is_scored
 from slime_core.types.batch import Float32, TokenColumns
 from slime_core.types.buffer_item import BufferItem
@@ -36,17 +39,18 @@ from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
 from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
+from slime_core.workers.recorded_objective import Gradients
 from slime_session.datum import Datum, columns_of, groups_of
+from slime_session.engine_adapters import HeldSnapshot
+from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
+from slime_session.vocabulary import Vocabulary
+from slime_training.adapters.drivers import AdapterHolder
 
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
 """Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
 Loss: TypeAlias = str | Mapping[str, Any]
 """Name of an entry point in `slime.losses`; with options, a table with its `name`."""
-
-FIRST_OWN: Final = 1 << 40
-"""Group index of the first prompt or datum that is not drawn from the run's data, in each block of a rollout step."""
-BLOCK: Final = 1 << 20
 
 
 class OwnLoop:
@@ -54,6 +58,7 @@ class OwnLoop:
         """`renderer`: of the run's data; None: the run has none."""
         self.session = session
         self._renderer = renderer
+        self._vocabulary = Vocabulary.of(session.run)
         self._rollouts = RolloutPrefetcher(session)
         self._saver = CheckpointSaver(session)
         self._rollouts.restore(session.kept_ahead)
@@ -66,8 +71,7 @@ class OwnLoop:
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
         self._training_s = self._waited_s = 0.0
-        self._drawn = 0
-        """Own prompts and datums of this rollout step."""
+        self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
         await self._between_steps("collect")
@@ -89,9 +93,16 @@ class OwnLoop:
         self._waited_s += time.perf_counter() - began
         return groups
 
-    async def sample(self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None) -> list[SampleGroup]:
-        await self._between_steps("sample")
+    async def sample(
+        self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None, held: HeldSnapshot | None = None
+    ) -> list[SampleGroup]:
+        """`held`: the snapshot to sample with; None: the engines' weights."""
+        self._require_state()
         session = self.session
+        # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
+        if self._accumulated and session.colocation.offloads:
+            await self._between_steps("sample")
+        await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
         began = time.perf_counter()
@@ -99,15 +110,10 @@ class OwnLoop:
             scope = session.runner.settings.scope
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
         else:
-            scope, items = "own", []
-            own = rendered(session, self._renderer, prompts, self._next_own(len(prompts)))
-        settings = replace(
-            session.runner.settings,
-            scope=scope,
-            scoring=None,
-            num_samples=session.runner.settings.num_samples if n_samples is None else n_samples,
-        )
-        runner = replace(session.runner, settings=settings, rewards=None)
+            items = []
+            scope, first = self._numbers.next_prompts(session.state.rollout_id, held and held.adapter, len(prompts))
+            own = rendered(session, self._renderer, prompts, first)
+        runner = own_runner(session.runner, scope, n_samples, held)
         await session.colocation.rollout()
         running: list[RunningGroup] = []
         try:
@@ -148,7 +154,9 @@ class OwnLoop:
             return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
 
     async def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
-        groups = groups_of(datums, first=self._next_own(len(datums)))
+        for place, datum in enumerate(datums):
+            self._vocabulary.require(np.asarray(datum.tokens), f"datums[{place}].tokens")
+        groups = groups_of(datums, first=self._numbers.next_of_step(self.session.state.rollout_id, len(datums)))
         return await self.credit(groups, columns_of(datums))
 
     async def forward(self, batch: LearnerBatch) -> Float32:
@@ -159,50 +167,41 @@ class OwnLoop:
         return scores["log_probs"]
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
+        require_own_weights(self.session.run, "train")
         await self._between_steps("train")
         require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
         return self._count(report)
 
-    async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> None:
+    async def forward_backward(self, batch: LearnerBatch, step: int | None, loss: Loss | None) -> Gradients:
+        require_own_weights(self.session.run, "forward_backward")
         learner, number = learner_of(self.session), step_of(batch, step)
         other = objective_of(self.session.run, loss, batch)
         tasks = batch.tasks if other is None else batch.tasks[:1]
-        if len(tasks) > 1 and any(task.trainers.devices.offload for task in tasks):
-            raise ConfigError(
-                "forward_backward: roles that take turns on the same devices keep no gradients between two calls. Call "
-                "train(batch), or pass --no-offload-train."
-            )
+        require_gradients_kept(tasks)
         self._require_state()
         async with self._training():
             began = time.perf_counter()
-            await learner.forward_backward(batch, number, other)
+            gradients = await learner.forward_backward(batch, number, other)
             self._training_s += time.perf_counter() - began
         self._accumulated |= {task.plan.name: task for task in tasks}
         self._batch = batch
+        return gradients
 
-    async def optim_step(self, lr: float | None) -> OptimizerStepReport:
+    async def optim_step(self, settings: StepSettings) -> OptimizerStepReport:
+        require_own_weights(self.session.run, "optim_step")
         if not self._accumulated:
             raise TrainingError("optim_step without gradients: call forward_backward first.")
         tasks, self._accumulated = [*self._accumulated.values()], {}
         taken = max((len(steps) for steps in self._stepped.values()), default=0)
         async with self._training():
             began = time.perf_counter()
-            trained = await learner_of(self.session).optim_step(tasks, lr)
+            trained = await learner_of(self.session).optim_step(tasks, settings)
             self._training_s += time.perf_counter() - began
         for role in trained:
             self._stepped.setdefault(role.plan.name, []).append(role)
-        (metrics,) = join_steps([], trained)
-        # Roles report in the opposite order.
-        own = trained[-1].steps[0]
-        return OptimizerStepReport(
-            step=self.session.state.optimizer_steps + taken,
-            lr=own["lr-pg_0"],
-            grad_norm=own["grad_norm"],
-            skipped=bool(own["skipped_steps"]),
-            metrics=metrics,
-        )
+        return report_of(trained, self.session.state.optimizer_steps + taken)
 
     async def update_weights(self) -> WeightUpdateReport | None:
         await self._between_steps("update_weights")
@@ -223,6 +222,7 @@ class OwnLoop:
         return session.last_eval
 
     async def save(self) -> Path:
+        require_own_weights(self.session.run, "save")
         await self._between_steps("save")
         session = self.session
         step = session.state.rollout_id
@@ -235,6 +235,7 @@ class OwnLoop:
         return session.folder.checkpoints / f"step_{step}"
 
     async def export(self) -> Path:
+        require_own_weights(self.session.run, "export")
         await self._between_steps("export")
         await export_hf(self.session)
         return self.session.folder.hf
@@ -246,12 +247,6 @@ class OwnLoop:
         await self._rollouts.cancel_pending()
         await self.session.end_evaluation()
         await self._saver.give_up()
-
-    def _next_own(self, count: int) -> int:
-        """The first of `count` group indices that no data source gives, the same in a run that resumes here."""
-        first = FIRST_OWN + self.session.state.rollout_id * BLOCK + self._drawn
-        self._drawn += count
-        return first
 
     @contextlib.asynccontextmanager
     async def _training(self) -> AsyncIterator[None]:
@@ -292,13 +287,58 @@ class OwnLoop:
     def _count(self, report: TrainReport) -> TrainReport:
         session = self.session
         report = replace(report, version=session.state.version + 1)
-        waited_s, self._waited_s, self._training_s, self._drawn = self._waited_s, 0.0, 0.0, 0
+        waited_s, self._waited_s, self._training_s = self._waited_s, 0.0, 0.0
+        self._numbers.step_ended()
         session.advance(session.state.rollout_id, report, waited_s=waited_s)
         following = max(session.state.next_collect, session.state.rollout_id)
         session.state = replace(session.state, next_collect=following)
         if report.stuck is not None:
             raise TrainingError(report.stuck)
         return report
+
+
+def report_of(trained: Sequence[RoleReport], step: int) -> OptimizerStepReport:
+    """`step`: its number. Roles report in the opposite order."""
+    (metrics,) = join_steps([], trained)
+    own = trained[-1].steps[0]
+    return OptimizerStepReport(
+        step=step,
+        lr=own["lr-pg_0"],
+        grad_norm=own["grad_norm"],
+        skipped=bool(own["skipped_steps"]),
+        metrics=metrics,
+    )
+
+
+def own_runner(runner: GroupRunner, scope: str, n_samples: int | None, held: HeldSnapshot | None) -> GroupRunner:
+    """Without rewards."""
+    settings = replace(
+        runner.settings,
+        scope=scope,
+        scoring=None,
+        num_samples=runner.settings.num_samples if n_samples is None else n_samples,
+        adapter=None if held is None else held.name,
+    )
+    return replace(runner, settings=settings, rewards=None)
+
+
+def require_gradients_kept(tasks: Sequence[RoleTask]) -> None:
+    """ConfigError for roles that are offloaded between two calls."""
+    if len(tasks) > 1 and any(task.trainers.devices.offload for task in tasks):
+        raise ConfigError(
+            "forward_backward: roles that take turns on the same devices keep no gradients between two calls. Call "
+            "train(batch), or pass --no-offload-train."
+        )
+
+
+def require_own_weights(run: BoundRun, call: str) -> None:
+    """ConfigError for a base that is frozen, whose adapters are trained and saved one by one."""
+    driver, config = run.backend.driver, run.backend.config
+    if issubclass(driver, AdapterHolder) and driver.max_adapters(config):
+        raise ConfigError(
+            f"{call}: this run's weights are frozen, and adapters are trained over them (backend.max_adapters). Call it of "
+            "an adapter (session.add_adapter), or leave backend.max_adapters out."
+        )
 
 
 def joined(steps: Sequence[RoleReport]) -> RoleReport:

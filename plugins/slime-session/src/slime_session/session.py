@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from slime_session.adapter import Adapter, Snapshot
 from slime_session.datum import Datum
 
 if TYPE_CHECKING:
@@ -15,11 +17,18 @@ if TYPE_CHECKING:
     from slime_core.config.bound import BoundRun
     from slime_core.controller.learner import LearnerBatch
     from slime_core.types.batch import Float32, TokenColumns
+    from slime_core.types.completion import Completion, SamplingParams
     from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
     from slime_core.types.sample import Sample, SampleGroup
+    from slime_core.workers.recorded_objective import Gradients
+    from slime_session.adapter_loop import AdapterLoop
+    from slime_session.engine_adapters import EngineAdapters
     from slime_session.live_run import LiveRun
     from slime_session.own_loop import Loss, OwnLoop, PromptLike
     from slime_session.reports import OptimizerStepReport
+    from slime_training.adapters.engine import PromptLogProbs
+
+T = TypeVar("T")
 
 
 class TrainingSession:
@@ -39,9 +48,11 @@ class TrainingSession:
     refuses to train or save, and opened again it continues from the last checkpoint. Nothing is saved unless `save` is called.
     """
 
-    def __init__(self, live: LiveRun, loop: OwnLoop) -> None:
+    def __init__(self, live: LiveRun, loop: OwnLoop, adapters: AdapterLoop, engines: EngineAdapters) -> None:
         self._live = live
         self._loop = loop
+        self._adapters = adapters
+        self._engines = engines
         self._session = loop.session
 
     def __enter__(self) -> Self:
@@ -88,13 +99,118 @@ class TrainingSession:
         return self._live.do(self._loop.collect)
 
     def sample(
-        self, prompts: int | Sequence[PromptLike] | None = None, *, n_samples: int | None = None
+        self,
+        prompts: int | Sequence[PromptLike] | None = None,
+        *,
+        n_samples: int | None = None,
+        snapshot: Snapshot | None = None,
     ) -> list[SampleGroup]:
         """Generates `n_samples` responses to each prompt (default: `rollout.n_samples_per_prompt`), with no reward yet and no
         filter. prompts: how many to draw from the run's data, by default `rollout.rollout_batch_size`; or prompts of your own,
-        as text or messages. A response that could not be generated has the status FAILED and is not trained. Raises
-        RolloutsExhausted if the data has ended."""
-        return self._live.do(lambda: self._loop.sample(prompts, n_samples))
+        as text or messages. snapshot: whose weights sample; None: those that `update_weights` sent last, also between
+        `forward_backward` and `optim_step`. A response that could not be generated has the status FAILED and is not trained.
+        Raises RolloutsExhausted if the data has ended."""
+        held = None if snapshot is None else snapshot.held
+        if held is not None:
+            self._live.do(lambda: self._engines.ensure(held))
+        return self._live.do(lambda: self._loop.sample(prompts, n_samples, held))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        snapshot: Snapshot | None = None,
+    ) -> list[Completion]:
+        """A completion of each prompt, which is a list of token ids; its random draws depend on its seed alone. snapshot: whose
+        weights sample; None: those that `update_weights` sent last, with adapters the base.
+
+        It runs beside all other calls, of which it waits for none: also between `forward_backward` and `optim_step`, and from
+        several threads at once. Where trainers and engines take turns on the same devices it waits for other calls, and the
+        other way round. Raises EngineRefused for what the engine does not support."""
+        future = self.start_generating(prompts, sampling, seeds=seeds, snapshot=snapshot)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start_generating(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        seeds: Sequence[int],
+        snapshot: Snapshot | None = None,
+    ) -> Future[list[Completion]]:
+        """`generate` that does not wait for its end. To cancel the future aborts its requests."""
+        held = None if snapshot is None else snapshot.held
+        return self._beside(lambda: self._engines.generate(prompts, sampling, seeds, held))
+
+    def prompt_log_probs(
+        self, prompts: Sequence[Sequence[int]], *, top_k: int = 0, snapshot: Snapshot | None = None
+    ) -> list[PromptLogProbs]:
+        """For each prompt of T token ids: `log_probs` float32 (T - 1,) of its tokens but the first, in nats at temperature 1,
+        and with `top_k` the likeliest tokens in their places. It runs beside other calls, as `generate` does."""
+        held = None if snapshot is None else snapshot.held
+        return self._beside(lambda: self._engines.prompt_log_probs(prompts, top_k, held)).result()
+
+    def _beside(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        colocation = self._session.colocation
+        if not colocation.offloads:
+            return self._live.begin(work)
+
+        async def in_rollout() -> T:
+            self._adapters.require_no_gradients_lost("generate")
+            await colocation.rollout()
+            return await work()
+
+        return self._live.begin(in_rollout, in_turn=True)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Those that the trainers hold, by name."""
+        return {name: Adapter(self._live, self._adapters, state) for name, state in self._adapters.held.items()}
+
+    def add_adapter(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float | None = None,
+        seed: int = 0,
+        attention: bool = True,
+        mlp: bool = True,
+        unembedding: bool = True,
+    ) -> Adapter:
+        """A new LoRA adapter over the run's weights, which are frozen (`backend.max_adapters`): A uniform by `seed`, B = 0, so
+        that it changes nothing yet. alpha: it is scaled by alpha / rank; None: 32. attention, mlp, unembedding: the linear
+        layers that it adapts. Raises ConfigError for a name in use, one too many, or a backend that holds none, and ModelError
+        for layers that the model does not have."""
+        from slime_training.adapters.shape import DEFAULT_ALPHA, AdapterShape
+
+        shape = AdapterShape(
+            rank=rank,
+            alpha=DEFAULT_ALPHA if alpha is None else alpha,
+            attention=attention,
+            mlp=mlp,
+            unembedding=unembedding,
+        )
+        return Adapter(self._live, self._adapters, self._live.do(lambda: self._adapters.add(name, shape, seed)))
+
+    def load_adapter(self, name: str, folder: str | Path, *, optimizer: bool = False) -> Adapter:
+        """An adapter that `Adapter.save` wrote, or peft. optimizer: with its optimizer state and step count; without, it begins
+        at step 0. Raises ModelError for a folder that does not fit the model, CheckpointError if it has no optimizer state."""
+        path = Path(folder).absolute()
+        state = self._live.do(lambda: self._adapters.load(name, path, optimizer))
+        return Adapter(self._live, self._adapters, state)
+
+    def load_snapshot(self, folder: str | Path) -> Snapshot:
+        """The weights that `Adapter.save` wrote, for sampling alone: no trainer holds them."""
+        path = Path(folder).absolute()
+        held = self._live.do(lambda: self._adapters.load_snapshot(path))
+        return Snapshot(self._live, self._adapters, held)
 
     def score(
         self, groups: Sequence[SampleGroup], reward: Callable[[Sample], float] | None = None
@@ -131,19 +247,33 @@ class TrainingSession:
         `slime run`."""
         return self._live.do(lambda: self._loop.train(batch))
 
-    def forward_backward(self, batch: LearnerBatch, *, step: int | None = None, loss: Loss | None = None) -> None:
+    def forward_backward(self, batch: LearnerBatch, *, step: int | None = None, loss: Loss | None = None) -> Gradients:
         """Adds the gradients of one optimizer step of the batch, which `step` names if it has several, to those since the last
-        `optim_step`. The gradient is of the sum over tokens of loss weight x loss: of two batches, the sum of both.
+        `optim_step`. The gradient is of the sum over tokens of loss weight x loss: of two batches, the sum of both. Returns the
+        policy's loss, which is that sum in this call, and the log-probs of its forward, float32 (M,) as `forward` gives them.
 
         loss: another one than the recipe's, by its name in `slime.losses` or as a table of name and options, for the policy
         alone and without the recipe's KL, entropy and corrections. Raises ConfigError if the batch lacks a column that it
         reads, and TrainingError for a micro-batch that does not fit into memory."""
         return self._live.do(lambda: self._loop.forward_backward(batch, step, loss))
 
-    def optim_step(self, lr: float | None = None) -> OptimizerStepReport:
+    def optim_step(
+        self,
+        lr: float | None = None,
+        *,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        grad_clip: float | None = None,
+    ) -> OptimizerStepReport:
         """Clips the gradients and takes an optimizer step. lr: the policy's learning rate in this step; None: the schedule's
-        (`train.lr`, `lr_decay_style`). Raises TrainingError without gradients, and NonfiniteWeights."""
-        return self._live.do(lambda: self._loop.optim_step(lr))
+        (`train.lr`, `lr_decay_style`). betas, eps, weight_decay, and grad_clip, the norm that gradients are cut to (0: never):
+        the policy's in this step alone; None: the run's (`train`). Raises TrainingError without gradients, ConfigError for a
+        setting that backend or optimizer take from the run file only, and NonfiniteWeights."""
+        from slime_session.step_settings import step_settings
+
+        settings = step_settings(self.run, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
+        return self._live.do(lambda: self._loop.optim_step(settings))
 
     def update_weights(self) -> WeightUpdateReport | None:
         """Sends the trainers' weights to the engines; None: the run has none."""

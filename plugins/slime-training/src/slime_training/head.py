@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,9 +95,17 @@ class ChunkedLMHead:
     chunk: int
     fuse: bool
     """Compile the functions of logits."""
+    added_VR: Tensor | None = None
+    """B of an adapter: the last R features of `hidden`, s A h, are for it. None: `hidden` has none."""
 
     def _logits(self, hidden_CH: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
+        if self.added_VR is None:
+            return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
+        width = self.weight_VH.shape[1]
+        # Contiguous: another stride may be multiplied by another kernel, with other roundings than without an adapter.
+        own_CH = hidden_CH[:, :width].contiguous()
+        logits_CV = torch.nn.functional.linear(own_CH, self.weight_VH, self.bias_V)
+        return logits_CV.addmm_(hidden_CH[:, width:], self.added_VR.to(logits_CV.dtype).t())
 
     def statistics(
         self, hidden_CH: Tensor, targets_C: Tensor, *, entropy: bool
@@ -123,12 +131,14 @@ class ChunkedLMHead:
         *,
         of_weight: bool,
         of_bias: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the gradients of hidden, weight and bias. `held_T`: targets that are among these V; None: all."""
+    ) -> HeadGradients:
+        """`held_T`: targets that are among these V; None: all."""
         compute = fused(logit_gradients) if self.fuse else logit_gradients
         # The chunks' contributions are added in float32.
         wide = found.log_sums_T.dtype
+        width, added_VR = self.weight_VH.shape[1], self.added_VR
         grad_hidden = torch.zeros_like(hidden_TH)
+        grad_added = None if added_VR is None else torch.zeros_like(added_VR, dtype=wide)
         grad_weight = torch.zeros_like(self.weight_VH, dtype=wide) if of_weight else None
         grad_bias = torch.zeros_like(self.bias_V, dtype=wide) if of_bias and self.bias_V is not None else None
         taken_T = taken_per_probability(found.log_probs_T, found.entropies_T, grad_log_probs_T, grad_entropies_T)
@@ -148,16 +158,29 @@ class ChunkedLMHead:
             if held_T is not None:
                 chosen_C1 = torch.where(held_T[part, None], chosen_C1, grad_CV.gather(-1, targets_C1))
             grad_CV.scatter_(-1, targets_C1, chosen_C1)
-            grad_hidden[part] = grad_CV @ self.weight_VH
+            grad_hidden[part, :width] = grad_CV @ self.weight_VH
+            if grad_added is not None and added_VR is not None:
+                grad_hidden[part, width:] = grad_CV @ added_VR.to(grad_CV.dtype)
+                grad_added += grad_CV.t() @ hidden_CH[:, width:]
             if grad_weight is not None:
-                grad_weight += grad_CV.t() @ hidden_CH
+                grad_weight += grad_CV.t() @ hidden_CH[:, :width]
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(self.weight_VH.dtype),
-            None if grad_bias is None or self.bias_V is None else grad_bias.to(self.bias_V.dtype),
+        return HeadGradients(
+            hidden=grad_hidden,
+            weight=None if grad_weight is None else grad_weight.to(self.weight_VH.dtype),
+            bias=None if grad_bias is None or self.bias_V is None else grad_bias.to(self.bias_V.dtype),
+            added=None if grad_added is None or added_VR is None else grad_added.to(added_VR.dtype),
         )
+
+
+class HeadGradients(NamedTuple):
+    """None: not requested."""
+
+    hidden: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    added: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

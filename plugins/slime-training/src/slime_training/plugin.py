@@ -16,6 +16,7 @@ class AdamDriver(OptimizerDriver):
     """AdamW."""
 
     native: ClassVar[str | None] = "adam"
+    step_settings: ClassVar[frozenset[str]] = OptimizerDriver.step_settings | {"betas", "eps"}
     rounds_state: ClassVar[bool] = True
     moments: ClassVar[tuple[str, ...] | None] = ("first moment", "second moment")
     state_before_steps: ClassVar[bool] = True

@@ -1,0 +1,1 @@
+"""A server for programs that are written against the Tinker SDK."""

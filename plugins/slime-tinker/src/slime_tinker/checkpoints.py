@@ -1,0 +1,126 @@
+"""Checkpoints: folders of saved weights, by their tinker path. What nothing refers to is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+import uuid
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from slime_tinker.errors import RequestError
+from slime_tinker.holdings import Holdings
+from slime_tinker.journal import Journal, Statement
+from slime_tinker.records import CheckpointRecord, ModelRecord
+from slime_tinker.sampler_weights import OpenWeights
+
+NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+SEGMENTS: Final = {"training": "weights", "sampler": "sampler_weights"}
+MIN_TTL_S: Final = 3600
+MAX_TTL_S: Final = 10 * 365 * 24 * 3600
+
+
+@dataclass(slots=True)
+class Checkpoints:
+    root: Path
+    """Of all folders."""
+    holdings: Holdings
+    journal: Journal
+    open_weights: OpenWeights
+    max_per_tenant: int
+
+    def new_folder(self) -> str:
+        """A name that none has; the folder itself is not there yet."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        return uuid.uuid4().hex
+
+    def folder_of(self, name: str) -> Path:
+        return self.root / name
+
+    async def clear_orphans(self) -> None:
+        """Deletes what a server left that was killed while it saved."""
+        known = set(self.holdings.folders())
+        orphans = [path for path in self.root.iterdir() if path.name not in known] if self.root.is_dir() else []
+        for path in orphans:
+            await asyncio.to_thread(shutil.rmtree, path)
+
+    def path_of(self, model: ModelRecord, kind: str, name: str, *, overwrite: bool = False) -> str:
+        """RequestError for a name that no folder of a URI may have, one that is in use, or one too many."""
+        if not NAME.fullmatch(name):
+            raise RequestError(
+                f'path "{name}": must be letters, digits, ".", "_" and "-", at most 200, and begin with none of ".": it is the '
+                "last part of the checkpoint's path."
+            )
+        path = f"tinker://{model.id}/{SEGMENTS[kind]}/{name}"
+        if path in self.holdings.checkpoints and not overwrite:
+            raise RequestError(f'path "{name}": {path} is there already. Pass another name, or overwrite=True.')
+        number = len(self.holdings.named_checkpoints(model.tenant))
+        if path not in self.holdings.checkpoints and number >= self.max_per_tenant:
+            raise RequestError(f'path "{name}": you have {number} checkpoints, the most there may be. Delete some.')
+        return path
+
+    async def replaced(self, record: CheckpointRecord) -> list[Statement]:
+        """Statements that put `record` in place of one of the same path, whose folder is deleted."""
+        earlier = self.holdings.checkpoints.get(record.id)
+        statement = self.holdings.put(record)
+        if earlier is not None:
+            await self._delete_folder(earlier.folder)
+        return [statement]
+
+    async def delete(self, record: CheckpointRecord) -> None:
+        await self.journal.write([self.holdings.remove(record)])
+        await self._delete_folder(record.folder)
+
+    async def set_ttl(self, record: CheckpointRecord, ttl_s: int | None) -> None:
+        await self.journal.write([self.holdings.put(replace(record, expires=expiry(ttl_s)))])
+
+    async def delete_expired(self) -> None:
+        now = time.time()
+        for record in list(self.holdings.checkpoints.values()):
+            if record.expires is not None and record.expires <= now:
+                await self.delete(record)
+
+    async def delete_snapshots(self, model: str, *, keep: int) -> None:
+        """All but the newest `keep` that have no name."""
+        own = [record for record in self.holdings.checkpoints.values() if record.hidden and record.model == model]
+        for record in sorted(own, key=lambda record: record.created, reverse=True)[keep:]:
+            await self.delete(record)
+
+    async def _delete_folder(self, name: str) -> None:
+        await self.open_weights.forget(self.folder_of(name))
+        await asyncio.to_thread(shutil.rmtree, self.folder_of(name), True)
+
+
+def expiry(ttl_s: int | None) -> float | None:
+    if ttl_s is None:
+        return None
+    if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise RequestError(f"ttl_seconds = {ttl_s}: must be from {MIN_TTL_S} to {MAX_TTL_S}, or None for ever.")
+    return time.time() + ttl_s
+
+
+def size_of(folder: Path) -> int:
+    """Bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def shown(record: CheckpointRecord) -> dict[str, Any]:
+    """As the SDK lists it."""
+    return {
+        "checkpoint_id": f"{SEGMENTS[record.kind]}/{record.name}",
+        "checkpoint_type": record.kind,
+        "time": iso(record.created),
+        "tinker_path": record.id,
+        "size_bytes": record.size,
+        "public": False,
+        "user_metadata": record.user_metadata,
+        "expires_at": None if record.expires is None else iso(record.expires),
+    }
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,77 @@
+"""Futures: results that clients fetch later, by long polling. They outlive the server: the journal has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from slime_tinker.errors import not_found
+from slime_tinker.journal import Journal, Statement, accepted, finished
+from slime_tinker.records import Outcome, RequestRecord
+
+
+class Futures:
+    def __init__(self, journal: Journal, *, poll_s: float) -> None:
+        """`poll_s`: how long a fetch waits before the client is told to try again."""
+        self._journal = journal
+        self._poll_s = poll_s
+        self._pending: dict[str, asyncio.Future[Outcome]] = {}
+        self._tenants: dict[str, str] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it is not done yet."""
+        return request_id in self._pending
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def num_of(self, tenant: str) -> int:
+        """The tenant's that are not done yet."""
+        return sum(owner == tenant for owner in self._tenants.values())
+
+    def expect(self, request: RequestRecord) -> None:
+        """It will be resolved by this server."""
+        self._pending[request.id] = asyncio.get_running_loop().create_future()
+        self._tenants[request.id] = request.tenant
+
+    async def accept(self, request: RequestRecord, *beside: Statement) -> bool:
+        """Writes it down. False: it was accepted before, so the client has sent it twice."""
+        if request.id in self._pending or await self._journal.outcome(request.id) is not None:
+            return False
+        # Between this line and the last one another request of the same id may have come.
+        if request.id in self._pending:
+            return False
+        self.expect(request)
+        await self._journal.write([*beside, accepted(request)])
+        return True
+
+    async def resolve(self, request_id: str, outcome: Outcome, beside: Sequence[Statement] = ()) -> None:
+        """Clients see it when it is written down."""
+        await self._journal.write([finished(request_id, outcome), *beside])
+        self._tenants.pop(request_id, None)
+        waiting = self._pending.pop(request_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(outcome)
+
+    async def fetch(self, request_id: str, tenant: str) -> Outcome | None:
+        """None: it is not done; try again. RequestError for one that is not there."""
+        pending = self._pending.get(request_id)
+        if pending is not None and self._tenants.get(request_id) == tenant:
+            done, _ = await asyncio.wait([pending], timeout=self._poll_s)
+            return pending.result() if done else None
+        stored = await self._journal.outcome(request_id)
+        if stored is None or stored[0] != tenant:
+            raise not_found(f"request_id {request_id}: there is no such request of yours, or its result has expired.")
+        return stored[1]
+
+
+def json_outcome(content: dict[str, Any]) -> Outcome:
+    return Outcome(content=json.dumps(content).encode(), is_proto=False)
+
+
+def failure(message: str, *, user: bool) -> Outcome:
+    content = {"error": message, "category": "user" if user else "server"}
+    return Outcome(content=json.dumps(content).encode(), is_proto=False, failed=True)

@@ -1,0 +1,173 @@
+"""Journal: what the server has accepted, done and stored, in one SQLite file. What it reported as written is on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
+
+from slime_core.errors import StorageError
+from slime_tinker.models import ModelSpec
+from slime_tinker.records import CheckpointRecord, ModelRecord, Outcome, RequestRecord, SamplerRecord, SessionRecord
+
+Record: TypeAlias = SessionRecord | ModelRecord | CheckpointRecord | SamplerRecord
+RecordT = TypeVar("RecordT", SessionRecord, ModelRecord, CheckpointRecord, SamplerRecord)
+
+VERSION: Final = 1
+KINDS: Final[dict[type[Any], str]] = {
+    SessionRecord: "session",
+    ModelRecord: "model",
+    CheckpointRecord: "checkpoint",
+    SamplerRecord: "sampler",
+}
+TABLES: Final = """
+create table if not exists records (kind text, id text, content text not null, primary key (kind, id)) without rowid;
+create table if not exists requests (
+    id text primary key, owner text not null, seq integer not null, kind text not null, tenant text not null,
+    body blob, created real not null, content blob, is_proto integer, failed integer, done real
+);
+create index if not exists of_owner on requests (owner, seq);
+create index if not exists of_age on requests (done);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    sql: str
+    values: tuple[Any, ...]
+
+
+class Journal:
+    """Statements of one turn of the event loop are written together, with one sync of the disk."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._connection = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+            file.chmod(0o600)
+            self._connection.execute("pragma journal_mode = wal")
+            self._connection.execute("pragma synchronous = full")
+            (version,) = self._connection.execute("pragma user_version").fetchone()
+            if version not in (0, VERSION):
+                raise StorageError(
+                    f"{file}: written by another version of slime-tinker ({version}; this one has {VERSION})."
+                )
+            self._connection.executescript(TABLES)
+            self._connection.execute(f"pragma user_version = {VERSION}")
+        except sqlite3.Error as error:
+            raise StorageError(f"{file}: cannot be used: {error}. Is it on a full or read-only disk?") from None
+        self._writer = ThreadPoolExecutor(1, "journal")
+        self._pending: list[Statement] = []
+        self._flush: asyncio.Task[None] | None = None
+
+    async def write(self, statements: Sequence[Statement]) -> None:
+        """Returns when they are on the disk."""
+        self._pending += statements
+        # The flush of this turn takes all that was added before it begins.
+        if self._flush is None:
+            self._flush = asyncio.create_task(self._written())
+        await asyncio.shield(self._flush)
+
+    async def _written(self) -> None:
+        await asyncio.sleep(0)
+        statements, self._pending, self._flush = self._pending, [], None
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._apply, statements)
+
+    def _apply(self, statements: Sequence[Statement]) -> None:
+        connection = self._connection
+        try:
+            connection.execute("begin")
+            for statement in statements:
+                connection.execute(statement.sql, statement.values)
+            connection.execute("commit")
+        except sqlite3.Error as error:
+            connection.rollback()
+            raise StorageError(f"the server's journal cannot be written: {error}.") from error
+
+    async def close(self) -> None:
+        while self._flush is not None:
+            await self._flush
+        self._writer.shutdown()
+        self._connection.close()
+
+    def records(self, kind: type[RecordT]) -> Iterator[RecordT]:
+        """All that were put and not removed; only before the first write."""
+        found = self._connection.execute("select content from records where kind = ? order by id", (KINDS[kind],))
+        for (content,) in found.fetchall():
+            values = json.loads(content)
+            if "spec" in values:
+                values["spec"] = ModelSpec(**values["spec"])
+            known = {field.name for field in fields(kind)}
+            yield kind(**{name: value for name, value in values.items() if name in known})
+
+    async def requests(self, where: str, values: tuple[Any, ...] = ()) -> list[RequestRecord]:
+        """In the order in which they are to be run."""
+        sql = f"select id, owner, seq, kind, tenant, body, created from requests where {where} order by owner, seq"
+        rows = await self._read(sql, values)
+        names = [field.name for field in fields(RequestRecord)]
+        return [RequestRecord(**dict(zip(names, row, strict=True))) for row in rows]
+
+    async def outcome(self, request_id: str) -> tuple[str, Outcome | None] | None:
+        """The tenant and what became of it; None: it is unknown, or its result has expired."""
+        sql = "select tenant, content, is_proto, failed, done from requests where id = ?"
+        rows = await self._read(sql, (request_id,))
+        if not rows:
+            return None
+        tenant, content, is_proto, failed, done = rows[0]
+        if done is None:
+            return tenant, None
+        return tenant, Outcome(content=content, is_proto=bool(is_proto), failed=bool(failed))
+
+    async def _read(self, sql: str, values: tuple[Any, ...]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, lambda: self._connection.execute(sql, values).fetchall())
+
+
+def put(record: Record) -> Statement:
+    content = json.dumps(asdict(record))
+    return Statement("insert or replace into records values (?, ?, ?)", (KINDS[type(record)], record.id, content))
+
+
+def removed(record: Record) -> Statement:
+    return Statement("delete from records where kind = ? and id = ?", (KINDS[type(record)], record.id))
+
+
+def accepted(request: RequestRecord) -> Statement:
+    values = (request.id, request.owner, request.seq, request.kind, request.tenant, request.body, request.created)
+    return Statement(
+        "insert or ignore into requests (id, owner, seq, kind, tenant, body, created) values (?, ?, ?, ?, ?, ?, ?)",
+        values,
+    )
+
+
+def finished(request_id: str, outcome: Outcome) -> Statement:
+    return Statement(
+        "update requests set content = ?, is_proto = ?, failed = ?, done = ? where id = ?",
+        (outcome.content, outcome.is_proto, outcome.failed, time.time(), request_id),
+    )
+
+
+def body_dropped(owner: str, through: int) -> Statement:
+    """What is needed no more to bring a model back to where it is."""
+    return Statement(
+        "update requests set body = null where owner = ? and seq <= ? and done is not null", (owner, through)
+    )
+
+
+def body_dropped_of(request_id: str) -> Statement:
+    return Statement("update requests set body = null where id = ?", (request_id,))
+
+
+def forgotten(owner: str) -> Statement:
+    return Statement("delete from requests where owner = ?", (owner,))
+
+
+def expired_results(before: float) -> Statement:
+    """Results nobody can be waiting for; bodies that a model still needs stay."""
+    return Statement("delete from requests where done < ? and body is null", (before,))

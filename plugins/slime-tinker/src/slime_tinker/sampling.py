@@ -1,0 +1,189 @@
+"""Sampling: asample requests, any number at once. Draws depend on the sampling session, seq_id and the number of the sample, or
+on the seed that was sent and the number."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from tinker.types import SampleRequest
+from tinker.types import SamplingParams as AskedParams
+
+from slime_core.errors import SlimeError
+from slime_core.rollout.seeds import request_seed
+from slime_core.types.completion import FinishReason, SamplingParams
+from slime_tinker.admission import Admission
+from slime_tinker.checkpoints import Checkpoints
+from slime_tinker.errors import RequestError
+from slime_tinker.futures import Futures, failure
+from slime_tinker.holdings import Holdings
+from slime_tinker.journal import Journal, body_dropped_of
+from slime_tinker.models import BaseModel, Models, PromptScores
+from slime_tinker.records import Outcome, RequestRecord
+from slime_tinker.results import sample_outcome
+from slime_tinker.sampler_weights import OpenWeights
+from slime_tinker.settings import Limits
+from slime_tinker.training import SERVERS_FAULT
+from slime_tinker.training_data import require_vocabulary
+
+MAX_TOP_K: Final = 128
+UNSERVED: Final = {
+    "topk_sample_logprobs": "top-k log-probs of sampled tokens",
+    "target_prompt_logprobs": "log-probs of other tokens in the prompt's places",
+    "prompt_alt_tokens_k": "draws in the prompt's places",
+    "record_stability_info": "what stable_reinforce needs",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Asked:
+    """A checked request."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    seeds: list[int]
+    prompt_log_probs: bool
+    top_k: int
+    last_n: int | None
+
+
+@dataclass(slots=True)
+class Sampling:
+    models: Models
+    holdings: Holdings
+    journal: Journal
+    futures: Futures
+    checkpoints: Checkpoints
+    open_weights: OpenWeights
+    admission: Admission
+    limits: Limits
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def submit(self, record: RequestRecord) -> None:
+        """A second request with the same id is the first."""
+        if await self.futures.accept(record):
+            self._start(record)
+
+    async def restore(self) -> None:
+        """What had no result when the server ended."""
+        for record in await self.journal.requests("kind = 'asample' and done is null"):
+            self.futures.expect(record)
+            self._start(record)
+
+    async def cancel(self, request_id: str, why: str) -> None:
+        """Ends the work; the result says why."""
+        task = self._running.pop(request_id, None)
+        if task is not None and not task.done():
+            task.cancel()
+            await self.futures.resolve(request_id, failure(why, user=True), [body_dropped_of(request_id)])
+
+    async def cancel_of(self, sampler: str, why: str) -> None:
+        for request_id in [name for name in self._running if name.rpartition(":")[0] == sampler]:
+            await self.cancel(request_id, why)
+
+    def _start(self, record: RequestRecord) -> None:
+        task = asyncio.ensure_future(self._run(record))
+        self._running[record.id] = task
+        task.add_done_callback(lambda ended: self._running.pop(record.id, None))
+
+    async def _run(self, record: RequestRecord) -> None:
+        try:
+            outcome = await self._sample(record)
+        except SlimeError as error:
+            outcome = failure(str(error), user=not isinstance(error, SERVERS_FAULT))
+        await self.futures.resolve(record.id, outcome, [body_dropped_of(record.id)])
+
+    async def _sample(self, record: RequestRecord) -> Outcome:
+        request = SampleRequest.model_validate_json(record.body)
+        asked = checked(request, record, self.models.base, self.limits)
+        sampler = self.holdings.sampler(record.owner, record.tenant)
+        async with AsyncExitStack() as stack:
+            weights = None
+            if sampler.checkpoint is not None:
+                found = self.holdings.checkpoints.get(sampler.checkpoint)
+                if found is None:
+                    raise RequestError(
+                        f"sampling_session_id {sampler.id}: its weights are deleted ({sampler.checkpoint}): the newest "
+                        f"{self.limits.max_snapshots} of a model without a name are kept, named ones until they expire."
+                    )
+                weights = await stack.enter_async_context(
+                    self.open_weights.using(self.checkpoints.folder_of(found.folder))
+                )
+            await stack.enter_async_context(self.admission.place(record.tenant, len(asked.seeds)))
+            work = [asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))]
+            scores: PromptScores | None = None
+            if asked.prompt_log_probs or asked.top_k:
+                scores = await asyncio.wrap_future(self.models.prompt_scores(weights, asked.prompt, asked.top_k))
+            (completions,) = await asyncio.gather(*work)
+        if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
+            raise RequestError("the request was aborted while it ran.")
+        return sample_outcome(completions, scores, asked.last_n)
+
+
+def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limits: Limits) -> Asked:
+    """RequestError for the first thing that is wrong, which it names."""
+    for name, meaning in UNSERVED.items():
+        if getattr(request, name):
+            raise RequestError(f"{name}: {meaning} are not served here.")
+    prompt: list[int] = []
+    for place, chunk in enumerate(request.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise RequestError(
+                f"prompt.chunks[{place}]: {chunk.type}: this server takes token ids (EncodedTextChunk) only."
+            )
+        prompt += chunk.tokens
+    require_vocabulary(np.asarray(prompt, np.int64), base.vocab_size, "prompt")
+    if not prompt:
+        raise RequestError("prompt: no tokens.")
+    room = base.max_length - len(prompt)
+    if room < 1:
+        raise RequestError(f"prompt: {len(prompt)} tokens, and the model takes {base.max_length} with the response.")
+    if not 1 <= request.num_samples <= limits.max_samples:
+        raise RequestError(f"num_samples = {request.num_samples}: must be from 1 to {limits.max_samples}.")
+    if not 0 <= request.topk_prompt_logprobs <= min(MAX_TOP_K, base.vocab_size):
+        raise RequestError(f"topk_prompt_logprobs = {request.topk_prompt_logprobs}: must be from 0 to {MAX_TOP_K}.")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not 1 <= last_n <= len(prompt) - 1:
+        raise RequestError(
+            f"prompt_logprobs_last_n = {last_n}: must be from 1 to {len(prompt) - 1}, one less than the prompt."
+        )
+    params = request.sampling_params
+    sampling = sampling_of(params, room)
+    problem = sampling.problem(base.vocab_size)
+    if problem is not None:
+        raise RequestError(f"sampling_params: {problem}.")
+    first = ("seed", params.seed) if params.seed is not None else (record.owner, record.seq)
+    return Asked(
+        prompt=prompt,
+        sampling=sampling,
+        seeds=[request_seed("tinker", *first, number) for number in range(request.num_samples)],
+        prompt_log_probs=bool(request.prompt_logprobs),
+        top_k=request.topk_prompt_logprobs,
+        last_n=last_n,
+    )
+
+
+def sampling_of(params: AskedParams, room: int) -> SamplingParams:
+    """`room`: tokens that fit behind the prompt."""
+    limit = room if params.max_tokens is None else params.max_tokens
+    if limit < 1:
+        raise RequestError(f"sampling_params.max_tokens = {limit}: must be 1 or above.")
+    if not math.isfinite(params.temperature):
+        raise RequestError(f"sampling_params.temperature = {params.temperature}: must be finite.")
+    if params.stop is not None and not params.stop:
+        raise RequestError(
+            "sampling_params.stop = []: generation past the model's end token is not served here; leave it out."
+        )
+    stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    return SamplingParams(
+        max_new_tokens=min(limit, room),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop=tuple(text for text in stop if isinstance(text, str)),
+        stop_token_ids=tuple(token for token in stop if isinstance(token, int)),
+    )

@@ -1,0 +1,74 @@
+"""serve: runs the app until the process is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+
+from slime_core.registry import Registry
+from slime_tinker.app import asgi
+from slime_tinker.keys import Keys
+from slime_tinker.models import Models
+from slime_tinker.service import running
+from slime_tinker.settings import Settings
+
+BACKLOG: Final = 4096
+KEEP_ALIVE_S: Final = 75
+"""Longer than clients keep idle connections, so that clients close them first."""
+GRACE_S: Final = 1
+"""For responses that are on their way when the server ends; fetches that wait are sent again by their clients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    certificate: Path
+    key: Path
+
+
+def serve(
+    models: Models,
+    settings: Settings,
+    registry: Registry,
+    *,
+    listener: socket.socket,
+    keys: Callable[[], Keys] | None,
+    tls: Tls | None,
+    ready: Callable[[], object],
+) -> None:
+    """Until SIGINT or SIGTERM. `ready`: called when requests are served."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # A client that waits for a thousand results has a thousand connections.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(until_ended(models, settings, registry, listener=listener, keys=keys, tls=tls, ready=ready))
+
+
+async def until_ended(
+    models: Models,
+    settings: Settings,
+    registry: Registry,
+    *,
+    listener: socket.socket,
+    keys: Callable[[], Keys] | None,
+    tls: Tls | None,
+    ready: Callable[[], object],
+) -> None:
+    async with running(models, settings, registry) as service:
+        config = uvicorn.Config(
+            asgi(service, keys),
+            access_log=False,
+            log_level="warning",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+            ssl_certfile=None if tls is None else str(tls.certificate),
+            ssl_keyfile=None if tls is None else str(tls.key),
+        )
+        ready()
+        await uvicorn.Server(config).serve(sockets=[listener])

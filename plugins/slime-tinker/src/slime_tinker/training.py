@@ -1,0 +1,401 @@
+"""Training: requests that change or read a model. They are written down, run in the order of their seq_id, and after a restart
+those that the model's saved state does not hold are run again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
+
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.types import (
+    AdamParams,
+    CreateModelRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+from slime_core.errors import EngineError, SlimeError, StorageError, TrainingError
+from slime_core.registry import Registry
+from slime_tinker.checkpoints import Checkpoints, expiry, size_of
+from slime_tinker.errors import RequestError
+from slime_tinker.futures import Futures, failure, json_outcome
+from slime_tinker.holdings import Holdings
+from slime_tinker.journal import Journal, Statement, body_dropped
+from slime_tinker.loss_sum import loss_of
+from slime_tinker.models import AdamSettings, Models, ModelSpec
+from slime_tinker.records import CheckpointRecord, ModelRecord, Outcome, RequestRecord, SamplerRecord
+from slime_tinker.results import forward_backward_outcome
+from slime_tinker.settings import Settings
+from slime_tinker.training_data import TrainingData, training_data
+from slime_tinker.turns import Turns
+
+T = TypeVar("T")
+Done: TypeAlias = tuple[Outcome, list[Statement]]
+"""What the client gets, and what is written beside it."""
+
+EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_sampler"})
+"""Kinds that leave the model as it was; what they did is on the disk."""
+SERVERS_FAULT: Final = (TrainingError, EngineError, StorageError)
+SAVING_SHARE: Final = 10
+"""A model trains at least so many times as long as its last saving took before it is saved again."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A model in the trainers."""
+
+    applied: int = -1
+    """seq_id of the last request that was run."""
+    steps: int = 0
+    created: bool = False
+    gradients: bool = False
+    """It has some that no optimizer step has taken; its saved state never has."""
+    unsaved_s: float = 0.0
+    """Seconds of training that its saved state does not hold."""
+    saving_s: float = 0.0
+    """Of its last saving."""
+
+
+@dataclass(slots=True)
+class Training:
+    models: Models
+    holdings: Holdings
+    journal: Journal
+    futures: Futures
+    turns: Turns
+    checkpoints: Checkpoints
+    settings: Settings
+    registry: Registry
+    trainer: Executor
+    """One thread, in which all calls of `models` are made."""
+    _live: dict[str, Live] = field(default_factory=dict)
+
+    async def submit(self, record: RequestRecord, *beside: Statement) -> None:
+        """Writes the request down and lets it run in its turn. A second one with the same id is the first."""
+        if record.owner not in self.turns:
+            raise RequestError(
+                f"model_id {record.owner}: this model was unloaded. create_training_client_from_state continues a checkpoint.",
+                status=410,
+            )
+        if await self.futures.accept(record, *beside):
+            self._add(record, effect=True, done=False)
+
+    def open(self, model: str, tenant: str) -> None:
+        """A model that its first request, with seq_id 0, creates."""
+        self._live[model] = Live()
+        self.turns.open(model, tenant, 0)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def restore(self) -> None:
+        """Everything that was in the trainers when the server ended."""
+        for model in list(self.holdings.models.values()):
+            if model.unloaded:
+                continue
+            live = self._live[model.id] = Live(steps=model.steps)
+            if model.state is not None:
+                folder = self.checkpoints.folder_of(model.state)
+                await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=True))
+                live.created, live.applied = True, model.applied
+            first = live.applied + 1
+            self.turns.open(model.id, model.tenant, first)
+            owned = "owner = ? and seq >= ? and "
+            failed = {record.seq for record in await self.journal.requests(owned + "failed = 1", (model.id, first))}
+            for record in await self.journal.requests(owned + "done is not null", (model.id, first)):
+                effect = record.kind not in EFFECTLESS and record.seq not in failed
+                self._add(record, effect=effect, done=True)
+            for record in await self.journal.requests(owned + "done is null", (model.id, first)):
+                self.futures.expect(record)
+                self._add(record, effect=True, done=False)
+
+    async def unload(self, model: ModelRecord, why: str) -> None:
+        """Takes it out of the trainers. Requests that have not run fail."""
+        if model.id not in self.turns:
+            return
+        await self.turns.idle(model.id)
+        for seq in self.turns.close(model.id):
+            await self.futures.resolve(request_id(model.id, seq), failure(why, user=True))
+        if self._live.pop(model.id).created:
+            await self._call(partial(self.models.remove, model.id))
+        model = self.holdings.models[model.id]
+        await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))])
+        if model.state is not None:
+            await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
+
+    def _add(self, record: RequestRecord, *, effect: bool, done: bool) -> None:
+        """`effect`: False: it has none any more. `done`: its result is there already."""
+        data = None
+        if effect and record.kind in ("forward", "forward_backward"):
+            # Parsed beside what is running.
+            data = asyncio.ensure_future(asyncio.to_thread(self._parsed, record))
+        self.turns.add(record.owner, record.seq, partial(self._run, record, data, effect, done))
+
+    def _parsed(self, record: RequestRecord) -> TrainingData | RequestError:
+        base, limits = self.models.base, self.settings.limits
+        try:
+            request = pb.ForwardBackwardRequest.FromString(record.body)
+            data = training_data(request, vocab_size=base.vocab_size, max_length=base.max_length)
+            if data.num_tokens > limits.max_tokens:
+                raise RequestError(
+                    f"data: {data.num_tokens} tokens, and a request may have {limits.max_tokens}. Send it in parts: gradients "
+                    "add up until optim_step."
+                )
+            return data
+        except RequestError as error:
+            return error
+
+    async def _run(
+        self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
+    ) -> None:
+        live = self._live[record.owner]
+        outcome: Outcome | None = None
+        statements: list[Statement] = []
+        if effect:
+            try:
+                outcome, statements = await self._kind(record, data)
+            except SlimeError as error:
+                outcome = failure(str(error), user=not isinstance(error, SERVERS_FAULT))
+        live.applied = record.seq
+        if record.kind in ("optim_step", "load_weights") and outcome is not None and not outcome.failed:
+            statements += await self._saved_if_due(record, live)
+        if done:
+            await self.journal.write(statements)
+        elif outcome is not None:
+            await self.futures.resolve(record.id, outcome, statements)
+        if not live.created:
+            await self._give_up(record.owner)
+
+    async def _give_up(self, name: str) -> None:
+        """Of a model whose first request failed: nothing else can be done with it."""
+        for seq in self.turns.close(name):
+            await self.futures.resolve(request_id(name, seq), failure("the model could not be created.", user=True))
+        del self._live[name]
+        await self.journal.write([self.holdings.put(replace(self.holdings.models[name], unloaded=True))])
+
+    async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Done:
+        runs: dict[str, Callable[[RequestRecord], Coroutine[Any, Any, Done]]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save_for_sampler,
+        }
+        if data is None:
+            return await runs[record.kind](record)
+        parsed = await data
+        if isinstance(parsed, RequestError):
+            raise parsed
+        return await self._forward_backward(record, parsed)
+
+    async def _create(self, record: RequestRecord) -> Done:
+        model = self.holdings.models[record.owner]
+        await self._call(partial(self.models.create, model.id, model.spec))
+        self._live[model.id].created = True
+        return json_outcome({"type": "create_model", "model_id": model.id}), []
+
+    async def _load(self, record: RequestRecord) -> Done:
+        asked = LoadWeightsRequest.model_validate_json(record.body)
+        model = self.holdings.models[record.owner]
+        checkpoint = self.holdings.checkpoint(asked.path, record.tenant)
+        if checkpoint.kind != "training":
+            raise RequestError(f"path {asked.path}: weights for sampling alone; load what save_state wrote.")
+        if checkpoint.spec != model.spec:
+            raise RequestError(
+                f"path {asked.path}: of a model with other LoRA settings ({checkpoint.spec}; this one has {model.spec})."
+            )
+        folder = self.checkpoints.folder_of(checkpoint.folder)
+        await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=asked.optimizer))
+        live = self._live[model.id]
+        live.created, live.gradients = True, False
+        live.steps = checkpoint.steps if asked.optimizer else 0
+        return json_outcome({"type": "load_weights", "path": asked.path, "model_id": model.id}), []
+
+    async def _forward_backward(self, record: RequestRecord, data: TrainingData) -> Done:
+        began = time.monotonic()
+        if record.kind == "forward":
+            log_probs = await self._call(partial(self.models.forward, record.owner, data.datums))
+        else:
+            log_probs = await self._call(partial(self.models.forward_backward, record.owner, data.datums, data.loss))
+            live = self._live[record.owner]
+            live.gradients = True
+            live.unsaved_s += time.monotonic() - began
+
+        def outcome() -> Outcome:
+            losses = loss_of(self.registry, data.loss, data.datums, log_probs)
+            outputs = {"logprobs": data.by_position(log_probs)}
+            if data.loss["name"] == "sft":
+                outputs["elementwise_loss"] = data.by_position(losses)
+            return forward_backward_outcome(
+                outputs, {"loss:sum": float(losses.sum()), "tokens:sum": float(data.num_tokens)}
+            )
+
+        return await asyncio.to_thread(outcome), []
+
+    async def _optim_step(self, record: RequestRecord) -> Done:
+        began = time.monotonic()
+        adam = adam_of(OptimStepRequest.model_validate_json(record.body))
+        grad_norm = await self._call(partial(self.models.optim_step, record.owner, adam))
+        live = self._live[record.owner]
+        live.steps += 1
+        live.gradients = False
+        live.unsaved_s += time.monotonic() - began
+        metrics = {"grad_norm": grad_norm, "learning_rate": adam.lr, "step": float(live.steps)}
+        return json_outcome({"metrics": metrics}), []
+
+    async def _save(self, record: RequestRecord) -> Done:
+        asked = SaveWeightsRequest.model_validate_json(record.body)
+        model, name = self.holdings.models[record.owner], asked.path or f"{record.seq:06d}"
+        path = self.checkpoints.path_of(model, "training", name, overwrite=asked.overwrite)
+        saved = await self._write(model, path, name, "training", asked.ttl_seconds, asked.user_metadata)
+        return json_outcome({"type": "save_weights", "path": path}), await self.checkpoints.replaced(saved)
+
+    async def _save_for_sampler(self, record: RequestRecord) -> Done:
+        asked = SaveWeightsForSamplerRequest.model_validate_json(record.body)
+        model = self.holdings.models[record.owner]
+        if asked.kind != "snapshot":
+            raise RequestError(
+                f'kind "{asked.kind}": not served here; this server samples from snapshots ("snapshot").'
+            )
+        if asked.path is not None:
+            path = self.checkpoints.path_of(model, "sampler", asked.path)
+            saved = await self._write(model, path, asked.path, "sampler", asked.ttl_seconds, asked.user_metadata)
+            return json_outcome({"type": "save_weights_for_sampler", "path": path}), await self.checkpoints.replaced(
+                saved
+            )
+        if asked.sampling_session_seq_id is None:
+            raise RequestError("sampling_session_seq_id: missing, and so is path; one of them is needed.")
+        sampler_id = f"{model.session}:sampler:{asked.sampling_session_seq_id}"
+        path = f"tinker://{model.id}/snapshots/{record.seq}"
+        saved = await self._write(model, path, str(record.seq), "sampler", None, None, hidden=True)
+        sampler = SamplerRecord(
+            id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
+        )
+        statements = [*await self.checkpoints.replaced(saved), self.holdings.put(sampler)]
+        await self.checkpoints.delete_snapshots(model.id, keep=self.settings.limits.max_snapshots)
+        return json_outcome({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}), statements
+
+    async def _write(
+        self,
+        model: ModelRecord,
+        path: str,
+        name: str,
+        kind: str,
+        ttl_s: int | None,
+        metadata: dict[str, str] | None,
+        *,
+        hidden: bool = False,
+    ) -> CheckpointRecord:
+        expires, folder = expiry(ttl_s), self.checkpoints.new_folder()
+        target = self.checkpoints.folder_of(folder)
+        await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
+        return CheckpointRecord(
+            id=path,
+            tenant=model.tenant,
+            model=model.id,
+            name=name,
+            kind=kind,
+            folder=folder,
+            spec=model.spec,
+            created=time.time(),
+            size=await asyncio.to_thread(size_of, target),
+            steps=self._live[model.id].steps,
+            expires=expires,
+            user_metadata=metadata,
+            hidden=hidden,
+        )
+
+    async def _saved_if_due(self, record: RequestRecord, live: Live) -> list[Statement]:
+        """Saves the model's state if a restart would have to repeat much; always after it was loaded, since its checkpoint may
+        be deleted."""
+        due = max(self.settings.save_after_s, SAVING_SHARE * live.saving_s)
+        if record.kind != "load_weights" and live.unsaved_s < due:
+            return []
+        return await self._save_state(record.owner, live)
+
+    async def save_states(self) -> None:
+        """Before the server ends, so that the next start has nothing to repeat. Models with gradients are left as they are."""
+        for name, live in self._live.items():
+            if live.created and live.unsaved_s and not live.gradients:
+                await self.journal.write(await self._save_state(name, live))
+
+    async def _save_state(self, name: str, live: Live) -> list[Statement]:
+        began = time.monotonic()
+        folder = self.checkpoints.new_folder()
+        await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
+        live.saving_s, live.unsaved_s = time.monotonic() - began, 0.0
+        model = self.holdings.models[name]
+        saved = replace(model, state=folder, applied=live.applied, steps=live.steps)
+        await self.journal.write([self.holdings.put(saved)])
+        if model.state is not None:
+            await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
+        return [body_dropped(name, live.applied)]
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.trainer, work)
+
+
+def request_id(owner: str, seq: int) -> str:
+    return f"{owner}:{seq}"
+
+
+def spec_of(asked: CreateModelRequest, *, whole: bool) -> ModelSpec:
+    """RequestError for what this server does not train."""
+    if asked.optimizer_config.type != "adamw":
+        raise RequestError(
+            f'optimizer_config "{asked.optimizer_config.type}": not served here; this server has "adamw".'
+        )
+    if whole:
+        return ModelSpec(rank=None)
+    lora = asked.lora_config
+    if lora is None:
+        raise RequestError(
+            "lora_config: missing. This server trains LoRA adapters: create_lora_training_client makes one."
+        )
+    if lora.rank < 1:
+        raise RequestError(f"lora_config.rank = {lora.rank}: must be 1 or above.")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise RequestError(
+            "lora_config: train_attn, train_mlp and train_unembed are all false, so nothing would be trained."
+        )
+    return ModelSpec(
+        rank=lora.rank,
+        seed=lora.seed or 0,
+        attention=lora.train_attn,
+        mlp=lora.train_mlp,
+        unembedding=lora.train_unembed,
+    )
+
+
+def adam_of(asked: OptimStepRequest) -> AdamSettings:
+    given = asked.optim_params
+    if not isinstance(given, AdamParams):
+        raise RequestError(f'optim_params of type "{given.type}": this model has adamw.')
+    numbers = {
+        "learning_rate": (given.learning_rate, 0.0, math.inf),
+        "beta1": (given.beta1, 0.0, 1.0),
+        "beta2": (given.beta2, 0.0, 1.0),
+        "eps": (given.eps, 0.0, math.inf),
+        "weight_decay": (given.weight_decay, 0.0, math.inf),
+        "grad_clip_norm": (given.grad_clip_norm, 0.0, math.inf),
+    }
+    for name, (value, low, high) in numbers.items():
+        if not low <= value < high:
+            raise RequestError(f"adam_params.{name} = {value:g}: must be in [{low:g}, {high:g}).")
+    return AdamSettings(
+        lr=given.learning_rate,
+        betas=(given.beta1, given.beta2),
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        grad_clip=given.grad_clip_norm,
+    )

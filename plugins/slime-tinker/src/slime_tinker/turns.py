@@ -1,0 +1,113 @@
+"""Turns: which request a trainer runs next. Each model's requests run in the order of their seq_id, however they arrive;
+tenants take turns by the seconds that they have used."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Job: TypeAlias = Callable[[], Awaitable[None]]
+"""Runs one request to its end. It raises nothing that a client could cause."""
+
+
+@dataclass(slots=True)
+class Line:
+    """Requests of one model."""
+
+    tenant: str
+    next_seq: int
+    waiting: dict[int, Job] = field(default_factory=dict)
+    since: float | None = None
+    """When a request arrived whose predecessor has not; None: none waits for one."""
+    running: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while none of its requests runs."""
+
+    @property
+    def ready(self) -> bool:
+        return not self.running and self.next_seq in self.waiting
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._lines: dict[str, Line] = {}
+        self._used: dict[str, float] = {}
+        """Seconds of the trainer that each tenant has used, counted from the same start."""
+        self._changed = asyncio.Event()
+
+    def open(self, model: str, tenant: str, next_seq: int) -> None:
+        self._lines[model] = Line(tenant=tenant, next_seq=next_seq)
+
+    async def idle(self, model: str) -> None:
+        """Returns when none of the model's requests runs."""
+        line = self._lines[model]
+        while line.running:
+            await line.ended.wait()
+
+    def close(self, model: str) -> list[int]:
+        """Seq ids of the requests that will not run."""
+        line = self._lines.pop(model, None)
+        return [] if line is None else sorted(line.waiting)
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._lines
+
+    def add(self, model: str, seq: int, job: Job) -> None:
+        line = self._lines[model]
+        if not self._active(line.tenant):
+            # Who has idled has not saved up turns.
+            active = [self._used[other.tenant] for other in self._lines.values() if other.waiting or other.running]
+            self._used[line.tenant] = max([self._used.get(line.tenant, 0.0), *([min(active)] if active else [])])
+        line.waiting[seq] = job
+        self._note_gap(line)
+        self._changed.set()
+
+    def gaps(self, before: float) -> list[tuple[str, int]]:
+        """Models and the seq id that they wait for since `before` (monotonic time)."""
+        return [
+            (model, line.next_seq)
+            for model, line in self._lines.items()
+            if line.since is not None and line.since < before
+        ]
+
+    def skip_to_waiting(self, model: str) -> None:
+        """The missing requests will not come."""
+        line = self._lines[model]
+        line.next_seq = min(line.waiting)
+        self._note_gap(line)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Runs one request after the other, for ever."""
+        while True:
+            line = self._next()
+            if line is None:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            job = line.waiting.pop(line.next_seq)
+            line.next_seq += 1
+            line.running, line.since = True, None
+            line.ended.clear()
+            began = time.monotonic()
+            try:
+                await job()
+            finally:
+                line.running = False
+                line.ended.set()
+                self._used[line.tenant] = self._used.get(line.tenant, 0.0) + time.monotonic() - began
+                self._note_gap(line)
+
+    def _next(self) -> Line | None:
+        ready = [line for line in self._lines.values() if line.ready]
+        return min(ready, key=lambda line: self._used.get(line.tenant, 0.0), default=None)
+
+    def _active(self, tenant: str) -> bool:
+        return any(line.tenant == tenant and (line.waiting or line.running) for line in self._lines.values())
+
+    def _note_gap(self, line: Line) -> None:
+        gap = bool(line.waiting) and not line.running and line.next_seq not in line.waiting
+        line.since = (line.since or time.monotonic()) if gap else None

@@ -1,0 +1,104 @@
+"""The SDK and its cookbook, unmodified, against `slime serve` with slime-fsdp and slime-local."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+from served_process import client, finish
+
+pytestmark = pytest.mark.tinker
+
+
+def metrics_of(log):
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_call(new_server, cookbook):
+    assert "done" in finish(client(new_server("--no-keys").address, cookbook, "every_call.py"))
+
+
+def test_a_thousand_samples_at_once(served, cookbook):
+    output = finish(client(served.address, cookbook, "many_samples.py"))
+    assert 1000 <= int(re.search(r"tokens (\d+)", output)[1]) <= 4000
+
+
+def test_supervised_recipes(served, cookbook, tmp_path):
+    runs = {
+        "sl": client(served.address, cookbook, "sl_loop.py", str(tmp_path / "sl")),
+        "supervised": client(served.address, cookbook, "supervised.py", str(tmp_path / "supervised")),
+    }
+    for name, process in runs.items():
+        finish(process)
+        losses = [row["train_mean_nll"] for row in metrics_of(tmp_path / name) if "train_mean_nll" in row]
+        assert losses[-1] < losses[0] < math.inf
+
+
+def test_arithmetic_recipe(served, cookbook, tmp_path):
+    words = (
+        "env=arithmetic loss_fn=importance_sampling model_name=Qwen/Qwen3-8B group_size=4 groups_per_batch=8 max_tokens=5 "
+        f"lora_rank=8 save_every=0 eval_every=0 max_steps=2 log_path={tmp_path / 'math'}"
+    )
+    output = finish(client(served.address, cookbook, "-m", "tinker_cookbook.recipes.math_rl.train", *words.split()))
+    assert "Training completed successfully" in output
+
+
+def test_the_reward_of_rl_loop_rises(served, cookbook, tmp_path):
+    finish(client(served.address, cookbook, "rl_loop.py", "importance_sampling", "8", str(tmp_path / "rl")))
+    rewards = [row["reward/total"] for row in metrics_of(tmp_path / "rl")]
+    assert rewards[0] < 0.05
+    assert rewards[-1] > 0.5, rewards
+
+
+def test_a_server_that_is_killed_in_a_recipe_goes_on(new_server, cookbook, tmp_path):
+    """With the result of one that was not."""
+    words = ("rl_loop.py", "cispo", "3")
+    whole = new_server("--no-keys", folder="whole")
+    finish(client(whole.address, cookbook, *words, str(tmp_path / "one")))
+    whole.kill()
+    server = new_server("--no-keys", folder="killed")
+    process = client(server.address, cookbook, *words, str(tmp_path / "other"))
+    file = tmp_path / "other/metrics.jsonl"
+    while process.poll() is None and not (file.exists() and file.stat().st_size):
+        time.sleep(0.02)
+    server.kill()
+    began = time.monotonic()
+    server.start()
+    assert time.monotonic() - began < 60
+    finish(process)
+    for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "other"), strict=True):
+        for name in ("reward/total", "grad_norm", "step"):
+            assert one.get(name) == other.get(name)
+
+
+def test_two_tenants_get_what_each_gets_alone(new_server, cookbook, tmp_path):
+    from slime_tinker.keys import Keys
+
+    file = tmp_path / "keys.json"
+    keys, first = Keys().added("first")
+    keys, second = keys.added("second")
+    keys.write(file)
+
+    def results(server, *tenants):
+        processes = [client(server.address, cookbook, "one_tenant.py", seed, key=key) for seed, key in tenants]
+        return [re.search("RESULT (.*)", finish(process))[1] for process in processes]
+
+    options = ("--keys", str(file))
+    alone = new_server(*options, folder="alone")
+    separate = [*results(alone, ("1", first)), *results(alone, ("2", second))]
+    together = results(new_server(*options, folder="together"), ("1", first), ("2", second))
+    assert together == separate
+    assert separate[0] != separate[1]
+
+
+def test_strangers_are_refused(new_server, cookbook, tmp_path):
+    from slime_tinker.keys import Keys
+
+    Keys().added("first")[0].write(tmp_path / "keys.json")
+    server = new_server("--keys", str(tmp_path / "keys.json"))
+    process = client(server.address, cookbook, "one_tenant.py", "1", key="tml-guessed")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode
+    assert "AuthenticationError" in output
+    assert "slime serve keys add" in output

@@ -1,0 +1,23 @@
+"""What drivers of backends and engines say about adapters. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AdapterHolder:
+    """A base beside `BackendDriver`, for backends that are an `AdapterBackend`."""
+
+    @classmethod
+    def max_adapters(cls, config: Any) -> int:
+        """How many adapters these options hold at a time over the frozen base; 0: they train the weights themselves."""
+        return 0
+
+
+class AdapterSampler:
+    """A base beside `EngineDriver`, for engines that are an `AdapterEngine`."""
+
+    @classmethod
+    def max_adapters(cls, config: Any) -> int:
+        """How many adapters these options hold at a time; 0: none."""
+        return 0
