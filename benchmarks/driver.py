@@ -1,13 +1,16 @@
-"""Tokens per second that one driver takes from engines that respond at once, and its CPU time for each.
+"""Tokens per second that a run takes from engines that respond at once, and the CPU time for each.
 
-    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--profile]
+    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--workers 0 1 2] [--profile]
 
 `slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
 process of its own; the driver should have a core for itself.
 
-The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step; CPU time of a token is the
-driver's (user and system) of all steps but the first: the difference of a run of all steps and a run of one.
+`--workers`: rollout workers, one line for each number; 0: the driver does all. Each has a process of its own, and one for rewards.
+
+The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step. CPU time of a token (user and
+system, all steps but the first) is the driver's own, which an observer reads at the end of each step, and that of all
+processes of the run, the difference of a run of all steps and a run of one.
 """
 
 from __future__ import annotations
@@ -35,11 +38,19 @@ SAMPLES: Final = 8
 """Of a prompt."""
 ALPHABET: Final = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
 REWARD: Final = """
-from slime_core.plugin import reward
+import time
+
+from slime_core.plugin import hook, reward
 
 @reward("even")
 def even(sample):
     return float(sample.index % 2)
+
+@hook
+def rollout_end(event):
+    # The CPU time of the driver so far.
+    with (event.run.run_dir / "driver_cpu").open("a") as file:
+        file.write(f"{time.process_time()}\\n")
 """
 RUN: Final = """
 [model]
@@ -53,7 +64,9 @@ SLIME: Final = [sys.executable, "-c", "from slime_core.cli.main import main; mai
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     cpu_s: float
-    """Of the driver, from its start to its end."""
+    """Of all processes of the run, from its start to its end."""
+    driver_s: Sequence[float]
+    """CPU time of the driver at the end of each step."""
     rollout_s: Sequence[float]
     """Of each step."""
 
@@ -146,7 +159,15 @@ def senders(count: int, tokens: int) -> Iterator[list[str]]:
 
 
 def run(
-    folder: Path, name: str, addresses: Sequence[str], *, groups: int, steps: int, tokens: int, profile: bool
+    folder: Path,
+    name: str,
+    addresses: Sequence[str],
+    *,
+    groups: int,
+    steps: int,
+    tokens: int,
+    workers: int,
+    profile: bool,
 ) -> Ran:
     command = [
         *([sys.executable, "-m", "cProfile", "-o", f"{name}.prof", "slime_main.py"] if profile else SLIME),
@@ -154,6 +175,7 @@ def run(
         "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses)), "--debug-rollout-only",
         "--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SAMPLES),
         "--rollout-max-response-len", str(tokens), "--concurrency", "256", "--algo", "grpo", "--backend", "fsdp",
+        "--rollout-workers", str(workers),
     ]  # fmt: skip
     before = os.times()
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -164,7 +186,8 @@ def run(
         )
     metrics = [json.loads(line)["metrics"] for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Ran(cpu_s=cpu, rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line])
+    driver = [float(line) for line in (folder / f"runs/{name}/driver_cpu").read_text().split()]
+    return Ran(cpu_s=cpu, driver_s=driver, rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line])
 
 
 def main() -> None:
@@ -173,6 +196,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--senders", type=int, default=1)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     typed = parser.parse_args()
@@ -187,15 +211,25 @@ def main() -> None:
         (folder / "even.py").write_text(REWARD)
         (folder / "run.toml").write_text(RUN)
         (folder / "slime_main.py").write_text(SLIME[-1])
-        sizes = {"groups": typed.groups, "tokens": typed.tokens, "profile": typed.profile}
-        one = run(folder, "one", addresses, steps=1, **sizes)
-        all_steps = run(folder, "all", addresses, steps=typed.steps, **sizes)
-        if typed.profile:
-            pstats.Stats(str(folder / "all.prof")).sort_stats("tottime").print_stats(40)
-    tokens = typed.groups * SAMPLES * typed.tokens
-    speed = tokens / median(all_steps.rollout_s[1:])
-    each = (all_steps.cpu_s - one.cpu_s) / (tokens * (typed.steps - 1)) * 1e9
-    print(f"{speed:,.0f} tokens/s, {each:.0f} ns of CPU a token ({1e9 / each:,.0f} tokens/s of one core)")
+        for workers in typed.workers:
+            measure(folder, addresses, typed, workers)
+
+
+def measure(folder: Path, addresses: Sequence[str], typed: argparse.Namespace, workers: int) -> None:
+    sizes = {"groups": typed.groups, "tokens": typed.tokens, "workers": workers, "profile": typed.profile}
+    one = run(folder, f"one-{workers}", addresses, steps=1, **sizes)
+    every = run(folder, f"all-{workers}", addresses, steps=typed.steps, **sizes)
+    if typed.profile:
+        pstats.Stats(str(folder / f"all-{workers}.prof")).sort_stats("tottime").print_stats(40)
+    of_step = typed.groups * SAMPLES * typed.tokens
+    later = of_step * (typed.steps - 1)
+    speed = of_step / median(every.rollout_s[1:])
+    total, driver = (every.cpu_s - one.cpu_s) / later * 1e9, (every.driver_s[-1] - every.driver_s[0]) / later * 1e9
+    print(
+        f"{workers} workers: {speed:,.0f} tokens/s; CPU a token: {total:.0f} ns in all, {driver:.0f} ns of the driver "
+        f"({1e9 / driver:,.0f} tokens/s of its core)",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,12 @@ class SamplingParams:
         return None
 
 
+class Caller(Protocol):
+    """Has an `EngineCaller` in another process make calls."""
+
+    async def call(self, asked: Any) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One sequence to continue."""
@@ -82,6 +89,8 @@ class GenerateRequest:
     """A prompt as text, with empty `token_ids`: a middleware must tokenize it. None: the prompt is in `token_ids`."""
     routed_experts_from: int | None = None
     """Requests expert ids from this position on, at most P (`Capability.ROUTED_EXPERTS`); None: no expert ids."""
+    caller: Caller | None = None
+    """Makes the call to the engine's server, in the process that the request comes from; None: the engine makes it."""
 
 
 class FinishReason(StrEnum):

@@ -8,7 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -176,8 +176,31 @@ def covering_spans(given: Sequence[Mapping[str, Any]], count: int) -> list[tuple
     return spans
 
 
-def column(
-    rows: Sequence[Mapping[Any, Any]] | Sequence[Sequence[Any]], key: Any, dtype: type[np.generic]
-) -> npt.NDArray[Any]:
+Rows: TypeAlias = "Sequence[Mapping[Any, Any]] | Sequence[Sequence[Any]] | TokenRows"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """The rows of a response as arrays: they pass between processes at a hundredth of what lists cost."""
+
+    by_key: Mapping[Any, npt.NDArray[Any]]
+    count: int
+
+    @classmethod
+    def of(cls, rows: Rows, columns: Mapping[Any, type[np.generic]]) -> TokenRows:
+        """columns: dtypes by key. Raises what `column` raises."""
+        return cls({key: column(rows, key, dtype) for key, dtype in columns.items()}, len(rows))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+INVALID: Final = (KeyError, TypeError, ValueError, IndexError, OverflowError)
+"""What reading an invalid response raises."""
+
+
+def column(rows: Rows, key: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """A column of the rows of a response. Raises TypeError and ValueError for what is not a number."""
+    if isinstance(rows, TokenRows):
+        return rows.by_key[key]
     return np.fromiter([row[key] for row in rows], dtype, len(rows))

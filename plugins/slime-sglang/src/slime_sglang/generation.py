@@ -12,7 +12,7 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.routed_experts import RoutedExperts
 from slime_serving.image_tokens import ImageTokens, data_url, require_all_read
-from slime_serving.running import Part, Running, column, covering_spans, version_of
+from slime_serving.running import INVALID, Part, Running, column, covering_spans, version_of
 from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_sglang.experts import ExpertSizes
 
@@ -121,7 +121,7 @@ class SglangRunning(Running):
                 routed.append(self.experts.read(meta.get("routed_experts"), sent + len(rows) - 1 - self.experts_from))
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except INVALID as error:
             raise self.invalid(server, reply, error) from error
         if prompt_tokens is not None and reason is not FinishReason.ABORT:
             require_all_read(prompt_tokens, sent, self.request.request_id, server, ADVICE)

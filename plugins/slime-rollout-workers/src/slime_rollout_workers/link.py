@@ -1,0 +1,324 @@
+"""Link: one worker as the driver sees it: its groups, the requests that it makes, and the calls that engines make through it.
+
+If its process dies, another one takes its place. What the old one had is aborted, and its groups begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from slime_core.contracts.engine import CallerLost
+from slime_core.errors import RolloutError
+from slime_core.registry.boundary import held
+from slime_core.rollout.groups import SampleFailure
+from slime_core.rollout.served_engines import ServedEngines
+from slime_core.types.completion import Caller, Completion, FinishReason
+from slime_rollout_workers.driver_group import DriverGroup
+from slime_rollout_workers.messages import (
+    AbortRequests,
+    Call,
+    CancelCall,
+    Called,
+    CancelGroup,
+    CancelRequest,
+    Completed,
+    Failed,
+    Finished,
+    Generated,
+    Question,
+    Ready,
+    Reply,
+    Request,
+    ResponseFailed,
+    StopGroups,
+    Versions,
+    WorkerSetup,
+)
+from slime_rollout_workers.travelling_error import packed, raised_here
+from slime_rollout_workers.worker_process import WorkerProcess
+
+ABORT_INTERVAL_S: Final = 1.0
+"""An abort is repeated: an engine may not have the request yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request of a worker that is with the engines."""
+
+    request: Request
+    group: DriverGroup
+    task: asyncio.Task[None]
+
+
+class WorkerCaller(Caller):
+    """Of a worker's requests. In another process than the driver it is None: there an engine makes its calls itself."""
+
+    def __init__(self, call: Callable[[Any], Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def call(self, asked: Any) -> Any:
+        return await self._call(asked)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class Link:
+    """`start`, then any number of `begin`, `cancel`, `stop_groups`, and `stop`."""
+
+    def __init__(self, setup: WorkerSetup, *, max_losses: int, faults: Counter[str]) -> None:
+        """`max_losses`: how often a group may be lost with its worker. `faults`: counters of a step."""
+        self._setup = setup
+        self._name = f"rollout worker {setup.number}"
+        self._max_losses = max_losses
+        self._faults = faults
+        self._caller = WorkerCaller(self._call)
+        self._process: WorkerProcess | None = None
+        self._ready: asyncio.Future[Exception | None] | None = None
+        self._is_ready = False
+        self._stopping = False
+        self._failure: Exception | None = None
+        """The last process could not start: the run ends."""
+        self._watch: asyncio.Task[None] | None = None
+        self._groups: dict[int, DriverGroup] = {}
+        """In the order in which they began."""
+        self._requests: dict[int, Asked] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._versions: Callable[[], range] | None = None
+        self._sent_versions: range | None = None
+        self._served: Callable[[], Awaitable[ServedEngines | None]] | None = None
+
+    # ---------------------------------------------------------------- start and end
+
+    async def start(self, served: Callable[[], Awaitable[ServedEngines | None]]) -> None:
+        """Raises the error that the worker met; RolloutError if it died."""
+        self._served = served
+        await self._start_process()
+        self._watch = asyncio.create_task(self._replace_lost())
+
+    async def _start_process(self) -> None:
+        ready = self._ready = asyncio.get_running_loop().create_future()
+        self._sent_versions = None
+        process = self._process = await WorkerProcess.start(self._setup, self._take)
+        process.reading.add_done_callback(lambda _: ready.cancel())
+        await asyncio.wait({ready})
+        if ready.cancelled():
+            raise RolloutError(f"{self._name} died while it started (exit code {await process.exit_code()}).")
+        if (error := ready.result()) is not None:
+            raise raised_here(error)
+        self._is_ready = True
+        for group in self._groups.values():
+            self._send_group(group)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        for task in [*self._tasks, *([] if self._watch is None else [self._watch])]:
+            task.cancel()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _replace_lost(self) -> None:
+        """Starts another process whenever this one has died."""
+        while not self._stopping:
+            process = self._process
+            assert process is not None
+            await asyncio.wait({process.reading})
+            self._is_ready = False
+            pid, code = process.pid, await process.exit_code()
+            self._faults["rollout/rollout_worker_restarts"] += 1
+            await self._abort_all()
+            self._count_losses(RolloutError(f"{self._name} (pid {pid}) died (exit code {code})."))
+            with held() as failed:
+                await self._start_process()
+            if failed.error is not None:
+                self._failure = failed.error
+                for group in list(self._groups.values()):
+                    self._drop(group, failed.error)
+                return
+
+    async def _abort_all(self) -> None:
+        """Ends the requests that the process had made."""
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(CallerLost(f"{self._name} has died"))
+        while asked := list(self._requests.values()):
+            for one in asked:
+                await one.group.runner.client.abort([one.request.request.request_id])
+            await asyncio.wait({one.task for one in asked}, timeout=ABORT_INTERVAL_S)
+
+    def _count_losses(self, error: RolloutError) -> None:
+        for group in list(self._groups.values()):
+            if group.running.task.cancelling() or (group.running.stop.is_set() and group.result.done()):
+                self._drop(group, error)
+                continue
+            group.losses += 1
+            will_retry = group.losses <= self._max_losses
+            prompt, settings = group.running.prompt, group.runner.settings
+            first = prompt.group_index * settings.num_samples
+            with held() as failed:
+                group.runner.on_failure(SampleFailure(prompt, first, group.losses, will_retry, error))
+            if failed.error is not None:
+                self._drop(group, failed.error)
+            elif not will_retry:
+                where = prompt.origin or f"group {prompt.group_index}"
+                lost = RolloutError(
+                    f"{where}: lost {group.losses} times with the rollout worker that had it (--max-retries "
+                    f"{self._max_losses}): its generator or its rewards may end the process. The last time: {error}"
+                )
+                self._drop(group, lost)
+
+    def _drop(self, group: DriverGroup, error: Exception) -> None:
+        del self._groups[group.number]
+        group.fail(error)
+
+    # ---------------------------------------------------------------- groups
+
+    def begin(self, group: DriverGroup) -> None:
+        if self._failure is not None:
+            group.fail(self._failure)
+            return
+        self._versions = group.runner.versions
+        self._groups[group.number] = group
+        if self._is_ready:
+            self._send_group(group)
+
+    def _send_group(self, group: DriverGroup) -> None:
+        self._send(group.message())
+        if group.running.stop.is_set():
+            self._send(StopGroups((group.number,)))
+
+    async def cancel(self, group: DriverGroup) -> None:
+        """Returns when the worker has cleaned up."""
+        if group.number in self._groups:
+            if self._is_ready:
+                self._send(CancelGroup(group.number))
+            else:
+                self._drop(group, RolloutError(f"{self._name} has died"))
+        await group.ended.wait()
+
+    async def stop_groups(self, groups: list[DriverGroup]) -> None:
+        """Their responses end as they are."""
+        chosen = {group.number for group in groups}
+        self._send(StopGroups(tuple(chosen)))
+        ids = [a.request.request.request_id for a in self._requests.values() if a.group.number in chosen]
+        if ids:
+            await groups[0].runner.client.abort(ids)
+
+    def _send(self, message: Any) -> None:
+        if self._process is None:
+            return
+        if self._versions is not None and (trained := self._versions()) != self._sent_versions:
+            self._sent_versions = trained
+            self._process.send(Versions(trained))
+        self._process.send(message)
+
+    # ---------------------------------------------------------------- messages
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Called():
+                self._take_call(message)
+            case Request():
+                self._take_request(message)
+            case CancelRequest():
+                if (asked := self._requests.get(message.number)) is not None:
+                    asked.task.cancel()
+            case AbortRequests():
+                self._begin(self._abort(message))
+            case Generated():
+                if (group := self._groups.get(message.number)) is not None:
+                    group.take_generated(message)
+            case Finished() | Failed():
+                if (group := self._groups.pop(message.number, None)) is not None:
+                    group.take_end(message)
+            case ResponseFailed():
+                self._report(message)
+            case Question():
+                self._begin(self._reply(message))
+            case Ready():
+                assert self._ready is not None
+                if not self._ready.done():
+                    self._ready.set_result(message.error)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _report(self, failed: ResponseFailed) -> None:
+        group = self._groups.get(failed.group)
+        if group is None:
+            return
+        failure = SampleFailure(
+            group.running.prompt, failed.index, failed.attempt, failed.will_retry, raised_here(failed.error)
+        )
+        with held() as raised:
+            group.runner.on_failure(failure)
+        if raised.error is not None:
+            # An observer's error ends the run, as it does where the group is run by the driver.
+            group.fail(raised.error)
+
+    async def _reply(self, question: Question) -> None:
+        result: Any = None
+        with held() as failed:
+            assert self._served is not None
+            served = await self._served()
+            result = await getattr(served, question.method)(*question.arguments)
+        self._send(Reply(question.number, result if failed.error is None else packed(failed.error)))
+
+    # ---------------------------------------------------------------- requests
+
+    def _take_request(self, message: Request) -> None:
+        group = self._groups.get(message.group)
+        if group is None or group.running.stop.is_set():
+            self._send(Completed(message.number, Completion.empty(message.request, FinishReason.ABORT)))
+            return
+        task = asyncio.create_task(self._serve(message, group))
+        self._requests[message.number] = Asked(message, group, task)
+        task.add_done_callback(lambda _: self._requests.pop(message.number))
+
+    async def _serve(self, message: Request, group: DriverGroup) -> None:
+        if group.running.stop.is_set():
+            self._send(Completed(message.number, Completion.empty(message.request, FinishReason.ABORT)))
+            return
+        request = replace(message.request, caller=self._caller)
+        result: Completion | None = None
+        with held() as failed:
+            result = await group.runner.client.generate(request)
+        self._send(Completed(message.number, packed(failed.error) if failed.error is not None else result))
+
+    async def _abort(self, message: AbortRequests) -> None:
+        group = next((a.group for a in self._requests.values()), None)
+        if group is not None:
+            with held():
+                # What it raises, the requests raise too.
+                await group.runner.client.abort(message.request_ids)
+
+    async def _call(self, asked: Any) -> Any:
+        if not self._is_ready or self._process is None:
+            raise CallerLost(f"{self._name} has died")
+        number = next(self._call_numbers)
+        reply = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._process.send(Call(number, asked))
+        try:
+            return await reply
+        finally:
+            del self._calls[number]
+            if reply.cancelled():
+                self._process.send(CancelCall(number))
+
+    def _take_call(self, message: Called) -> None:
+        reply = self._calls.get(message.number)
+        if reply is None or reply.done():
+            return
+        if isinstance(message.result, Exception):
+            reply.set_exception(raised_here(message.result))
+        else:
+            reply.set_result(message.result)
