@@ -6,11 +6,10 @@
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
 process of its own; the driver should have a core for itself.
 
-`--workers`: rollout workers, one line for each number; 0: the driver does all. Each has a process of its own, and one for rewards.
+`--workers`: rollout workers, one line for each number; 0: the driver does all. Each is a process, with another one for rewards.
 
-The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step. CPU time of a token (user and
-system, all steps but the first) is the driver's own, which an observer reads at the end of each step, and that of all
-processes of the run, the difference of a run of all steps and a run of one.
+The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step. An observer reads the CPU
+time (user and system) at the end of each step: the driver's own, and that of its children.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ ALPHABET: Final = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
 REWARD: Final = """
 import time
 
+import psutil
+
 from slime_core.plugin import hook, reward
 
 @reward("even")
@@ -48,9 +49,10 @@ def even(sample):
 
 @hook
 def rollout_end(event):
-    # The CPU time of the driver so far.
-    with (event.run.run_dir / "driver_cpu").open("a") as file:
-        file.write(f"{time.process_time()}\\n")
+    # CPU seconds so far: of the driver, and of its children.
+    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    with (event.run.run_dir / "cpu").open("a") as file:
+        file.write(f"{time.process_time()} {sum(one.user + one.system for one in children)}\\n")
 """
 RUN: Final = """
 [model]
@@ -63,10 +65,8 @@ SLIME: Final = [sys.executable, "-c", "from slime_core.cli.main import main; mai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    cpu_s: float
-    """Of all processes of the run, from its start to its end."""
-    driver_s: Sequence[float]
-    """CPU time of the driver at the end of each step."""
+    cpu_s: Sequence[tuple[float, float]]
+    """CPU time at the end of each step, of the driver and of its child processes."""
     rollout_s: Sequence[float]
     """Of each step."""
 
@@ -177,17 +177,17 @@ def run(
         "--rollout-max-response-len", str(tokens), "--concurrency", "256", "--algo", "grpo", "--backend", "fsdp",
         "--rollout-workers", str(workers),
     ]  # fmt: skip
-    before = os.times()
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    after = os.times()
     if ended.returncode:
         raise SystemExit(
             f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
         )
     metrics = [json.loads(line)["metrics"] for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    driver = [float(line) for line in (folder / f"runs/{name}/driver_cpu").read_text().split()]
-    return Ran(cpu_s=cpu, driver_s=driver, rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line])
+    cpu = [line.split() for line in (folder / f"runs/{name}/cpu").read_text().splitlines()]
+    return Ran(
+        cpu_s=[(float(driver), float(children)) for driver, children in cpu],
+        rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line],
+    )
 
 
 def main() -> None:
@@ -216,18 +216,25 @@ def main() -> None:
 
 
 def measure(folder: Path, addresses: Sequence[str], typed: argparse.Namespace, workers: int) -> None:
-    sizes = {"groups": typed.groups, "tokens": typed.tokens, "workers": workers, "profile": typed.profile}
-    one = run(folder, f"one-{workers}", addresses, steps=1, **sizes)
-    every = run(folder, f"all-{workers}", addresses, steps=typed.steps, **sizes)
+    ran = run(
+        folder,
+        f"workers-{workers}",
+        addresses,
+        groups=typed.groups,
+        steps=typed.steps,
+        tokens=typed.tokens,
+        workers=workers,
+        profile=typed.profile,
+    )
     if typed.profile:
-        pstats.Stats(str(folder / f"all-{workers}.prof")).sort_stats("tottime").print_stats(40)
+        pstats.Stats(str(folder / f"workers-{workers}.prof")).sort_stats("tottime").print_stats(40)
     of_step = typed.groups * SAMPLES * typed.tokens
-    later = of_step * (typed.steps - 1)
-    speed = of_step / median(every.rollout_s[1:])
-    total, driver = (every.cpu_s - one.cpu_s) / later * 1e9, (every.driver_s[-1] - every.driver_s[0]) / later * 1e9
+    speed = of_step / median(ran.rollout_s[1:])
+    spent = [last - first for first, last in zip(ran.cpu_s[0], ran.cpu_s[-1], strict=True)]
+    driver, others = (seconds / (of_step * (typed.steps - 1)) * 1e9 for seconds in spent)
     print(
-        f"{workers} workers: {speed:,.0f} tokens/s; CPU a token: {total:.0f} ns in all, {driver:.0f} ns of the driver "
-        f"({1e9 / driver:,.0f} tokens/s of its core)",
+        f"{workers} workers: {speed:,.0f} tokens/s; CPU of a token: {driver:.0f} ns of the driver "
+        f"({1e9 / driver:,.0f} tokens/s of its core), {others:.0f} ns of others",
         flush=True,
     )
 

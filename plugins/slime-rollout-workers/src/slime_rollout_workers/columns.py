@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +11,13 @@ import numpy.typing as npt
 from slime_core.types.prompt import Prompt
 from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import Sample
+from slime_rollout_workers.flat import SAMPLE, Flat
 
 VECTORS: Final = frozenset({"tokens", "loss_mask", "rollout_log_probs", "routed_experts", "prompt"})
-OTHERS: Final = tuple(field.name for field in fields(Sample) if field.name not in VECTORS)
+OTHER: Final = Flat(Sample, without=VECTORS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupColumns:
+class GroupColumns(NamedTuple):
     """S samples with T tokens each, R of the response; N and M: their sums."""
 
     tokens: npt.NDArray[np.int32]
@@ -33,7 +32,7 @@ class GroupColumns:
     """None: the group's."""
     routed_experts: tuple[RoutedExperts | None, ...]
     others: tuple[tuple[Any, ...], ...]
-    """The fields in `OTHERS` of each sample."""
+    """The other fields of each sample."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], prompt: Prompt) -> GroupColumns:
@@ -45,20 +44,20 @@ class GroupColumns:
             lengths=tuple((len(sample.tokens), len(sample.loss_mask)) for sample in samples),
             prompts=tuple(None if sample.prompt is prompt else sample.prompt for sample in samples),
             routed_experts=tuple(sample.routed_experts for sample in samples),
-            others=tuple(tuple(getattr(sample, name) for name in OTHERS) for sample in samples),
+            others=tuple(map(OTHER.pack, samples)),
         )
 
     def samples(self, prompt: Prompt) -> list[Sample]:
         """The samples, whose vectors are parts of the columns."""
         ends = np.cumsum(np.asarray(self.lengths, np.int64).reshape(-1, 2), axis=0).tolist()
         return [
-            Sample(
+            OTHER.unpack(
+                others,
                 prompt=own or prompt,
                 tokens=self.tokens[end - length : end],
                 loss_mask=self.loss_mask[response_end - responded : response_end],
                 rollout_log_probs=self.rollout_log_probs[response_end - responded : response_end],
                 routed_experts=routed,
-                **dict(zip(OTHERS, others, strict=True)),
             )
             for (length, responded), (end, response_end), own, routed, others in zip(
                 self.lengths, ends, self.prompts, self.routed_experts, self.others, strict=True
@@ -70,8 +69,7 @@ def joined(vectors: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.
     return np.concatenate([np.empty(0, dtype), *vectors])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RewardColumns:
+class RewardColumns(NamedTuple):
     """What scoring changed in the samples of a group, by field."""
 
     changes: tuple[dict[str, Any], ...]
@@ -81,8 +79,8 @@ class RewardColumns:
         return cls(tuple(changed(old, new) for old, new in zip(before, after, strict=True)))
 
     def applied(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        return tuple(replace(sample, **change) for sample, change in zip(samples, self.changes, strict=True))
+        return tuple(map(SAMPLE.replace, samples, self.changes))
 
 
 def changed(old: Sample, new: Sample) -> dict[str, Any]:
-    return {name: getattr(new, name) for name in OTHERS if getattr(new, name) is not getattr(old, name)}
+    return {name: getattr(new, name) for name in OTHER.names if getattr(new, name) is not getattr(old, name)}

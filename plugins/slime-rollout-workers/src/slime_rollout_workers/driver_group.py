@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from slime_core.rollout.groups import GroupRunner, RunningGroup
 from slime_core.types.sample import Sample, SampleGroup
 from slime_rollout_workers.columns import GroupColumns
+from slime_rollout_workers.flat import unpack_trace
 from slime_rollout_workers.messages import Failed, Finished, Generated, StartGroup
 from slime_rollout_workers.travelling_error import raised_here
 
@@ -47,7 +48,7 @@ class DriverGroup:
             samples = message.rewards.applied(self.kept if self.score_only else self.running.generated)
             self.result.set_result(SampleGroup(prompt=self.running.prompt, samples=samples))
             if message.trace is not None:
-                self.runner.on_trace(message.trace)
+                self.runner.on_trace(unpack_trace(message.trace))
         elif message.error is not None:
             self.result.set_exception(raised_here(message.error))
         else:

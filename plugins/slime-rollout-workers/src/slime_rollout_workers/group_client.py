@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_core.rollout.client import EngineClient
 from slime_core.types.completion import Completion, GenerateRequest
+from slime_rollout_workers.flat import COMPLETION, REQUEST
 from slime_rollout_workers.messages import AbortRequests, CancelRequest, Completed, Request
 from slime_rollout_workers.travelling_error import raised_here
 
@@ -25,7 +26,7 @@ class Requests:
         number = next(self._numbers)
         response: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._responses[number] = response
-        self.send(Request(number, group, request))
+        self.send(Request(number, group, REQUEST.pack(request)))
         try:
             return await response
         finally:
@@ -40,7 +41,7 @@ class Requests:
         if isinstance(completed.result, Exception):
             response.set_exception(raised_here(completed.result))
         else:
-            response.set_result(completed.result)
+            response.set_result(COMPLETION.unpack(completed.result))
 
 
 class GroupClient(EngineClient):

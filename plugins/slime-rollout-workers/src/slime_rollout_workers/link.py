@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from slime_core.contracts.engine import CallerLost
@@ -17,13 +17,14 @@ from slime_core.errors import RolloutError
 from slime_core.registry.boundary import held
 from slime_core.rollout.groups import SampleFailure
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.types.completion import Caller, Completion, FinishReason
+from slime_core.types.completion import Caller, Completion, FinishReason, GenerateRequest
 from slime_rollout_workers.driver_group import DriverGroup
+from slime_rollout_workers.flat import COMPLETION, REQUEST
 from slime_rollout_workers.messages import (
     AbortRequests,
     Call,
-    CancelCall,
     Called,
+    CancelCall,
     CancelGroup,
     CancelRequest,
     Completed,
@@ -50,7 +51,7 @@ ABORT_INTERVAL_S: Final = 1.0
 class Asked:
     """A request of a worker that is with the engines."""
 
-    request: Request
+    request: GenerateRequest
     group: DriverGroup
     task: asyncio.Task[None]
 
@@ -150,7 +151,7 @@ class Link:
                 call.set_exception(CallerLost(f"{self._name} has died"))
         while asked := list(self._requests.values()):
             for one in asked:
-                await one.group.runner.client.abort([one.request.request.request_id])
+                await one.group.runner.client.abort([one.request.request_id])
             await asyncio.wait({one.task for one in asked}, timeout=ABORT_INTERVAL_S)
 
     def _count_losses(self, error: RolloutError) -> None:
@@ -207,7 +208,7 @@ class Link:
         """Their responses end as they are."""
         chosen = {group.number for group in groups}
         self._send(StopGroups(tuple(chosen)))
-        ids = [a.request.request.request_id for a in self._requests.values() if a.group.number in chosen]
+        ids = [a.request.request_id for a in self._requests.values() if a.group.number in chosen]
         if ids:
             await groups[0].runner.client.abort(ids)
 
@@ -257,7 +258,7 @@ class Link:
         if group is None:
             return
         failure = SampleFailure(
-            group.running.prompt, failed.index, failed.attempt, failed.will_retry, raised_here(failed.error)
+            group.running.prompt, failed.sample_index, failed.attempt, failed.will_retry, raised_here(failed.error)
         )
         with held() as raised:
             group.runner.on_failure(failure)
@@ -276,23 +277,28 @@ class Link:
     # ---------------------------------------------------------------- requests
 
     def _take_request(self, message: Request) -> None:
+        request = REQUEST.unpack(message.request, caller=self._caller)
         group = self._groups.get(message.group)
         if group is None or group.running.stop.is_set():
-            self._send(Completed(message.number, Completion.empty(message.request, FinishReason.ABORT)))
+            self._respond(message.number, Completion.empty(request, FinishReason.ABORT))
             return
-        task = asyncio.create_task(self._serve(message, group))
-        self._requests[message.number] = Asked(message, group, task)
+        task = asyncio.create_task(self._serve(message.number, request, group))
+        self._requests[message.number] = Asked(request, group, task)
         task.add_done_callback(lambda _: self._requests.pop(message.number))
 
-    async def _serve(self, message: Request, group: DriverGroup) -> None:
-        if group.running.stop.is_set():
-            self._send(Completed(message.number, Completion.empty(message.request, FinishReason.ABORT)))
-            return
-        request = replace(message.request, caller=self._caller)
-        result: Completion | None = None
+    async def _serve(self, number: int, request: GenerateRequest, group: DriverGroup) -> None:
+        # It may have been stopped since this task was made.
+        result = Completion.empty(request, FinishReason.ABORT)
         with held() as failed:
-            result = await group.runner.client.generate(request)
-        self._send(Completed(message.number, packed(failed.error) if failed.error is not None else result))
+            if not group.running.stop.is_set():
+                result = await group.runner.client.generate(request)
+        if failed.error is not None:
+            self._send(Completed(number, packed(failed.error)))
+        else:
+            self._respond(number, result)
+
+    def _respond(self, number: int, completion: Completion) -> None:
+        self._send(Completed(number, COMPLETION.pack(completion)))
 
     async def _abort(self, message: AbortRequests) -> None:
         group = next((a.group for a in self._requests.values()), None)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_core.config.part import PluginSpec
 from slime_core.rollout.groups import GroupSettings
-from slime_core.rollout.trace import GroupTrace
-from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.prompt import Prompt
 from slime_core.workers.agreement import Agreement
 from slime_rollout_workers.columns import GroupColumns, RewardColumns
@@ -44,8 +42,7 @@ class RunnerSetup:
 # ---------------------------------------------------------------- from the driver
 
 
-@dataclass(frozen=True, slots=True)
-class StartGroup:
+class StartGroup(NamedTuple):
     number: int
     runner: bytes
     """A pickled `RunnerSetup`: equal ones share a runner."""
@@ -55,128 +52,112 @@ class StartGroup:
     score_only: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StopGroups:
+class StopGroups(NamedTuple):
     """Their responses end as they are."""
 
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CancelGroup:
+class CancelGroup(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """`result`: an error is raised where the request was made."""
+class Completed(NamedTuple):
+    """`result`: a completion as `flat.COMPLETION`; an error is raised where the request was made."""
 
     number: int
-    result: Completion | Exception
+    result: tuple[Any, ...] | Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """For the engine's `EngineCaller`."""
 
     number: int
     asked: Any
 
 
-@dataclass(frozen=True, slots=True)
-class CancelCall:
+class CancelCall(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
+class Versions(NamedTuple):
     """Policy versions whose tokens may be trained from now on."""
 
     trained: range
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """To a `Question`."""
 
     number: int
     result: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
-    pass
+class Close(NamedTuple):
+    """The worker ends."""
 
 
 # ---------------------------------------------------------------- from a worker
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """`error`: why the worker cannot start."""
 
     error: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     number: int
     group: int
-    request: GenerateRequest
+    request: tuple[Any, ...]
+    """As `flat.REQUEST`."""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
+class CancelRequest(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequests:
+class AbortRequests(NamedTuple):
     request_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(NamedTuple):
     number: int
     result: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(NamedTuple):
     """All responses of a group, perhaps without rewards."""
 
     number: int
     samples: GroupColumns
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     number: int
     rewards: RewardColumns
-    trace: GroupTrace | None
+    trace: tuple[Any, ...] | None
+    """As `flat.pack_trace`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(NamedTuple):
     """The group's task raised; None: it was cancelled."""
 
     number: int
     error: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseFailed:
+class ResponseFailed(NamedTuple):
     """See `SampleFailure`."""
 
     group: int
-    index: int
+    sample_index: int
     attempt: int
     will_retry: bool
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A method of the `ServedEngines` that rewards query."""
 
     number: int

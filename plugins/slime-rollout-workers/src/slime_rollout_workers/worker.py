@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import pickle
 import signal
@@ -20,7 +19,7 @@ from slime_core.config.part import PluginSpec
 from slime_core.contracts.engine import EngineCaller
 from slime_core.contracts.generator import Generator
 from slime_core.contracts.reward import ServedModel
-from slime_core.controller.gc_control import gc_paused
+from slime_core.controller.gc_control import frozen_gc, gc_paused
 from slime_core.data.model_folder import load_tokenizer
 from slime_core.registry.boundary import foreign, held
 from slime_core.rollout.groups import GroupRunner, RunningGroup, SampleFailure
@@ -31,12 +30,13 @@ from slime_core.rollout.trace import GroupTrace
 from slime_core.types.sample import SampleGroup
 from slime_rollout_workers.channel import Channel
 from slime_rollout_workers.columns import GroupColumns, RewardColumns
+from slime_rollout_workers.flat import pack_trace
 from slime_rollout_workers.group_client import GroupClient, Requests
 from slime_rollout_workers.messages import (
     Call,
+    Called,
     CancelCall,
     CancelGroup,
-    Called,
     Close,
     Completed,
     Failed,
@@ -75,10 +75,9 @@ async def run(end: socket.socket, setup: WorkerSetup) -> None:
         with held() as failed:
             await worker.open()
         channel.send(Ready(failed.error and packed(failed.error)))
-        gc.collect()
-        gc.freeze()
         closed = asyncio.create_task(worker.closed.wait())
-        await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
+        with frozen_gc():
+            await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
         closed.cancel()
     finally:
         await worker.close()
@@ -276,10 +275,8 @@ class Worker:
                 running.task.cancel()
                 await asyncio.wait({running.task})
         return Finished(
-            number, RewardColumns.of(running.generated, group.samples), traces[0] if traces else None
+            number, RewardColumns.of(running.generated, group.samples), pack_trace(traces[0]) if traces else None
         )
 
     def _response_failed(self, group: int, failure: SampleFailure) -> None:
-        self._send(
-            ResponseFailed(group, failure.index, failure.attempt, failure.will_retry, packed(failure.error))
-        )
+        self._send(ResponseFailed(group, failure.index, failure.attempt, failure.will_retry, packed(failure.error)))

@@ -23,9 +23,7 @@ class HttpCaller(EngineCaller):
             allow_connections(self._max_calls, asked.engine)
             self._pool = new_pool()
         server = asked.connection(self._pool, asked.address, asked.token, asked.engine)
-        reply = await server.post(
-            server.dialect.generate, asked.body, timeout_s=asked.timeout_s, headers=asked.headers
-        )
+        reply = await server.post(server.dialect.generate, asked.body, timeout_s=asked.timeout_s, headers=asked.headers)
         return server.columns(reply)
 
     async def close(self) -> None:

@@ -77,8 +77,7 @@ class HttpResponse(NamedTuple):
     """A router's code, for an error of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpCall:
+class HttpCall(NamedTuple):
     """A request to generate, as plain data."""
 
     connection: type[Connection]

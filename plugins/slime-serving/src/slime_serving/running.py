@@ -179,12 +179,14 @@ def covering_spans(given: Sequence[Mapping[str, Any]], count: int) -> list[tuple
 Rows: TypeAlias = "Sequence[Mapping[Any, Any]] | Sequence[Sequence[Any]] | TokenRows"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TokenRows:
     """The rows of a response as arrays: they pass between processes at a hundredth of what lists cost."""
 
-    by_key: Mapping[Any, npt.NDArray[Any]]
-    count: int
+    __slots__ = ("by_key", "count")
+
+    def __init__(self, by_key: Mapping[Any, npt.NDArray[Any]], count: int) -> None:
+        self.by_key = by_key
+        self.count = count
 
     @classmethod
     def of(cls, rows: Rows, columns: Mapping[Any, type[np.generic]]) -> TokenRows:
@@ -194,6 +196,9 @@ class TokenRows:
     def __len__(self) -> int:
         return self.count
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenRows, (self.by_key, self.count)
+
 
 INVALID: Final = (KeyError, TypeError, ValueError, IndexError, OverflowError)
 """What reading an invalid response raises."""
@@ -202,5 +207,5 @@ INVALID: Final = (KeyError, TypeError, ValueError, IndexError, OverflowError)
 def column(rows: Rows, key: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """A column of the rows of a response. Raises TypeError and ValueError for what is not a number."""
     if isinstance(rows, TokenRows):
-        return rows.by_key[key]
+        return rows.by_key[key].astype(dtype, copy=False)
     return np.fromiter([row[key] for row in rows], dtype, len(rows))

@@ -25,6 +25,6 @@ class SglangConnection(Connection):
     def columns(cls, reply: Any) -> Any:
         try:
             meta = reply["meta_info"]
-            return {"meta_info": {**meta, ROWS: TokenRows.of(meta[ROWS], {0: np.float64, 1: np.int64})}}
+            return {"meta_info": {**meta, ROWS: TokenRows.of(meta[ROWS], {0: np.float32, 1: np.int32})}}
         except INVALID:
             return reply

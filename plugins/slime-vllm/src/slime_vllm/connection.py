@@ -29,7 +29,7 @@ class VllmConnection(Connection):
             (choice,) = reply["choices"]
             token_ids = np.asarray(choice["token_ids"] or (), np.int64)
             rows = (choice["logprobs"] or {}).get("content") or []
-            content = TokenRows.of(rows, {"token_id": np.int64, "logprob": np.float64})
+            content = TokenRows.of(rows, {"token_id": np.int32, "logprob": np.float32})
             return {**reply, "choices": [{**choice, "token_ids": token_ids, "logprobs": {"content": content}}]}
         except (*INVALID, AttributeError):
             return reply
