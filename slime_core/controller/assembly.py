@@ -39,8 +39,8 @@ from slime_core.workers.engine_specs import EngineSpecs
 from slime_core.workers.engines import StartedEngines, build_middlewares, start_engines
 from slime_core.workers.launcher import Launcher
 from slime_core.workers.role_specs import RoleSpecs
-from slime_core.workers.rollout_workers import RolloutWorkers, rollout_workers_of
 from slime_core.workers.roles import start_roles
+from slime_core.workers.rollout_workers import RolloutWorkers, rollout_workers_of
 from slime_core.workers.train_group import TrainGroup
 
 

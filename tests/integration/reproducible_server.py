@@ -1,5 +1,5 @@
-"""`python reproducible_server.py SECONDS_PER_TOKEN`: a server with SGLang's routes, whose tokens depend on the request's seed and
-their places alone: whatever else it serves, and however often a response is interrupted. It prints its port."""
+"""`python reproducible_server.py SECONDS_PER_TOKEN`: a server with SGLang's routes, whose tokens depend on the request's seed
+and their places alone: whatever else it serves, and however often a response is interrupted. It prints its port."""
 
 from __future__ import annotations
 

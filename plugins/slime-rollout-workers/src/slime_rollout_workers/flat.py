@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from slime_core.rollout.trace import GroupTrace, ResponseTrace, Turn
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.sample import Sample
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class Flat(Generic[T]):
     def __init__(self, kind: type[T], *, without: frozenset[str] = frozenset()) -> None:
         self._kind: Any = kind
-        names = [field.name for field in fields(self._kind)]
+        names = [field.name for field in fields(kind)]
         self.names = tuple(name for name in names if name not in without)
         self._values = attrgetter(*self.names)
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import PluginSpec
-from slime_core.rollout.groups import GroupRunner
+from slime_core.rollout.groups import GroupRunner, all_or_none
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.workers.agreement import Agreement
 from slime_rollout_workers.link import Link
@@ -29,9 +29,7 @@ class WorkerProcesses:
         self._shares = Shares(self._links)
 
     async def start(self, served: Callable[[], Awaitable[ServedEngines | None]]) -> None:
-        async with asyncio.TaskGroup() as starting:
-            for link in self._links:
-                starting.create_task(link.start(served))
+        await all_or_none([asyncio.create_task(link.start(served)) for link in self._links])
 
     def runner(self, own: GroupRunner, generate: PluginSpec) -> GroupRunner:
         given = {field.name: getattr(own, field.name) for field in fields(own)}
