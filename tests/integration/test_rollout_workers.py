@@ -25,11 +25,15 @@ WORDS = (
     "--num-rollout", str(STEPS), "--dump-rollouts", "--reward", "even", "--plugin", "even.py",
 )  # fmt: skip
 EVEN = """
-from slime_core.plugin import reward
+from slime_core.plugin import hook, reward
 
 @reward("even")
 def even(sample):
     return {"score": float(sample.response_tokens.sum() % 2), "length": float(sample.response_length)}
+
+@hook
+def rollout_start(event):
+    (event.run.run_dir / f"begun-{event.rollout_id}").touch()
 """
 
 DEADLY = """
@@ -112,12 +116,6 @@ def steps_of(tiny: TinyRun, run: str) -> int:
     return path.read_text().count('"rollout/step"') if path.exists() else 0
 
 
-def begun(tiny: TinyRun, run: str) -> int:
-    """Steps whose groups were started."""
-    path = tiny.runs / run / "events.jsonl"
-    return path.read_text().count('"rollout_start"') if path.exists() else 0
-
-
 def test_workers_make_the_groups_of_a_run_without_them(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
     """With evaluation, whose groups the same workers have."""
     address = serve()
@@ -148,7 +146,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serv
     assert ended.code == 0, ended.err
     process = prepared.start("run", "run.toml", *WORDS, *address, "--name", "killed", "--rollout-workers", "2")
     # Its responses take half a second.
-    wait_until(lambda: begun(prepared, "killed") == 2, process)
+    wait_until((prepared.runs / "killed" / "begun-1").exists, process)
     workers_of(process.pid)[0].kill()
     ended = prepared.end(process)
     assert ended.code == 0, ended.err
