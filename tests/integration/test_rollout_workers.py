@@ -245,3 +245,12 @@ def test_the_error_of_a_generator_that_cannot_open(prepared: TinyRun, serve: Cal
     ended = prepared.run(*WORDS, *serve(), *words)
     assert ended.code == 2
     assert "the tool is not there. Start it." in ended.error
+
+
+def test_workers_whose_engines_are_actors(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """There an engine makes its calls itself, and responses pass through the driver."""
+    address = serve()
+    for words in (("--name", "plain"), ("--name", "actors", "--launcher", "ray", "--rollout-workers", "2")):
+        ended = prepared.run(*WORDS, *address, "--num-rollout", "2", *words)
+        assert ended.code == 0, ended.err
+    assert groups_of(prepared, "actors") == groups_of(prepared, "plain")

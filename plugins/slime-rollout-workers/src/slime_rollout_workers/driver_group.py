@@ -36,9 +36,9 @@ class DriverGroup:
         return StartGroup(self.number, self.pickled, prompt, columns, self.score_only)
 
     def take_generated(self, message: Generated) -> None:
-        if not self.running.generated:
-            self.running.generated += message.samples.samples(self.running.prompt)
-            self.running.all_generated.set()
+        # After a loss, failed responses were generated again.
+        self.running.generated[:] = message.samples.samples(self.running.prompt)
+        self.running.all_generated.set()
 
     def take_end(self, message: Finished | Failed) -> None:
         self.ended.set()

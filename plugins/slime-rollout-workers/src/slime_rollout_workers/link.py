@@ -82,9 +82,8 @@ class Link:
         self._process: WorkerProcess | None = None
         self._ready: asyncio.Future[Exception | None] | None = None
         self._is_ready = False
-        self._stopping = False
         self._failure: Exception | None = None
-        """The last process could not start: the run ends."""
+        """Why there is no process any more."""
         self._watch: asyncio.Task[None] | None = None
         self._groups: dict[int, DriverGroup] = {}
         """In the order in which they began."""
@@ -95,6 +94,18 @@ class Link:
         self._versions: Callable[[], range] | None = None
         self._sent_versions: range | None = None
         self._served: Callable[[], Awaitable[ServedEngines | None]] | None = None
+        self._takers: dict[type, Callable[[Any], None]] = {
+            Called: self._take_call,
+            Request: self._take_request,
+            Generated: self._take_generated,
+            Finished: self._take_end,
+            Failed: self._take_end,
+            CancelRequest: self._take_cancellation,
+            AbortRequests: lambda message: self._begin(self._abort(message)),
+            ResponseFailed: self._report,
+            Question: lambda message: self._begin(self._reply(message)),
+            Ready: self._take_ready,
+        }
 
     # ---------------------------------------------------------------- start and end
 
@@ -102,7 +113,7 @@ class Link:
         """Raises the error that the worker met; RolloutError if it died."""
         self._served = served
         await self._start_process()
-        self._watch = asyncio.create_task(self._replace_lost())
+        self._watch = asyncio.create_task(self._keep_alive())
 
     async def _start_process(self) -> None:
         ready = self._ready = asyncio.get_running_loop().create_future()
@@ -119,15 +130,22 @@ class Link:
             self._send_group(group)
 
     async def stop(self) -> None:
-        self._stopping = True
         for task in [*self._tasks, *([] if self._watch is None else [self._watch])]:
             task.cancel()
         if self._process is not None:
             await self._process.stop()
+        self._give_up(RolloutError(f"{self._name} was stopped."))
+
+    async def _keep_alive(self) -> None:
+        with held() as failed:
+            await self._replace_lost()
+        # No one awaits this task.
+        if failed.error is not None:
+            self._give_up(failed.error)
 
     async def _replace_lost(self) -> None:
-        """Starts another process whenever this one has died."""
-        while not self._stopping:
+        """Starts another process whenever this one has died. Raises an error if that fails."""
+        while True:
             process = self._process
             assert process is not None
             await asyncio.wait({process.reading})
@@ -136,13 +154,13 @@ class Link:
             self._faults["rollout/rollout_worker_restarts"] += 1
             await self._abort_all()
             self._count_losses(RolloutError(f"{self._name} (pid {pid}) died (exit code {code})."))
-            with held() as failed:
-                await self._start_process()
-            if failed.error is not None:
-                self._failure = failed.error
-                for group in list(self._groups.values()):
-                    self._drop(group, failed.error)
-                return
+            await self._start_process()
+
+    def _give_up(self, error: Exception) -> None:
+        """Fails the groups that it has, and later ones."""
+        self._failure = error
+        for group in list(self._groups.values()):
+            self._drop(group, error)
 
     async def _abort_all(self) -> None:
         """Ends the requests that the process had made."""
@@ -156,7 +174,8 @@ class Link:
 
     def _count_losses(self, error: RolloutError) -> None:
         for group in list(self._groups.values()):
-            if group.running.task.cancelling() or (group.running.stop.is_set() and group.result.done()):
+            if group.result.done():
+                # It was cancelled.
                 self._drop(group, error)
                 continue
             group.losses += 1
@@ -223,30 +242,24 @@ class Link:
     # ---------------------------------------------------------------- messages
 
     def _take(self, message: Any) -> None:
-        match message:
-            case Called():
-                self._take_call(message)
-            case Request():
-                self._take_request(message)
-            case CancelRequest():
-                if (asked := self._requests.get(message.number)) is not None:
-                    asked.task.cancel()
-            case AbortRequests():
-                self._begin(self._abort(message))
-            case Generated():
-                if (group := self._groups.get(message.number)) is not None:
-                    group.take_generated(message)
-            case Finished() | Failed():
-                if (group := self._groups.pop(message.number, None)) is not None:
-                    group.take_end(message)
-            case ResponseFailed():
-                self._report(message)
-            case Question():
-                self._begin(self._reply(message))
-            case Ready():
-                assert self._ready is not None
-                if not self._ready.done():
-                    self._ready.set_result(message.error)
+        self._takers[type(message)](message)
+
+    def _take_cancellation(self, message: CancelRequest) -> None:
+        if (asked := self._requests.get(message.number)) is not None:
+            asked.task.cancel()
+
+    def _take_generated(self, message: Generated) -> None:
+        if (group := self._groups.get(message.number)) is not None:
+            group.take_generated(message)
+
+    def _take_end(self, message: Finished | Failed) -> None:
+        if (group := self._groups.pop(message.number, None)) is not None:
+            group.take_end(message)
+
+    def _take_ready(self, message: Ready) -> None:
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_result(message.error)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

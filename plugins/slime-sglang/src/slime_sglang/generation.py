@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -143,9 +143,11 @@ class SglangRunning(Running):
             rows = max(0, len(self.request.token_ids) + keep - 1 - start) if keep else 0
             self.routed_experts = [np.concatenate(self.routed_experts)[:rows]]
 
-    def completion(self, reason: FinishReason, engine_index: int) -> Completion:
-        return replace(
-            Running.completion(self, reason, engine_index),
+    def completion(self, reason: FinishReason, engine_index: int, **others: Any) -> Completion:
+        return Running.completion(
+            self,
+            reason,
+            engine_index,
             extra=self.drafts.metrics,
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts and len(self.token_ids) else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -107,8 +107,8 @@ class VllmRunning(Running):
         self.drafts = self.drafts + drafts
         return reason
 
-    def completion(self, reason: FinishReason, engine_index: int) -> Completion:
-        return replace(Running.completion(self, reason, engine_index), extra=self.drafts.metrics)
+    def completion(self, reason: FinishReason, engine_index: int, **others: Any) -> Completion:
+        return Running.completion(self, reason, engine_index, extra=self.drafts.metrics)
 
 
 def cached_tokens(usage: Mapping[str, Any]) -> int:
