@@ -6,28 +6,20 @@ If its process dies, another one takes its place. What the old one had is aborte
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from slime_core.contracts.engine import CallerLost
 from slime_core.errors import RolloutError
 from slime_core.registry.boundary import held
 from slime_core.rollout.groups import SampleFailure
 from slime_core.rollout.served_engines import ServedEngines
-from slime_core.types.completion import Caller, Completion, FinishReason, GenerateRequest
 from slime_rollout_workers.driver_group import DriverGroup
-from slime_rollout_workers.flat import COMPLETION, REQUEST
 from slime_rollout_workers.messages import (
     AbortRequests,
-    Call,
     Called,
-    CancelCall,
     CancelGroup,
     CancelRequest,
-    Completed,
     Failed,
     Finished,
     Generated,
@@ -42,31 +34,7 @@ from slime_rollout_workers.messages import (
 )
 from slime_rollout_workers.travelling_error import packed, raised_here
 from slime_rollout_workers.worker_process import WorkerProcess
-
-ABORT_INTERVAL_S: Final = 1.0
-"""An abort is repeated: an engine may not have the request yet."""
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """A request of a worker that is with the engines."""
-
-    request: GenerateRequest
-    group: DriverGroup
-    task: asyncio.Task[None]
-
-
-class WorkerCaller(Caller):
-    """Of a worker's requests. In another process than the driver it is None: there an engine makes its calls itself."""
-
-    def __init__(self, call: Callable[[Any], Awaitable[Any]]) -> None:
-        self._call = call
-
-    async def call(self, asked: Any) -> Any:
-        return await self._call(asked)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+from slime_rollout_workers.worker_requests import WorkerRequests
 
 
 class Link:
@@ -78,7 +46,7 @@ class Link:
         self._name = f"rollout worker {setup.number}"
         self._max_losses = max_losses
         self._faults = faults
-        self._caller = WorkerCaller(self._call)
+        self._requests = WorkerRequests(self._name, self._send)
         self._process: WorkerProcess | None = None
         self._ready: asyncio.Future[Exception | None] | None = None
         self._is_ready = False
@@ -87,21 +55,18 @@ class Link:
         self._watch: asyncio.Task[None] | None = None
         self._groups: dict[int, DriverGroup] = {}
         """In the order in which they began."""
-        self._requests: dict[int, Asked] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._versions: Callable[[], range] | None = None
         self._sent_versions: range | None = None
         self._served: Callable[[], Awaitable[ServedEngines | None]] | None = None
         self._takers: dict[type, Callable[[Any], None]] = {
-            Called: self._take_call,
-            Request: self._take_request,
+            Called: self._requests.take_call,
+            Request: lambda message: self._requests.take(message, self._groups.get(message.group)),
             Generated: self._take_generated,
             Finished: self._take_end,
             Failed: self._take_end,
-            CancelRequest: self._take_cancellation,
-            AbortRequests: lambda message: self._begin(self._abort(message)),
+            CancelRequest: self._requests.take_cancellation,
+            AbortRequests: lambda message: self._begin(self._requests.take_abort(message)),
             ResponseFailed: self._report,
             Question: lambda message: self._begin(self._reply(message)),
             Ready: self._take_ready,
@@ -126,6 +91,7 @@ class Link:
         if (error := ready.result()) is not None:
             raise raised_here(error)
         self._is_ready = True
+        self._requests.begin()
         for group in self._groups.values():
             self._send_group(group)
 
@@ -152,7 +118,7 @@ class Link:
             self._is_ready = False
             pid, code = process.pid, await process.exit_code()
             self._faults["rollout/rollout_worker_restarts"] += 1
-            await self._abort_all()
+            await self._requests.lose()
             self._count_losses(RolloutError(f"{self._name} (pid {pid}) died (exit code {code})."))
             await self._start_process()
 
@@ -161,16 +127,6 @@ class Link:
         self._failure = error
         for group in list(self._groups.values()):
             self._drop(group, error)
-
-    async def _abort_all(self) -> None:
-        """Ends the requests that the process had made."""
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(CallerLost(f"{self._name} has died"))
-        while asked := list(self._requests.values()):
-            for one in asked:
-                await one.group.runner.client.abort([one.request.request_id])
-            await asyncio.wait({one.task for one in asked}, timeout=ABORT_INTERVAL_S)
 
     def _count_losses(self, error: RolloutError) -> None:
         for group in list(self._groups.values()):
@@ -227,9 +183,7 @@ class Link:
         """Their responses end as they are."""
         chosen = {group.number for group in groups}
         self._send(StopGroups(tuple(chosen)))
-        ids = [a.request.request_id for a in self._requests.values() if a.group.number in chosen]
-        if ids:
-            await groups[0].runner.client.abort(ids)
+        await self._requests.abort_groups(chosen)
 
     def _send(self, message: Any) -> None:
         if self._process is None:
@@ -243,10 +197,6 @@ class Link:
 
     def _take(self, message: Any) -> None:
         self._takers[type(message)](message)
-
-    def _take_cancellation(self, message: CancelRequest) -> None:
-        if (asked := self._requests.get(message.number)) is not None:
-            asked.task.cancel()
 
     def _take_generated(self, message: Generated) -> None:
         if (group := self._groups.get(message.number)) is not None:
@@ -286,58 +236,3 @@ class Link:
             served = await self._served()
             result = await getattr(served, question.method)(*question.arguments)
         self._send(Reply(question.number, result if failed.error is None else packed(failed.error)))
-
-    # ---------------------------------------------------------------- requests
-
-    def _take_request(self, message: Request) -> None:
-        request = REQUEST.unpack(message.request, caller=self._caller)
-        group = self._groups.get(message.group)
-        if group is None or group.running.stop.is_set():
-            self._respond(message.number, Completion.empty(request, FinishReason.ABORT))
-            return
-        task = asyncio.create_task(self._serve(message.number, request, group))
-        self._requests[message.number] = Asked(request, group, task)
-        task.add_done_callback(lambda _: self._requests.pop(message.number))
-
-    async def _serve(self, number: int, request: GenerateRequest, group: DriverGroup) -> None:
-        # It may have been stopped since this task was made.
-        result = Completion.empty(request, FinishReason.ABORT)
-        with held() as failed:
-            if not group.running.stop.is_set():
-                result = await group.runner.client.generate(request)
-        if failed.error is not None:
-            self._send(Completed(number, packed(failed.error)))
-        else:
-            self._respond(number, result)
-
-    def _respond(self, number: int, completion: Completion) -> None:
-        self._send(Completed(number, COMPLETION.pack(completion)))
-
-    async def _abort(self, message: AbortRequests) -> None:
-        group = next((a.group for a in self._requests.values()), None)
-        if group is not None:
-            with held():
-                # What it raises, the requests raise too.
-                await group.runner.client.abort(message.request_ids)
-
-    async def _call(self, asked: Any) -> Any:
-        if not self._is_ready or self._process is None:
-            raise CallerLost(f"{self._name} has died")
-        number = next(self._call_numbers)
-        reply = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._process.send(Call(number, asked))
-        try:
-            return await reply
-        finally:
-            del self._calls[number]
-            if reply.cancelled():
-                self._process.send(CancelCall(number))
-
-    def _take_call(self, message: Called) -> None:
-        reply = self._calls.get(message.number)
-        if reply is None or reply.done():
-            return
-        if isinstance(message.result, Exception):
-            reply.set_exception(raised_here(message.result))
-        else:
-            reply.set_result(message.result)

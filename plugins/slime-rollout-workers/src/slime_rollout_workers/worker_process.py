@@ -38,7 +38,11 @@ class WorkerProcess:
         process = context.Process(target=serve, args=(there, setup), name=f"{NAME}-{setup.number}")
         with there, interrupts_blocked():
             process.start()
-        channel = await Channel.over(here)
+        try:
+            channel = await Channel.over(here)
+        except BaseException:
+            process.kill()
+            raise
         return cls(process, channel, asyncio.create_task(channel.read(take)))
 
     @property
