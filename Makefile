@@ -6,7 +6,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-grpo slime-ppo slime-reinforce slime-fsdp slime-local slime-megatron slime-models slime-plugin-kit slime-preflight slime-quantize slime-ray slime-rm-hub slime-rm-math slime-router slime-search-r1 slime-serving slime-session slime-sglang slime-sources slime-track slime-tinker slime-training slime-transports slime-verifiers slime-viewer slime-vllm
+PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-fsdp slime-grpo slime-local slime-megatron slime-models slime-plugin-kit slime-ppo slime-preflight slime-quantize slime-ray slime-reinforce slime-rm-hub slime-rm-math slime-rollout-workers slime-router slime-search-r1 slime-serving slime-session slime-sglang slime-sources slime-tinker slime-track slime-training slime-transports slime-verifiers slime-viewer slime-vllm
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.

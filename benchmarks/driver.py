@@ -1,13 +1,15 @@
-"""Tokens per second that one driver takes from engines that respond at once, and its CPU time for each.
+"""Tokens per second that a run takes from engines that respond at once, and the CPU time for each.
 
-    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--profile]
+    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--workers 0 1 2] [--profile]
 
 `slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
 process of its own; the driver should have a core for itself.
 
-The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step; CPU time of a token is the
-driver's (user and system) of all steps but the first: the difference of a run of all steps and a run of one.
+`--workers`: rollout workers, one line for each number; 0: the driver does all. Each is a process, with another one for rewards.
+
+The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step. An observer reads the CPU
+time (user and system) at the end of each step: the driver's own, and that of its children.
 """
 
 from __future__ import annotations
@@ -35,11 +37,22 @@ SAMPLES: Final = 8
 """Of a prompt."""
 ALPHABET: Final = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
 REWARD: Final = """
-from slime_core.plugin import reward
+import time
+
+import psutil
+
+from slime_core.plugin import hook, reward
 
 @reward("even")
 def even(sample):
     return float(sample.index % 2)
+
+@hook
+def rollout_end(event):
+    # CPU seconds so far: of the driver, and of its children.
+    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    with (event.run.run_dir / "cpu").open("a") as file:
+        file.write(f"{time.process_time()} {sum(one.user + one.system for one in children)}\\n")
 """
 RUN: Final = """
 [model]
@@ -52,8 +65,8 @@ SLIME: Final = [sys.executable, "-c", "from slime_core.cli.main import main; mai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    cpu_s: float
-    """Of the driver, from its start to its end."""
+    cpu_s: Sequence[tuple[float, float]]
+    """CPU time at the end of each step, of the driver and of its child processes."""
     rollout_s: Sequence[float]
     """Of each step."""
 
@@ -146,7 +159,15 @@ def senders(count: int, tokens: int) -> Iterator[list[str]]:
 
 
 def run(
-    folder: Path, name: str, addresses: Sequence[str], *, groups: int, steps: int, tokens: int, profile: bool
+    folder: Path,
+    name: str,
+    addresses: Sequence[str],
+    *,
+    groups: int,
+    steps: int,
+    tokens: int,
+    workers: int,
+    profile: bool,
 ) -> Ran:
     command = [
         *([sys.executable, "-m", "cProfile", "-o", f"{name}.prof", "slime_main.py"] if profile else SLIME),
@@ -154,17 +175,19 @@ def run(
         "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses)), "--debug-rollout-only",
         "--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SAMPLES),
         "--rollout-max-response-len", str(tokens), "--concurrency", "256", "--algo", "grpo", "--backend", "fsdp",
+        "--rollout-workers", str(workers),
     ]  # fmt: skip
-    before = os.times()
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    after = os.times()
     if ended.returncode:
         raise SystemExit(
             f"{' '.join(command)}: exit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-3000:]}"
         )
     metrics = [json.loads(line)["metrics"] for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Ran(cpu_s=cpu, rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line])
+    cpu = [line.split() for line in (folder / f"runs/{name}/cpu").read_text().splitlines()]
+    return Ran(
+        cpu_s=[(float(driver), float(children)) for driver, children in cpu],
+        rollout_s=[line["perf/rollout_time"] for line in metrics if "perf/rollout_time" in line],
+    )
 
 
 def main() -> None:
@@ -173,6 +196,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--senders", type=int, default=1)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     typed = parser.parse_args()
@@ -187,15 +211,32 @@ def main() -> None:
         (folder / "even.py").write_text(REWARD)
         (folder / "run.toml").write_text(RUN)
         (folder / "slime_main.py").write_text(SLIME[-1])
-        sizes = {"groups": typed.groups, "tokens": typed.tokens, "profile": typed.profile}
-        one = run(folder, "one", addresses, steps=1, **sizes)
-        all_steps = run(folder, "all", addresses, steps=typed.steps, **sizes)
-        if typed.profile:
-            pstats.Stats(str(folder / "all.prof")).sort_stats("tottime").print_stats(40)
-    tokens = typed.groups * SAMPLES * typed.tokens
-    speed = tokens / median(all_steps.rollout_s[1:])
-    each = (all_steps.cpu_s - one.cpu_s) / (tokens * (typed.steps - 1)) * 1e9
-    print(f"{speed:,.0f} tokens/s, {each:.0f} ns of CPU a token ({1e9 / each:,.0f} tokens/s of one core)")
+        for workers in typed.workers:
+            measure(folder, addresses, typed, workers)
+
+
+def measure(folder: Path, addresses: Sequence[str], typed: argparse.Namespace, workers: int) -> None:
+    ran = run(
+        folder,
+        f"workers-{workers}",
+        addresses,
+        groups=typed.groups,
+        steps=typed.steps,
+        tokens=typed.tokens,
+        workers=workers,
+        profile=typed.profile,
+    )
+    if typed.profile:
+        pstats.Stats(str(folder / f"workers-{workers}.prof")).sort_stats("tottime").print_stats(40)
+    of_step = typed.groups * SAMPLES * typed.tokens
+    speed = of_step / median(ran.rollout_s[1:])
+    spent = [last - first for first, last in zip(ran.cpu_s[0], ran.cpu_s[-1], strict=True)]
+    driver, others = (seconds / (of_step * (typed.steps - 1)) * 1e9 for seconds in spent)
+    print(
+        f"{workers} workers: {speed:,.0f} tokens/s; CPU of a token: {driver:.0f} ns of the driver "
+        f"({1e9 / driver:,.0f} tokens/s of its core), {others:.0f} ns of others",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ MEDIA: Final = "slime.media"
 COMMANDS: Final = "slime.commands"
 """Subcommands of `slime`; an entry is a `typer.Typer`."""
 LIBRARY: Final = "slime.library"
-"""Attributes of `slime_core` that a distribution provides; an entry is a function."""
+"""Attributes of `slime_core`, and `rollout_workers`, that a distribution provides; an entry is a function."""
 HOOKS: Final = "slime"
 """pluggy hook modules; every installed one is loaded."""
 

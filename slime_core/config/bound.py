@@ -243,6 +243,10 @@ class BoundRun:
         return not recorded and bool(self.collector.driver.needs_engine(self.collector.config))
 
     @property
+    def uses_rollout_workers(self) -> bool:
+        return bool(self.config.rollout.rollout_workers) and (self.generates or bool(self.evals))
+
+    @property
     def reads_prompts(self) -> bool:
         """True if training steps need the data source."""
         recorded = self.config.train.load_debug_train_data is not None

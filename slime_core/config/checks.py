@@ -37,6 +37,7 @@ def cross_checks(run: BoundRun) -> list[str]:
         corrections,
         sampling,
         engine_checks.penalties,
+        engine_checks.rollout_workers,
         engine_checks.routing_replay,
         engine_checks.transport,
         engine_checks.colocation,

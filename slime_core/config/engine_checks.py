@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from slime_core import groups
 from slime_core.config.bound import BoundRun
 from slime_core.contracts.engine import Capability
 from slime_core.contracts.needs import Need
@@ -52,6 +53,24 @@ def penalties(run: BoundRun) -> Iterable[str]:
                 f"eval.datasets.{settings.name}: repetition_penalty = {settings.repetition_penalty:g}: engine "
                 f'"{run.engine.name}" does not penalize the tokens of prompt and response as transformers does. Leave it out, '
                 "or pass --engine with one that does."
+            )
+
+
+def rollout_workers(run: BoundRun) -> Iterable[str]:
+    where = f"rollout.rollout_workers = {run.config.rollout.rollout_workers}"
+    if not run.uses_rollout_workers:
+        return
+    run.registry.find(groups.LIBRARY, "rollout_workers", where="rollout.rollout_workers")
+    if not run.engine.driver.independent_requests:
+        yield (
+            f'{where}: engine "{run.engine.name}" generates in a process of the run, and what enters it together decides bits: '
+            "workers would change them, and take no work from it. Pass --rollout-workers 0."
+        )
+    for part in (run.generate, *(settings.generate for settings in run.evals)):
+        if part is not None and not part.driver.per_worker:
+            yield (
+                f'{where}: a run has one generator "{part.name}", and each worker would have its own. Pass '
+                "--rollout-workers 0."
             )
 
 

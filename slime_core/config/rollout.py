@@ -96,6 +96,8 @@ class RolloutConfig(Table):
     """Do not train the tokens that a response had when it was aborted, if a newer policy continued it."""
     concurrency: int = Field(512, gt=0)
     """Samples in flight per engine."""
+    rollout_workers: int = Field(0, ge=0)
+    """Processes that generate and score groups, each a share of them; 0: the run's own process."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
     reward_select_key: str | None = None
@@ -104,7 +106,7 @@ class RolloutConfig(Table):
     reward_timeout: float | None = Field(None, gt=0, le=1e9)
     """Seconds that a reward may take for one group; by default the reward's own limit, and 30 if it has none."""
     reward_workers: int = Field(1, gt=0)
-    """Worker processes for rewards."""
+    """Worker processes for rewards; with rollout workers, of each."""
     reward_retries: int = Field(1, ge=0)
     """How often a group is scored again after a timeout, or when a worker process or a service was lost."""
     on_reward_failure: RewardPolicy = "error"

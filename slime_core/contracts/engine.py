@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.driver import Driver
-from slime_core.errors import EngineRefused
+from slime_core.errors import EngineError, EngineRefused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -181,8 +181,27 @@ class RolloutEngine(ABC):
         """Ends the engine and all its processes soon, in any state; may be called without `start`, and twice."""
 
 
+class CallerLost(EngineError):
+    """The process of `GenerateRequest.caller` has died; its requests are aborted."""
+
+
+class EngineCaller(ABC):
+    """Makes an engine's calls to its servers, in the process that a request comes from (`GenerateRequest.caller`)."""
+
+    @abstractmethod
+    async def call(self, asked: Any) -> Any:
+        """asked, and what is returned: plain data of the engine's. Raises what the call in the engine would raise."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
 class EngineDriver(Driver[RolloutEngine]):
     """Chosen by engine.name."""
+
+    independent_requests: ClassVar[bool] = False
+    """True: the run promises no equal bits of its responses, or they are equal whatever enters with a request. Rollout
+    workers require it, since their requests enter as they come."""
 
     transports: ClassVar[tuple[str, ...]] = ()
     """Names of weight transports that it supports, the preferred one first."""
@@ -192,6 +211,11 @@ class EngineDriver(Driver[RolloutEngine]):
     """True: engines that loaded a quantized folder accept weight updates quantized in the same way (`Bucket`)."""
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset()
     """Capabilities that it may have, depending on installation and model; `EngineInfo.capabilities` has the actual ones."""
+
+    @classmethod
+    def build_caller(cls, config: Any, *, max_calls: int) -> EngineCaller:
+        """For an engine that uses `GenerateRequest.caller`. max_calls: how many it makes at the same time."""
+        raise NotImplementedError
 
     @classmethod
     def problems(cls, config: Any) -> list[str]:

@@ -88,3 +88,5 @@ class GeneratorDriver(Driver[Generator]):
 
     gives_rewards: ClassVar[bool] = False
     """True: all its samples have rewards, so the run needs no reward of its own."""
+    per_worker: ClassVar[bool] = True
+    """False: a run has one generator, which listens on a port, for example; rollout workers would have one each."""

@@ -29,6 +29,7 @@ from slime_core.registry.boundary import foreign
 from slime_core.registry.hooks import Hooks
 from slime_core.rollout.groups import GroupRunner, GroupSettings, SampleFailure
 from slime_core.rollout.rewards import OwnLimit, RewardPool
+from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.workers.agreement import Agreement
@@ -39,6 +40,7 @@ from slime_core.workers.engines import StartedEngines, build_middlewares, start_
 from slime_core.workers.launcher import Launcher
 from slime_core.workers.role_specs import RoleSpecs
 from slime_core.workers.roles import start_roles
+from slime_core.workers.rollout_workers import RolloutWorkers, rollout_workers_of
 from slime_core.workers.train_group import TrainGroup
 
 
@@ -65,23 +67,25 @@ class Workers:
     generators: Mapping[str, Generator]
     """Generators by their spec."""
     rewards: RewardPool
+    rollout: RolloutWorkers | None
+    """None: groups are run in this process."""
 
 
 async def assemble_session(
     run: BoundRun, inputs: RunInputs, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
 ) -> Session:
     """Starts what the run needs; `stack` ends it."""
-    workers = await start_workers(run, inputs, launcher, place, stack)
+    reports = Reports(run, place)
+    workers = await start_workers(run, inputs, launcher, place, reports, stack)
     trace = RolloutTrace(place.folder.traces if run.config.debug.trace_samples else None)
     stack.callback(trace.close)
-    reports = Reports(run, place)
     client = workers.engines.policy
     # Generation needs the policy versions that may be trained, which the session knows.
     session: Session
 
     def runner(settings: GroupSettings, generate: BoundPlugin) -> GroupRunner:
         assert client is not None
-        return GroupRunner(
+        own = GroupRunner(
             settings,
             generator=workers.generators[generate.spec().to_json()],
             client=client,
@@ -91,6 +95,7 @@ async def assemble_session(
             on_trace=trace.add,
             versions=lambda: session.trained_versions,
         )
+        return own if workers.rollout is None else workers.rollout.runner(own, generate.spec())
 
     roles = workers.roles
     session = Session(
@@ -155,7 +160,12 @@ class Reports:
 
 
 async def start_workers(
-    run: BoundRun, inputs: RunInputs, launcher: Launcher, place: RunPlace, stack: contextlib.AsyncExitStack
+    run: BoundRun,
+    inputs: RunInputs,
+    launcher: Launcher,
+    place: RunPlace,
+    reports: Reports,
+    stack: contextlib.AsyncExitStack,
 ) -> Workers:
     """Trainers, engines, generators and rewards, at the same time. The first that fails stops the others, and is raised."""
     converter = () if inputs.converter is None else (inputs.converter,)
@@ -171,15 +181,20 @@ async def start_workers(
         model_config=inputs.model_config,
     )
     generators = build_generators(run, stack) if with_engine else {}
+    rollout = rollout_workers_of(run, agreement, reports.failures)
+    if rollout is not None:
+        stack.push_async_callback(rollout.stop)
     try:
         async with asyncio.TaskGroup() as starting:
             trainers = starting.create_task(start_trained(run, inputs, launcher, agreement, place.device, place.folder))
             # An engine that shares devices uses their free memory: the trainers are offloaded by then.
             first = trainers if run.config.launcher.colocate else None
             engines = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first))
-            for generator in generators.values():
+            if rollout is not None:
+                starting.create_task(rollout.start(partial(reward_engines, engines)))
+            for generator in generators.values() if rollout is None else ():
                 starting.create_task(call_generator(generator, "open"))
-            for part in run.reward_parts:
+            for part in run.reward_parts if rollout is None else ():
                 starting.create_task(warm_reward(rewards, part, engines))
     except ExceptionGroup as group:
         # The first failure stops the others; it is the one to raise.
@@ -192,6 +207,7 @@ async def start_workers(
         middlewares=middlewares,
         generators=generators,
         rewards=rewards,
+        rollout=rollout,
     )
 
 
@@ -250,6 +266,10 @@ def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[st
 async def call_generator(generator: Generator, method: str) -> None:
     with foreign(generator, method):
         await getattr(generator, method)()
+
+
+async def reward_engines(starting: asyncio.Task[StartedEngines]) -> ServedEngines | None:
+    return (await starting).reward
 
 
 async def warm_reward(pool: RewardPool, part: BoundPlugin, starting: asyncio.Task[StartedEngines]) -> None:

@@ -98,7 +98,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-session": ("eval",),
         "slime-viewer": ("view",),
     },
-    groups.LIBRARY: {"slime-session": ("open_session", "run")},
+    groups.LIBRARY: {"slime-rollout-workers": ("rollout_workers",), "slime-session": ("open_session", "run")},
     "slime_training.hooks": {"slime-compat": ("compat",)},
     "slime_training.post_write_hooks": {"slime-compat": ("compat",)},
 }

@@ -120,7 +120,7 @@ class GroupRunner:
         for sample in kept:
             by_index[sample.index].append(sample)
         group = RunningGroup(prompt=prompt, kept=by_index)
-        group.task = asyncio.create_task(self._run(group))
+        group.task = asyncio.create_task(self.run(group))
         return group
 
     async def abort(self, groups: Sequence[RunningGroup]) -> None:
@@ -129,7 +129,8 @@ class GroupRunner:
             group.stop.set()
         await self.client.abort([request_id for group in groups for request_id in group.request_ids])
 
-    async def _run(self, running: RunningGroup) -> SampleGroup:
+    async def run(self, running: RunningGroup) -> SampleGroup:
+        """What `RunningGroup.task` runs."""
         first = running.prompt.group_index * self.settings.num_samples
         tasks = [
             asyncio.create_task(self._respond(running, first + position, position))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -64,8 +65,8 @@ def serve(pipe: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # A reward that prints must not fail because its output has no reader.
-    with lasting_output():
+    # A reward that prints must not fail because its output has no reader. The pipe ends with the parent.
+    with lasting_output(), contextlib.suppress(EOFError):
         while True:
             function, arguments = pipe.recv()
             pipe.send_bytes(call_and_pickle(function, arguments))

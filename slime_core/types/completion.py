@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,12 @@ class SamplingParams:
         return None
 
 
+class Caller(Protocol):
+    """Has an `EngineCaller` in another process make calls."""
+
+    async def call(self, asked: Any) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerateRequest:
     """One sequence to continue."""
@@ -84,6 +91,8 @@ class GenerateRequest:
     """Loaded adapter whose weights are added to the engine's (`Capability.ADAPTERS`); None: none."""
     routed_experts_from: int | None = None
     """Requests expert ids from this position on, at most P (`Capability.ROUTED_EXPERTS`); None: no expert ids."""
+    caller: Caller | None = None
+    """Makes the call to the engine's server, in the process that the request comes from; None: the engine makes it."""
 
 
 class FinishReason(StrEnum):

@@ -15,6 +15,7 @@ class ExternalAgents(GeneratorDriver):
     """Responses come from agents outside the run, over HTTP: prompts out, trajectories in."""
 
     Config = ExternalAgentsConfig
+    per_worker = False
 
     @classmethod
     def build(cls, config: ExternalAgentsConfig) -> Generator:

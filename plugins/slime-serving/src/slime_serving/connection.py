@@ -77,6 +77,19 @@ class HttpResponse(NamedTuple):
     """A router's code, for an error of its own."""
 
 
+class HttpCall(NamedTuple):
+    """A request to generate, as plain data."""
+
+    connection: type[Connection]
+    address: str
+    token: str | None
+    engine: str
+    """Name of the engine in errors."""
+    body: Mapping[str, Any]
+    timeout_s: float
+    headers: Mapping[str, str] | None
+
+
 class Connection:
     """One address. `name` begins every error: `engine 0 (http://127.0.0.1:4711)`. A subclass sets `dialect`."""
 
@@ -85,6 +98,7 @@ class Connection:
     def __init__(self, pool: aiohttp.ClientSession, address: str, token: str | None, engine: str) -> None:
         self.address = address
         self.token = token
+        self.engine = engine
         self.name = f"{engine} ({address})"
         self._pool = pool
         self._headers = {"Content-Type": "application/json"}
@@ -98,6 +112,24 @@ class Connection:
         server refuses a request to generate, EngineError if there is no response in time, it is not JSON, or its status is
         not 2xx."""
         return await self.ask("POST", path, body, timeout_s=timeout_s, headers=headers)
+
+    def as_call(self, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None) -> HttpCall:
+        """A request to generate, for an `HttpCaller`."""
+        return HttpCall(
+            connection=type(self),
+            address=self.address,
+            token=self.token,
+            engine=self.engine,
+            body=body,
+            timeout_s=timeout_s,
+            headers=headers,
+        )
+
+    @classmethod
+    def columns(cls, reply: Any) -> Any:
+        """The reply of a request to generate, for `Running.take` in another process: without what that does not read, and
+        with `TokenRows` for the rows of tokens. An invalid reply stays as it is."""
+        return reply
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         return await self.ask("GET", path, None, timeout_s=timeout_s)

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 import xxhash
 
+from slime_core.contracts.engine import CallerLost
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest
@@ -180,13 +181,14 @@ class RequestsInFlight:
         run.rid = self._rids.next_for(run.request.request_id)
         run.sweep = self._sweeps_ended
         self._load[place] += 1
+        caller, headers, limit = run.request.caller, self._fleet.headers(session), self._request_timeout_s
         try:
-            reply = await server.post(
-                server.dialect.generate,
-                run.body(room),
-                timeout_s=self._request_timeout_s,
-                headers=self._fleet.headers(session),
-            )
+            if caller is None:
+                reply = await server.post(server.dialect.generate, run.body(room), timeout_s=limit, headers=headers)
+            else:
+                reply = await caller.call(server.as_call(run.body(room), timeout_s=limit, headers=headers))
+        except CallerLost:
+            return FinishReason.ABORT
         finally:
             self._load[place] -= 1
         return run.take(reply, expected_version=expected, server=server.name)

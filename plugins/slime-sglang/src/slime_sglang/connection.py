@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from slime_serving.connection import Connection, HttpDialect
+from slime_serving.running import INVALID, TokenRows
+
+ROWS: Final = "output_token_logprobs"
 
 
 class SglangConnection(Connection):
@@ -15,3 +20,11 @@ class SglangConnection(Connection):
         code_header="x-smg-error-code",
         not_passed_on="call_upstream_request_error",
     )
+
+    @classmethod
+    def columns(cls, reply: Any) -> Any:
+        try:
+            meta = reply["meta_info"]
+            return {"meta_info": {**meta, ROWS: TokenRows.of(meta[ROWS], {0: np.float32, 1: np.int32})}}
+        except INVALID:
+            return reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +12,7 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.routed_experts import RoutedExperts
 from slime_serving.image_tokens import ImageTokens, data_url, require_all_read
-from slime_serving.running import Part, Running, column, covering_spans, version_of
+from slime_serving.running import INVALID, Part, Running, column, covering_spans, version_of
 from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_sglang.experts import ExpertSizes
 
@@ -121,7 +121,7 @@ class SglangRunning(Running):
                 routed.append(self.experts.read(meta.get("routed_experts"), sent + len(rows) - 1 - self.experts_from))
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except INVALID as error:
             raise self.invalid(server, reply, error) from error
         if prompt_tokens is not None and reason is not FinishReason.ABORT:
             require_all_read(prompt_tokens, sent, self.request.request_id, server, ADVICE)
@@ -143,9 +143,11 @@ class SglangRunning(Running):
             rows = max(0, len(self.request.token_ids) + keep - 1 - start) if keep else 0
             self.routed_experts = [np.concatenate(self.routed_experts)[:rows]]
 
-    def completion(self, reason: FinishReason, engine_index: int) -> Completion:
-        return replace(
-            Running.completion(self, reason, engine_index),
+    def completion(self, reason: FinishReason, engine_index: int, **others: Any) -> Completion:
+        return Running.completion(
+            self,
+            reason,
+            engine_index,
             extra=self.drafts.metrics,
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts and len(self.token_ids) else None,
         )

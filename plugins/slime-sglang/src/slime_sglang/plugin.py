@@ -17,6 +17,7 @@ from slime_sglang.server.hook_table import HOOKS, in_source
 from slime_training.memory_plan import EnginePlanner
 
 if TYPE_CHECKING:
+    from slime_serving.calls import HttpCaller
     from slime_sglang.engine import SglangEngine
     from slime_training.memory_plan import EngineLoad, EngineMemory
 
@@ -41,6 +42,7 @@ class Sglang(EnginePlanner, StartsProgram, EngineDriver):
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_return_experts() else frozenset())
 
+    independent_requests = True
     supports_quantized_weights = True
     spans_nodes = True
     flag_aliases: ClassVar[Mapping[str, str]] = {
@@ -87,3 +89,9 @@ class Sglang(EnginePlanner, StartsProgram, EngineDriver):
         from slime_sglang.engine import SglangEngine
 
         return SglangEngine(config)
+
+    @classmethod
+    def build_caller(cls, config: Any, *, max_calls: int) -> HttpCaller:
+        from slime_serving.calls import HttpCaller
+
+        return HttpCaller(max_calls=max_calls)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from slime_serving.connection import Connection, HttpDialect
+from slime_serving.running import INVALID, TokenRows
 from slime_serving.server_process import LogFormat
 from slime_vllm.adapter import LOAD
 
@@ -19,3 +22,14 @@ class VllmConnection(Connection):
     dialect: ClassVar[HttpDialect] = HttpDialect(
         program="vLLM", generate="/inference/v1/generate", words=frozenset({("GET", "/health"), ("POST", LOAD)})
     )
+
+    @classmethod
+    def columns(cls, reply: Any) -> Any:
+        try:
+            (choice,) = reply["choices"]
+            token_ids = np.asarray(choice["token_ids"] or (), np.int64)
+            rows = (choice["logprobs"] or {}).get("content") or []
+            content = TokenRows.of(rows, {"token_id": np.int32, "logprob": np.float32})
+            return {**reply, "choices": [{**choice, "token_ids": token_ids, "logprobs": {"content": content}}]}
+        except (*INVALID, AttributeError):
+            return reply

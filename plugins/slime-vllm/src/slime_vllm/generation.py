@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from slime_core.errors import EngineError
 from slime_core.types.completion import Completion, FinishReason
 from slime_serving.image_tokens import require_all_read
-from slime_serving.running import Part, Running, column, covering_spans
+from slime_serving.running import INVALID, Part, Running, column, covering_spans
 from slime_serving.spec_decode_stats import SpecDecodeStats
 from slime_vllm.images import SentImages
 
@@ -85,7 +85,8 @@ class VllmRunning(Running):
             (choice,) = reply["choices"]
             reason = finish_reason(choice["finish_reason"], server)
             content = (choice["logprobs"] or {}).get("content") or []
-            token_ids = np.asarray(choice["token_ids"] or (), np.int64)
+            given = choice["token_ids"]
+            token_ids = np.asarray(() if given is None else given, np.int64)
             if not np.array_equal(column(content, "token_id", np.int64), token_ids):
                 raise ValueError(f"it has log-probs of {len(content)} other tokens than its {len(token_ids)}")
             part = Part(
@@ -98,7 +99,7 @@ class VllmRunning(Running):
             drafts = drafts_of((reply.get("metrics") or {}).get("speculative_decoding") or {})
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except INVALID as error:
             raise self.invalid(server, reply, error) from error
         if prompt_tokens is not None:
             require_all_read(prompt_tokens, len(self.tokens()), self.request.request_id, server, ADVICE)
@@ -106,8 +107,8 @@ class VllmRunning(Running):
         self.drafts = self.drafts + drafts
         return reason
 
-    def completion(self, reason: FinishReason, engine_index: int) -> Completion:
-        return replace(Running.completion(self, reason, engine_index), extra=self.drafts.metrics)
+    def completion(self, reason: FinishReason, engine_index: int, **others: Any) -> Completion:
+        return Running.completion(self, reason, engine_index, extra=self.drafts.metrics)
 
 
 def cached_tokens(usage: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from slime_vllm.option_checks import problems_of_layout, problems_of_options, pr
 from slime_vllm.program import VLLM
 
 if TYPE_CHECKING:
+    from slime_serving.calls import HttpCaller
     from slime_vllm.engine import VllmEngine
 
 
@@ -34,6 +35,7 @@ class Vllm(StartsProgram, EngineDriver):
             Capability.REPETITION_PENALTY,
         }
     )
+    independent_requests = True
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:
@@ -56,3 +58,9 @@ class Vllm(StartsProgram, EngineDriver):
         from slime_vllm.engine import VllmEngine
 
         return VllmEngine(config)
+
+    @classmethod
+    def build_caller(cls, config: Any, *, max_calls: int) -> HttpCaller:
+        from slime_serving.calls import HttpCaller
+
+        return HttpCaller(max_calls=max_calls)

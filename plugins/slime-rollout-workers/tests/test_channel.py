@@ -1,0 +1,65 @@
+"""Messages and errors between two ends of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from slime_core.errors import ConfigError, EngineUnavailable
+from slime_rollout_workers.channel import READ_AHEAD, Channel
+from slime_rollout_workers.travelling_error import WorkerError, packed, raised_here
+
+
+async def test_messages_arrive_in_order_also_large_ones():
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+    received: list[object] = []
+    reading = asyncio.create_task(receiver.read(received.append))
+    sent = [{"number": n, "content": b"x" * (3 * READ_AHEAD if n == 2 else n)} for n in range(5)]
+    for message in sent[:3]:
+        sender.send(message)
+    # Those of one turn are one pickle: equal objects stay one.
+    assert not received
+    await asyncio.sleep(0)
+    for message in sent[3:]:
+        sender.send(message)
+    await sender.close()
+    await asyncio.wait_for(reading, 30)
+    assert received == sent
+    # The other end is gone.
+    receiver.send("lost")
+    await receiver.close()
+
+
+class Peculiar(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (EngineUnavailable("engine 0 is gone"), EngineUnavailable, "engine 0 is gone"),
+        (ConfigError(["one", "two"]), ConfigError, "one\ntwo"),
+        # It can be pickled, and not unpickled.
+        (Peculiar(1, 2), WorkerError, "Peculiar: 1 and 2"),
+    ],
+)
+async def test_an_error_is_raised_where_it_is_awaited(error: Exception, kind: type[Exception], text: str):
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+    received: list[Exception] = []
+    reading = asyncio.create_task(receiver.read(received.append))
+    try:
+        raise error
+    except (EngineUnavailable, ConfigError, Peculiar) as raised:
+        sender.send(packed(raised))
+    await sender.close()
+    await asyncio.wait_for(reading, 30)
+    arrived = raised_here(received[0])
+    assert type(arrived) is kind
+    assert text in str(arrived)
+    assert "test_an_error_is_raised_where_it_is_awaited" in str(arrived.__cause__)
+    await receiver.close()

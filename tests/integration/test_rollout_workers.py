@@ -1,0 +1,256 @@
+"""Runs with rollout workers: the groups of a run without them, also after a worker or the run was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pyarrow.parquet
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import TinyRun
+
+STEPS = 4
+WORDS = (
+    "--engine", "sglang", "--rollout-max-response-len", "40", "--rollout-batch-size", "6", "--n-samples-per-prompt", "2",
+    "--num-rollout", str(STEPS), "--dump-rollouts", "--reward", "even", "--plugin", "even.py",
+)  # fmt: skip
+EVEN = """
+from slime_core.plugin import hook, reward
+
+@reward("even")
+def even(sample):
+    return {"score": float(sample.response_tokens.sum() % 2), "length": float(sample.response_length)}
+
+@hook
+def rollout_start(event):
+    (event.run.run_dir / f"begun-{event.rollout_id}").touch()
+"""
+
+DEADLY = """
+import os
+from slime_core.plugin import generator
+
+@generator("deadly")
+async def deadly(episode):
+    os._exit(7)
+"""
+CLOSED = """
+from slime_core.contracts.generator import Generator, GeneratorDriver
+from slime_core.errors import PluginError
+from slime_core.plugin import driver
+
+class Closed(Generator):
+    async def open(self):
+        raise PluginError("the tool is not there. Start it.")
+
+    async def generate(self, episode):
+        return []
+
+@driver("slime.generators", "closed")
+class ClosedDriver(GeneratorDriver):
+    @classmethod
+    def build(cls, config):
+        return Closed()
+"""
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[float], tuple[str, ...]]]:
+    """Starts a server with these seconds for a token; returns the flags of a run that asks it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(seconds_per_token: float = 0.0002) -> tuple[str, ...]:
+        command = [sys.executable, str(Path(__file__).with_name("reproducible_server.py")), str(seconds_per_token)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        return "--sglang-external-engine-addrs", f"127.0.0.1:{int(started[-1].stdout.readline())}"
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def prepared(tiny: TinyRun, tiny_forks: None) -> TinyRun:
+    (tiny / "even.py").write_text(EVEN)
+    text = (tiny / "run.toml").read_text()
+    (tiny / "run.toml").write_text(text.replace("[rollout]", '[rollout]\nreward_key = "score"'))
+    return tiny
+
+
+def groups_of(tiny: TinyRun, run: str = "tiny") -> list[list[dict[str, Any]]]:
+    """The rows of the dumped groups, by step."""
+    dumps = sorted((tiny.runs / run / "rollouts").glob("*.parquet"))
+    return [pyarrow.parquet.read_table(path).to_pylist() for path in dumps]
+
+
+def events(tiny: TinyRun, run: str = "tiny") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tiny.runs / run / "events.jsonl").read_text().splitlines()]
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The processes of rollout workers; spawned ones have their name nowhere but in the order of their start."""
+    children = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    return sorted(children, key=lambda child: child.create_time())
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def steps_of(tiny: TinyRun, run: str) -> int:
+    path = tiny.runs / run / "metrics.jsonl"
+    return path.read_text().count('"rollout/step"') if path.exists() else 0
+
+
+def test_workers_make_the_groups_of_a_run_without_them(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """With evaluation, whose groups the same workers have."""
+    address = serve()
+    evaluation = "--set", 'eval.datasets={all={path="train.jsonl",reward="even",n_samples_per_eval_prompt=3}}'
+    for count in (0, 2):
+        words = "--name", f"with-{count}", "--rollout-workers", str(count), "--eval-interval", "2", *evaluation
+        ended = prepared.run(*WORDS, *address, *words)
+        assert ended.code == 0, ended.err
+    plain, divided = (groups_of(prepared, f"with-{count}") for count in (0, 2))
+    assert len(plain) == STEPS
+    assert len({tuple(row["tokens"]) for row in plain[0]}) > 6
+    assert plain == divided
+    kinds = [[event["event"] for event in events(prepared, f"with-{count}")] for count in (0, 2)]
+    assert kinds[0] == kinds[1]
+    without, evaluated = (eval_metrics(prepared, f"with-{count}") for count in (0, 2))
+    assert len(without) > 1
+    assert without == evaluated
+
+
+def eval_metrics(tiny: TinyRun, run: str) -> list[dict[str, float]]:
+    lines = [line["metrics"] for line in tiny.metrics(run) if line["axis"] == "eval/step"]
+    return [{name: value for name, value in line.items() if not name.endswith(("time", "seconds"))} for line in lines]
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    address = serve(0.02)
+    ended = prepared.run(*WORDS, *address, "--name", "plain")
+    assert ended.code == 0, ended.err
+    process = prepared.start("run", "run.toml", *WORDS, *address, "--name", "killed", "--rollout-workers", "2")
+    # Its responses take half a second.
+    wait_until((prepared.runs / "killed" / "begun-1").exists, process)
+    workers_of(process.pid)[0].kill()
+    ended = prepared.end(process)
+    assert ended.code == 0, ended.err
+    assert groups_of(prepared, "killed") == groups_of(prepared, "plain")
+    restarts = [
+        line["metrics"].get("rollout/rollout_worker_restarts", 0.0)
+        for line in prepared.metrics("killed")
+        if line["axis"] == "rollout/step"
+    ]
+    assert sum(restarts) == 1
+    lost = [event for event in events(prepared, "killed") if event["event"] == "sample_failed"]
+    assert lost
+    assert all("rollout worker" in event["error"] and "died (exit code -9)" in event["error"] for event in lost)
+    assert not [event for event in events(prepared, "killed") if event["event"] == "engine_lost"]
+
+
+def test_a_killed_run_resumes_and_equals_the_uninterrupted_one(
+    prepared: TinyRun, serve: Callable[..., tuple[str, ...]]
+):
+    address = serve(0.005)
+    ended = prepared.run(*WORDS, *address, "--name", "plain")
+    assert ended.code == 0, ended.err
+    words = "run", "run.toml", *WORDS, *address, "--name", "killed", "--rollout-workers"
+    process = prepared.start(*words, "2")
+    wait_until(lambda: steps_of(prepared, "killed") == 2, process)
+    workers = workers_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    # Workers end with their driver.
+    psutil.wait_procs(workers, timeout=30)
+    assert not [worker for worker in workers if worker.is_running()]
+    # Another number of workers is the same run.
+    ended = prepared.slime(*words, "1")
+    assert ended.code == 0, ended.err
+    assert groups_of(prepared, "killed") == groups_of(prepared, "plain")
+
+
+def test_partial_rollouts_in_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """Aborted responses continue with the tokens that they had, no prompt is lost, and none is trained twice."""
+    words = (
+        "--max-async-level", "2", "--partial-rollout", "--over-sampling-batch-size", "10", "--max-staleness", "6",
+        "--rollout-workers", "2", "--num-rollout", "6", "--save-interval", "2",
+    )  # fmt: skip
+    ended = prepared.run(*WORDS, *serve(0.004), *words)
+    assert ended.code == 0, ended.err
+    rows = [row for step in groups_of(prepared) for row in step]
+    assert set(Counter(row["group_index"] for row in rows).values()) == {2}
+    assert {row["status"] for row in rows} <= {"completed", "truncated"}
+    counted = Counter[str]()
+    for line in prepared.metrics():
+        counted.update({name: value for name, value in line["metrics"].items() if name.startswith("rollout/partial")})
+    assert counted["rollout/partial_groups"] > 0
+    # A continued response has the tokens of one that was never interrupted.
+    ended = prepared.run(*WORDS, *serve(), "--name", "plain", "--rollout-batch-size", "20", "--num-rollout", "2")
+    assert ended.code == 0, ended.err
+    whole = {row["index"]: row["tokens"] for step in groups_of(prepared, "plain") for row in step}
+    compared = [row for row in rows if row["index"] in whole]
+    assert len(compared) > 30
+    assert all(row["tokens"] == whole[row["index"]] for row in compared)
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    (prepared / "deadly.py").write_text(DEADLY)
+    words = "--plugin", "deadly.py", "--generate", "deadly", "--rollout-workers", "2", "--max-retries", "1"
+    ended = prepared.run(*WORDS, *serve(), *words)
+    assert ended.code == 4
+    assert "train.jsonl" in ended.error
+    assert "lost 2 times with the rollout worker that had it (--max-retries 1)" in ended.error
+    assert "(exit code 7)" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            ("--engine", "local"),
+            ("rollout.rollout_workers = 2", 'engine "local"', "--rollout-workers 0"),
+        ),
+        (
+            ("--generate", "external_agents", "--generate.token-file", "token", "--engine", "sglang"),
+            ("rollout.rollout_workers = 2", 'one generator "external_agents"', "--rollout-workers 0"),
+        ),
+        (("--engine", "sglang", "--rollout-workers", "-1"), ("rollout.rollout_workers",)),
+    ],
+)
+def test_runs_that_cannot_have_workers(tiny: TinyRun, words: tuple[str, ...], parts: tuple[str, ...]):
+    ended = tiny.run("--rollout-workers", "2", *words, "--dry-run")
+    assert ended.code == 2
+    for part in parts:
+        assert part in ended.error
+
+
+def test_the_error_of_a_generator_that_cannot_open(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    (prepared / "closed.py").write_text(CLOSED)
+    words = "--plugin", "closed.py", "--generate", "closed", "--rollout-workers", "2"
+    ended = prepared.run(*WORDS, *serve(), *words)
+    assert ended.code == 2
+    assert "the tool is not there. Start it." in ended.error
+
+
+def test_workers_whose_engines_are_actors(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """There an engine makes its calls itself, and responses pass through the driver."""
+    address = serve()
+    for words in (("--name", "plain"), ("--name", "actors", "--launcher", "ray", "--rollout-workers", "2")):
+        ended = prepared.run(*WORDS, *address, "--num-rollout", "2", *words)
+        assert ended.code == 0, ended.err
+    assert groups_of(prepared, "actors") == groups_of(prepared, "plain")
