@@ -7,29 +7,34 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState
 from slime_core.errors import CheckpointError, ConfigError
 from slime_fsdp.config import FsdpConfig, optimizer_problems
+from slime_fsdp.hidden_matrices import hidden_matrices
+from slime_fsdp.packed_model import PackedModel
 from slime_training.rounded_adamw import local
 
 
 def make_optimizer(
-    model: nn.Module, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
+    packed: PackedModel, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
 ) -> torch.optim.Optimizer:
     """Weight decay is decoupled and not applied to vectors (norms, biases)."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in packed.parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError(
             "backend.freeze_params_name_list, only_train_params_name_list: they leave no parameter to train."
         )
     if problems := optimizer_problems(options, config.optimizer, chosen.driver):
         raise ConfigError(problems)
+    hidden = hidden_matrices(packed.model)
+    matrices, decay = [p for p in trained if p.ndim > 1], config.weight_decay
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in matrices if id(p) in hidden], "weight_decay": decay, "hidden": True},
+        {"params": [p for p in matrices if id(p) not in hidden], "weight_decay": decay, "hidden": False},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "hidden": False},
     ]
     groups = [group for group in groups if group["params"]]
     rounded = None

@@ -1,0 +1,39 @@
+"""Drivers of the entry points in `slime.optimizers`. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from slime_core.contracts.driver import DriverConfig
+from slime_core.contracts.optimizer import OptimizerConfig, OptimizerDriver, OptimizerFactory, RoundedState
+from slime_optimizers.config import MuonConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from slime_optimizers.muon import Muon
+
+
+class MuonDriver(OptimizerDriver):
+    """Muon for the matrices of layers, AdamW for all else (embeddings, head, norms, biases)."""
+
+    Config: ClassVar[type[DriverConfig]] = MuonConfig
+    needs_hidden: ClassVar[bool] = True
+    state_before_steps: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, config: MuonConfig) -> OptimizerFactory:
+        from slime_optimizers.muon import Muon
+
+        def make(
+            groups: Sequence[dict[str, Any]], optimizer: OptimizerConfig, rounded: RoundedState | None = None
+        ) -> Muon:
+            return Muon(groups, optimizer, config)
+
+        return make
+
+    @classmethod
+    def state_of(cls, optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Tensor]:
+        return cast("Muon", optimizer).state_of(parameter)
