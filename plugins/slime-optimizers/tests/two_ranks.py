@@ -36,7 +36,9 @@ def in_a_backend(name, rank, out, model):
     straight = begun("straight")
     straight.train(2)
     straight.backend.save(folder)
-    found = {"after 2": straight.weights()}
+    states = straight.backend._ready.optimizer.state.values()
+    held = sum(value.to_local().nbytes for state in states for value in state.values() if value.ndim)
+    found = {"after 2": straight.weights(), "bytes": held}
     straight.backend.sleep()
     straight.backend.wake_up()
     straight.train(2)

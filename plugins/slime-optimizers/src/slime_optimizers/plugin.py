@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.optimizer import OptimizerConfig, OptimizerDriver, OptimizerFactory, RoundedState
 from slime_optimizers.config import MuonConfig
+from slime_optimizers.memory import of_muon
+from slime_training.memory_plan import MemoryItem, OptimizerPlanner, SteppedTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from slime_optimizers.muon import Muon
 
 
-class MuonDriver(OptimizerDriver):
+class MuonDriver(OptimizerPlanner, OptimizerDriver):
     """Muon for the matrices of layers, AdamW for all else (embeddings, head, norms, biases)."""
 
     Config: ClassVar[type[DriverConfig]] = MuonConfig
@@ -37,3 +39,9 @@ class MuonDriver(OptimizerDriver):
     @classmethod
     def state_of(cls, optimizer: Optimizer, parameter: Tensor) -> Mapping[str, Tensor]:
         return cast("Muon", optimizer).state_of(parameter)
+
+    @classmethod
+    def memory(
+        cls, config: MuonConfig, tensors: Sequence[SteppedTensor], num_ranks: int, place: Literal["device", "host"]
+    ) -> tuple[MemoryItem, ...]:
+        return of_muon(tensors, num_ranks, place)
