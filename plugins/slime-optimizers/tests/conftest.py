@@ -26,7 +26,7 @@ SHAPES = {
     "norm": ((7,), False),
 }
 """Shape, and whether it is a matrix of a layer. Two ranks have different numbers of rows, or one of them has all."""
-OPTIONS = {"muon": {}}
+OPTIONS = {"muon": {}, "adamw_8bit": {"adamw_8bit_min_elements": 1}}
 OPTIMIZERS = list(OPTIONS)
 
 

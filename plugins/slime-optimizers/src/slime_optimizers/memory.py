@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from slime_optimizers.blocks import block_of
+from slime_optimizers.config import EightBitConfig
 from slime_training.memory_plan import STATE, MemoryItem, MemoryPhase, SteppedTensor
 
 STEP = frozenset({MemoryPhase.STEP})
@@ -38,3 +40,21 @@ def at_work(shape: tuple[int, ...], num_ranks: int) -> int:
     sent, what comes back, and the shards that were sent from."""
     copies = 3 if num_ranks == 1 else 6
     return 2 * (copies * math.prod(shape) + 2 * min(shape) ** 2)
+
+
+def of_8bit(
+    config: EightBitConfig, tensors: Sequence[SteppedTensor], place: Literal["device", "host"]
+) -> tuple[MemoryItem, ...]:
+    """Exact; the largest piece that a step computes at once is an estimate, for kernels that torch has compiled."""
+    size = sum(of_moment(one, block_of(one.shape, config.adamw_8bit_min_elements)) for one in tensors)
+    largest = min(max((one.num_elements for one in tensors), default=0), 2**24)
+    return (
+        MemoryItem(component="first moment", num_bytes=size, moments=STATE, place=place, note="8 bits"),
+        MemoryItem(component="second moment", num_bytes=size, moments=STATE, place=place, note="8 bits"),
+        MemoryItem(component="a piece at work", num_bytes=8 * largest, moments=STEP, place=place, estimate=True, moves=False),
+    )
+
+
+def of_moment(one: SteppedTensor, block: int | None) -> int:
+    """Bytes of codes and scales, or of float32."""
+    return 4 * one.num_elements if block is None else one.num_elements + 4 * (one.num_elements // block)
