@@ -116,7 +116,9 @@ class Trained:
 
     def weights(self):
         """Empty on every rank but the first."""
-        return {name: tensor.clone() for layer in self.backend.export_weights() for name, tensor in (layer or {}).items()}
+        return {
+            name: tensor.clone() for layer in self.backend.export_weights() for name, tensor in (layer or {}).items()
+        }
 
 
 def different(one, other):

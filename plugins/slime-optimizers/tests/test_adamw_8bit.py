@@ -49,7 +49,7 @@ def test_steps_are_torchaos():
 
 
 def test_steps_follow_adamw_to_the_error_of_the_codes():
-    """Neighbouring codes are up to a tenth apart, near zero; moments of the same size as their block's largest have two digits."""
+    """Moments of the same size as the largest of their block have two digits, smaller ones fewer."""
     one, exact = torch.nn.Parameter(drawn(0)), torch.nn.Parameter(drawn(0).double())
     start = exact.detach().clone()
     steps(one, ours(one).step, 20)

@@ -52,7 +52,7 @@ def test_steps_are_torchs(options, of_theirs, dtype, stepped, different):
 
 
 def test_a_step_is_that_of_the_polynomial_in_float64(stepped):
-    """Each singular value of an update goes five times through 3.4445 x - 4.775 x^3 + 2.0315 x^5; bfloat16 rounds by a 256th."""
+    """Each singular value goes five times through 3.4445 x - 4.775 x^3 + 2.0315 x^5; bfloat16 rounds by a 256th."""
     ours = stepped("muon")
     start = ours.values()
     ours.step(0, 1)

@@ -46,4 +46,3 @@ def test_one_rank_resumes_to_the_bit(name, begin, different, tmp_path):
     resumed.backend.load(tmp_path)
     resumed.train(2)
     assert not different(resumed.weights(), straight.weights())
-

@@ -168,9 +168,7 @@ def frozen_models(
                 shard_of(parameter, sharding.world_size) * (4 if name in wide else element)
                 for name, parameter in frozen.named_parameters()
             )
-        yield MemoryItem(
-            component=f"copy: {name}", num_bytes=size, moments=STATE, place=place_of(sharding)
-        )
+        yield MemoryItem(component=f"copy: {name}", num_bytes=size, moments=STATE, place=place_of(sharding))
 
 
 def gathered(

@@ -40,8 +40,8 @@ class EightBitAdamW(torch.optim.Optimizer):
         self._options = options
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns `step` (float32, on the host), and of each moment codes (uint8, of the parameter's shape) and scales (float32,
-        of B in place of the last dimension), or, of a small parameter, the moment itself; creates them if no step has done so."""
+        """Returns `step` (float32, on the host), and of each moment codes (uint8, of the parameter's shape) and scales
+        (float32, B in place of the last dimension), or of a small parameter the moment itself; creates them if no step has."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             block = block_of(tuple(parameter.shape), self._options.adamw_8bit_min_elements)
@@ -82,13 +82,25 @@ def step_on(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, salts:
     if "exp_avg" in state:
         update(weight, gradient, rows(state["exp_avg"]), rows(state["exp_avg_sq"]), numbers, salts)
         return
-    moments = [rows(state[f"{moment}_{suffix}"]) for moment in ("exp_avg", "exp_avg_sq") for suffix in SUFFIXES]
+    mean_codes, mean_scales, square_codes, square_scales = (
+        rows(state[f"{moment}_{suffix}"]) for moment in ("exp_avg", "exp_avg_sq") for suffix in SUFFIXES
+    )
     maps = maps_on(weight.device)
     compute = compiled_update() if weight.is_cuda else update_quantized
     size = max(PIECES["cuda" if weight.is_cuda else "cpu"] // weight.shape[1], 1)
     for start in range(0, len(weight), size):
         part = slice(start, start + size)
-        compute(weight[part], gradient[part], *(moment[part] for moment in moments), *maps, numbers, salts)
+        compute(
+            weight[part],
+            gradient[part],
+            mean_codes[part],
+            mean_scales[part],
+            square_codes[part],
+            square_scales[part],
+            *maps,
+            numbers,
+            salts,
+        )
 
 
 def update_quantized(

@@ -12,8 +12,8 @@ SMALLEST: Final = 32
 
 
 def block_of(shape: tuple[int, ...], min_elements: int) -> int | None:
-    """Elements of a block, which divides a row: the largest power of 2 up to 256; None: the moments stay float32. `shape`: of the
-    whole parameter."""
+    """Elements of a block, which divides a row: the largest power of 2 up to 256; None: the moments stay float32. `shape`: of
+    the whole parameter."""
     if len(shape) < 2 or math.prod(shape) < min_elements:
         return None
     block = math.gcd(shape[-1], LARGEST)

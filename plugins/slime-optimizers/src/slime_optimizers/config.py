@@ -18,15 +18,15 @@ class MuonConfig(DriverConfig):
     muon_nesterov: bool = True
     """Look one step ahead: the newest gradient is mixed into the mean once more."""
     muon_steps: int = Field(5, gt=0, lt=100)
-    """Newton-Schulz iterations, which bring the singular values of an update near 1."""
+    """Newton-Schulz iterations, after which the singular values of an update are near 1."""
     muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """What the learning rate is multiplied by for a matrix of R rows and C columns. match_rms_adamw: 0.2 sqrt(max(R, C)), so that
-    steps are as large as AdamW's and a learning rate of AdamW fits; original: sqrt(max(1, R / C))."""
+    """What the learning rate is multiplied by for a matrix of R rows and C columns. match_rms_adamw: 0.2 sqrt(max(R, C)), so
+    that steps are as large as AdamW's and a learning rate of AdamW fits; original: sqrt(max(1, R / C))."""
 
 
 class EightBitConfig(DriverConfig):
     """Options of AdamW with moments of 8 bits. Its keys are AdamW's, of the `train` table."""
 
     adamw_8bit_min_elements: int = Field(4096, ge=1)
-    """Parameters with fewer elements keep float32 moments, and so do vectors and matrices whose rows do not divide into blocks of
-    32 or more."""
+    """Parameters with fewer elements keep float32 moments, and so do vectors and matrices whose rows do not divide into blocks
+    of 32 or more."""

@@ -51,7 +51,9 @@ def of_8bit(
     return (
         MemoryItem(component="first moment", num_bytes=size, moments=STATE, place=place, note="8 bits"),
         MemoryItem(component="second moment", num_bytes=size, moments=STATE, place=place, note="8 bits"),
-        MemoryItem(component="a piece at work", num_bytes=8 * largest, moments=STEP, place=place, estimate=True, moves=False),
+        MemoryItem(
+            component="a piece at work", num_bytes=8 * largest, moments=STEP, place=place, estimate=True, moves=False
+        ),
     )
 
 

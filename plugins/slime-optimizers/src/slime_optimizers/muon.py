@@ -33,15 +33,14 @@ class Muon(torch.optim.Optimizer):
         self._options = options
         if not any(group["hidden"] for group in self.param_groups):
             raise ConfigError(
-                f'train.optimizer = "{config.optimizer}": it steps on matrices of a model\'s layers, and none is trained, or the '
-                "backend does not mark them. Train some, or set optimizer adam."
+                f'train.optimizer = "{config.optimizer}": it steps on matrices of a model\'s layers, and none is trained, or '
+                "the backend does not mark them. Train some, or set optimizer adam."
             )
         others = [group for group in self.param_groups if not group["hidden"]]
         betas = (config.adam_beta1, config.adam_beta2)
         # torch refuses an optimizer without parameters.
-        self._adamw = torch.optim.AdamW(
-            others or [torch.zeros(0)], lr=config.lr, betas=betas, eps=config.adam_eps, fused=True
-        )
+        first = others or [{"params": [torch.zeros(0)]}]
+        self._adamw = torch.optim.AdamW(first, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
         self._share()
 
     def _share(self) -> None:
@@ -102,8 +101,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that have a gradient, in lists of one; sharded ones in lists of as many as ranks, which then have about the same
-    work."""
+    """Parameters that have a gradient, in lists of one; sharded ones in lists of as many as ranks, which then have about the
+    same work."""
     several = [parameter for parameter in parameters if parameter.grad is not None]
     if several and isinstance(several[0], DTensor):
         several.sort(key=lambda parameter: tuple(parameter.shape))

@@ -29,13 +29,13 @@ class MuonDriver(OptimizerPlanner, OptimizerDriver):
     state_before_steps: ClassVar[bool] = True
 
     @classmethod
-    def build(cls, config: MuonConfig) -> OptimizerFactory:
+    def build(cls, options: MuonConfig) -> OptimizerFactory:
         from slime_optimizers.muon import Muon
 
         def make(
-            groups: Sequence[dict[str, Any]], optimizer: OptimizerConfig, rounded: RoundedState | None = None
+            groups: Sequence[dict[str, Any]], config: OptimizerConfig, rounded: RoundedState | None = None
         ) -> Muon:
-            return Muon(groups, optimizer, config)
+            return Muon(groups, config, options)
 
         return make
 
@@ -57,7 +57,7 @@ class EightBitDriver(OptimizerPlanner, OptimizerDriver):
     state_before_steps: ClassVar[bool] = True
 
     @classmethod
-    def build(cls, config: EightBitConfig) -> OptimizerFactory:
+    def build(cls, options: EightBitConfig) -> OptimizerFactory:
         if find_spec("torchao") is None:
             raise PluginError(
                 "train.optimizer: adamw_8bit requires torchao, which is not installed. Install it: pip install "
@@ -66,9 +66,9 @@ class EightBitDriver(OptimizerPlanner, OptimizerDriver):
         from slime_optimizers.adamw_8bit import EightBitAdamW
 
         def make(
-            groups: Sequence[dict[str, Any]], optimizer: OptimizerConfig, rounded: RoundedState | None = None
+            groups: Sequence[dict[str, Any]], config: OptimizerConfig, rounded: RoundedState | None = None
         ) -> EightBitAdamW:
-            return EightBitAdamW(groups, optimizer, config)
+            return EightBitAdamW(groups, config, options)
 
         return make
 

@@ -22,9 +22,9 @@ def rows_of_ranks(rows: int, ranks: int) -> list[int]:
 def map_whole(
     function: Callable[[Tensor], Tensor], shapes: Sequence[torch.Size], shards: Sequence[Tensor], mesh: DeviceMesh
 ) -> list[Tensor]:
-    """Returns this rank's rows of `function(whole)` for each matrix. All ranks of the mesh call it; rank r computes matrix r, so
-    there are at most as many matrices as ranks. `shapes`: (R, C) of the whole matrices; `shards`: this rank's rows of them, of
-    one dtype, which `function` keeps."""
+    """Returns this rank's rows of `function(whole)` for each matrix. All ranks of the mesh call it; rank r computes matrix r,
+    so there are at most as many matrices as ranks. `shapes`: (R, C) of the whole matrices; `shards`: this rank's rows of them,
+    of one dtype, which `function` keeps."""
     ranks, me, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     own = shapes[me] if me < len(shapes) else torch.Size((0, 0))
     received = [number * own[1] for number in rows_of_ranks(own[0], ranks)]
@@ -38,5 +38,5 @@ def map_whole(
     if whole.numel():
         whole = function(whole.view(own)).reshape(-1)
     dist.all_to_all_single(rows, whole, sent, received, group=group)
-    found = rows.to(shards[0].device).split(sizes)
+    found = torch.split(rows.to(shards[0].device), sizes)
     return [flat.view(-1, shape[1]) for flat, shape in zip(found, shapes, strict=True)]
