@@ -6,7 +6,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Tests start many processes: without compiled modules each start takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-fsdp slime-grpo slime-local slime-megatron slime-models slime-plugin-kit slime-ppo slime-preflight slime-quantize slime-ray slime-reinforce slime-rm-hub slime-rm-math slime-rollout-workers slime-router slime-search-r1 slime-serving slime-session slime-sglang slime-sources slime-tinker slime-track slime-training slime-transports slime-verifiers slime-viewer slime-vllm
+PLUGINS := slime-agents slime-buffer-service slime-compat slime-distill slime-estimators slime-filters slime-fsdp slime-grpo slime-local slime-megatron slime-models slime-optimizers slime-plugin-kit slime-ppo slime-preflight slime-quantize slime-ray slime-reinforce slime-rm-hub slime-rm-math slime-rollout-workers slime-router slime-search-r1 slime-serving slime-session slime-sglang slime-sources slime-tinker slime-track slime-training slime-transports slime-verifiers slime-viewer slime-vllm
 EDITABLE := --editable .[plot] $(foreach plugin,$(PLUGINS),--editable plugins/$(plugin))
 PROJECTS := pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 # Two threads of BLAS in each of several test processes on two cores only get in each other's way.
@@ -25,7 +25,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-optimizers[torchao] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -73,7 +73,7 @@ test-faults: .venv/.test  ## Kills runs at random instants and compares with the
 	$(SINGLE) $(BIN)/pytest --numprocesses 3 --dist worksteal -rP --durations 10 tests/integration/test_resume.py tests/integration -m "faults and not hand"
 
 test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
-	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
+	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-optimizers/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
 
 test-bench: .venv/.test  ## How many times as fast as plain implementations, in one process; benchmarks/ has the figures in seconds.
 	$(SINGLE) $(BIN)/pytest tests/benches -rP -m bench

@@ -83,7 +83,8 @@ class OptimizerFactory(Protocol):
         self, groups: Sequence[dict[str, Any]], config: OptimizerConfig, rounded: RoundedState | None = None
     ) -> Optimizer:
         """Builds a torch optimizer; the backend clips gradients and sets each group's `lr` before each step. groups: torch's
-        parameter groups with their `weight_decay`; parameters may be DTensors. rounded: only with `rounds_state`."""
+        parameter groups with their `weight_decay`, and with `hidden` = True if they are matrices of the model's layers;
+        parameters may be DTensors. rounded: only with `rounds_state`."""
 
 
 class OptimizerDriver(Driver[OptimizerFactory]):
@@ -94,6 +95,8 @@ class OptimizerDriver(Driver[OptimizerFactory]):
     refuses one that the library does not have. None: no library has it."""
     rounds_state: ClassVar[bool] = False
     """True: the factory accepts `rounded`."""
+    needs_hidden: ClassVar[bool] = False
+    """True: it steps on the groups with `hidden` in a way of its own."""
     moments: ClassVar[tuple[str, ...] | None] = None
     """Names, in a memory estimate, of its state tensors of the parameter's size; None: not estimated."""
     step_settings: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay", "clip_grad"})

@@ -88,7 +88,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},
     groups.LAUNCHERS: {"slime-ray": ("ray",)},
-    groups.OPTIMIZERS: {"slime-training": ("adam", "sgd")},
+    groups.OPTIMIZERS: {"slime-optimizers": ("adamw_8bit", "muon"), "slime-training": ("adam", "sgd")},
     groups.MEDIA: {"slime-rl[images]": ("image",), "slime-rl[video]": ("video",)},
     groups.COMMANDS: {
         "slime-compat": ("compat", "compat.trl", "compat.upstream", "compat.verl"),

@@ -172,12 +172,18 @@ def linear_attention_problems(config: FsdpConfig) -> list[str]:
 
 
 def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
-    if not config.rounds_state or optimizer.rounds_state:
-        return []
-    return [
-        f'train.optimizer = "{name}": its weights and its state are float32; leave backend.main_params_dtype, exp_avg_dtype '
-        "and exp_avg_sq_dtype out."
-    ]
+    problems = []
+    if config.rounds_state and not optimizer.rounds_state:
+        problems.append(
+            f'train.optimizer = "{name}": it does not round what it keeps; leave backend.main_params_dtype, exp_avg_dtype '
+            "and exp_avg_sq_dtype out."
+        )
+    if config.trains_adapters and optimizer.needs_hidden:
+        problems.append(
+            f'train.optimizer = "{name}": it steps on matrices of layers, and an adapter has the two factors of their change. '
+            "Set optimizer adam, or leave the adapters out."
+        )
+    return problems
 
 
 def adapter_problems(config: FsdpConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +15,21 @@ from slime_fsdp.adapters import base_name, is_trained_with_adapters
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.folder import ModelFolder, open_folder
 from slime_fsdp.fp32_params import fp32_params
+from slime_fsdp.hidden_matrices import hidden_matrices
 from slime_fsdp.packed_model import Placement, decoder_layers, frozen_dtype, is_trained, with_adapters
 from slime_fsdp.sharding import Sharding
 from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.footprint import DecoderShape, head_work, kept_per_token, not_counted, not_estimated_activations
-from slime_training.memory_plan import AWAKE, MemoryItem, MemoryPhase, TrainerLoad, TrainerMemory
+from slime_training.memory_plan import (
+    AWAKE,
+    STATE,
+    MemoryItem,
+    MemoryPhase,
+    OptimizerPlanner,
+    SteppedTensor,
+    TrainerLoad,
+    TrainerMemory,
+)
 from slime_training.rounded_adamw import STORED
 
 STEPPING = frozenset({MemoryPhase.REDUCE, MemoryPhase.STEP})
@@ -29,12 +40,18 @@ BACKWARD = frozenset({MemoryPhase.LOSS, MemoryPhase.BACKWARD})
 class Allocation:
     """A parameter, allocated on this rank."""
 
-    whole: int
+    shape: tuple[int, ...]
     shard: int
     """Elements of it on the rank that has the most."""
     dtype: torch.dtype
     trained: bool
     in_layer: bool
+    hidden: bool
+    """A matrix of a layer."""
+
+    @property
+    def whole(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +73,8 @@ def memory_of(config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
         *activations(config, load, sharding, model),
     )
     not_estimated = not_estimated_activations(folder.config.to_dict())
-    if chosen_optimizer(setup).driver.moments is None:
+    optimizer = chosen_optimizer(setup).driver
+    if optimizer.moments is None and not issubclass(optimizer, OptimizerPlanner):
         not_estimated = (
             *not_estimated,
             f'the state of train.optimizer = "{setup.optimizer.optimizer}", which does not report it',
@@ -68,6 +86,7 @@ def parameters_of(
     model: PreTrainedModel, folder: ModelFolder, config: FsdpConfig, sharding: Sharding
 ) -> Iterator[Allocation]:
     """All parameters, in the dtype in which training stores them; tied ones once."""
+    hidden = hidden_matrices(model)
     in_layers = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
     main = STORED[config.main_params_dtype]
     placement = Placement(device=torch.device("meta"), mesh=None, compute_dtype=sharding.compute, cpu_offload=False)
@@ -77,11 +96,12 @@ def parameters_of(
         trained = is_trained(name, parameter, config)
         untrained = torch.float32 if base_name(name) in wide else frozen
         yield Allocation(
-            whole=parameter.numel(),
+            shape=tuple(parameter.shape),
             shard=shard_of(parameter, sharding.world_size),
             dtype=main if trained else untrained,
             trained=trained,
             in_layer=id(parameter) in in_layers,
+            hidden=id(parameter) in hidden,
         )
 
 
@@ -111,13 +131,24 @@ def states(
         sums = 4 * sum(one.shard for one in trained)
         moments = BACKWARD | {MemoryPhase.REDUCE}
         yield MemoryItem(component="gradient sums", num_bytes=sums, moments=moments, place=place, note="float32")
-    moments = chosen_optimizer(load.setup).driver.moments or ()
+    yield from optimizer_state(config, load, sharding, trained)
+
+
+def optimizer_state(
+    config: FsdpConfig, load: TrainerLoad, sharding: Sharding, trained: Sequence[Allocation]
+) -> Iterator[MemoryItem]:
+    chosen, place = chosen_optimizer(load.setup), place_of(sharding)
+    if issubclass(chosen.driver, OptimizerPlanner):
+        tensors = [SteppedTensor(shape=one.shape, num_elements=one.shard, hidden=one.hidden) for one in trained]
+        yield from chosen.driver.memory(chosen.options, tensors, sharding.world_size, place)
+        return
+    moments = chosen.driver.moments or ()
     # torch's own optimizers keep moments in the dtype of the weights.
     kept_in = (config.exp_avg_dtype, config.exp_avg_sq_dtype) if config.rounds_state else ("fp32",) * len(moments)
     for component, name in zip(moments, kept_in, strict=False):
         width = STORED[name].itemsize
         size = width * sum(one.shard for one in trained)
-        yield MemoryItem(component=component, num_bytes=size, moments=AWAKE - {MemoryPhase.SYNC}, place=place)
+        yield MemoryItem(component=component, num_bytes=size, moments=STATE, place=place)
 
 
 def frozen_models(
@@ -137,9 +168,7 @@ def frozen_models(
                 shard_of(parameter, sharding.world_size) * (4 if name in wide else element)
                 for name, parameter in frozen.named_parameters()
             )
-        yield MemoryItem(
-            component=f"copy: {name}", num_bytes=size, moments=AWAKE - {MemoryPhase.SYNC}, place=place_of(sharding)
-        )
+        yield MemoryItem(component=f"copy: {name}", num_bytes=size, moments=STATE, place=place_of(sharding))
 
 
 def gathered(

@@ -13,31 +13,42 @@ from torch.distributed.tensor import DTensor
 from slime_core.contracts.optimizer import ChosenOptimizer, OptimizerConfig, OptimizerDriver, RoundedState, StepSettings
 from slime_core.errors import CheckpointError, ConfigError
 from slime_fsdp.config import FsdpConfig, optimizer_problems
+from slime_fsdp.hidden_matrices import hidden_matrices
+from slime_fsdp.packed_model import PackedModel
 from slime_training.rounded_adamw import local
 
 
 def make_optimizer(
-    model: nn.Module, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
+    packed: PackedModel, chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
 ) -> torch.optim.Optimizer:
     """Weight decay is decoupled and not applied to vectors (norms, biases)."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in packed.parameters() if parameter.requires_grad]
     if not trained and not options.max_adapters:
         raise ConfigError(
             "backend.freeze_params_name_list, only_train_params_name_list: they leave no parameter to train."
         )
-    return optimizer_of(trained, chosen, config, options)
+    return optimizer_of(trained, chosen, config, options, hidden=hidden_matrices(packed.model))
 
 
 def optimizer_of(
-    trained: Sequence[nn.Parameter], chosen: ChosenOptimizer, config: OptimizerConfig, options: FsdpConfig
+    trained: Sequence[nn.Parameter],
+    chosen: ChosenOptimizer,
+    config: OptimizerConfig,
+    options: FsdpConfig,
+    *,
+    hidden: frozenset[int] = frozenset(),
 ) -> torch.optim.Optimizer:
-    """Of these parameters, of which there may be none."""
+    """Of these parameters, of which there may be none. hidden: ids of those that are marked so."""
     if problems := optimizer_problems(options, config.optimizer, chosen.driver):
         raise ConfigError(problems)
-    vectors = [p for p in trained if p.ndim <= 1]
-    groups = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay, "decays": True}]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0, "decays": False})
+    matrices, decay = [p for p in trained if p.ndim > 1], config.weight_decay
+    groups = [
+        {"params": [p for p in matrices if id(p) in hidden], "weight_decay": decay, "hidden": True, "decays": True},
+        {"params": [p for p in matrices if id(p) not in hidden], "weight_decay": decay, "hidden": False, "decays": True},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "hidden": False, "decays": False},
+    ]
+    # torch refuses an optimizer without groups.
+    groups = [group for group in groups if group["params"]] or groups[:1]
     rounded = None
     if options.rounds_state:
         rounded = RoundedState(exp_avg=options.exp_avg_dtype, exp_avg_sq=options.exp_avg_sq_dtype)

@@ -43,6 +43,8 @@ TRAINING = (MemoryPhase.SCORE, MemoryPhase.LOSS, MemoryPhase.BACKWARD, MemoryPha
 """Phases of a training step."""
 AWAKE = frozenset({MemoryPhase.IDLE, *TRAINING, MemoryPhase.SYNC})
 """All phases of a trainer that is awake."""
+STATE = AWAKE - {MemoryPhase.SYNC}
+"""Phases in which a trainer holds what `export_weights` does not read, such as the state of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,30 @@ class TransportMemory:
     """On the rank of the policy that sends the most."""
     engine: tuple[MemoryItem, ...] = ()
     """On each device of an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteppedTensor:
+    """A trained parameter, as the optimizer holds it on the rank with most of it."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    num_elements: int
+    """On this rank, which holds whole rows."""
+    hidden: bool
+    """A matrix of a layer (`OptimizerFactory`)."""
+
+
+class OptimizerPlanner:
+    """A base beside `OptimizerDriver`, for optimizers whose state is not one float32 tensor of the parameter's size for each of
+    `moments`."""
+
+    @classmethod
+    def memory(
+        cls, config: Any, tensors: Sequence[SteppedTensor], num_ranks: int, place: Literal["device", "host"]
+    ) -> tuple[MemoryItem, ...]:
+        """Returns what it holds on a rank, of `num_ranks` that share each tensor. `place`: where parameters and state lie."""
+        raise NotImplementedError
 
 
 class TrainerPlanner:

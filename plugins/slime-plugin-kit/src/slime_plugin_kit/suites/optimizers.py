@@ -23,7 +23,8 @@ class Trained:
         self.driver = case.driver
         self.weights = [torch.randn(shape, generator=noise).to(dtype).requires_grad_() for shape in ((4, 3), (5,))]
         groups: list[dict[str, Any]] = [
-            {"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0} for weight in self.weights
+            {"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0, "hidden": weight.ndim > 1}
+            for weight in self.weights
         ]
         config = OptimizerConfig(optimizer=case.entry.name, lr=RATE, weight_decay=0.1)
         self.optimizer: torch.optim.Optimizer = case.build()(groups, config, rounded)
