@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 from slime_core.controller.run_folder import RunFolder
 from slime_core.data.table import dump_file, dumped_steps
+from slime_core.data.train_data import train_data_file
 from slime_viewer.sample_numbers import StepFile
 from slime_viewer.view_folder import TRAIN, ViewFolder
 
@@ -20,7 +21,7 @@ def sample_sets(folder: Path) -> list[str]:
 
 
 def train_places(folder: Path) -> list[Path]:
-    """Folders of files of groups; in the first ones, those of later ones are not looked for."""
+    """Folders of files of groups. A step that several have is read from the first."""
     return [RunFolder(folder).rollouts, ViewFolder(folder).groups, folder]
 
 
@@ -32,15 +33,12 @@ def step_files(folder: Path, name: str) -> dict[int, StepFile]:
     for place in reversed(places):
         for step in dumped_steps(place):
             groups = dump_file(place, step)
-            tokens = dump_file(view.tokens, step) if name == TRAIN else None
-            of_groups, of_tokens = file_key(groups), tokens and file_key(tokens)
-            if of_groups is not None:
-                found[step] = StepFile(
-                    step=step,
-                    groups=groups,
-                    tokens=tokens if of_tokens else None,
-                    key=f"{of_groups}-{of_tokens}" if of_tokens else of_groups,
-                )
+            trainers = [dump_file(view.tokens, step), train_data_file(RunFolder(folder).train_data, step)]
+            there = [(path, key) for path in trainers if name == TRAIN and (key := file_key(path))]
+            tokens, of_tokens = there[0] if there else (None, "")
+            if (of_groups := file_key(groups)) is not None:
+                key = f"{of_groups}-{of_tokens}" if tokens else of_groups
+                found[step] = StepFile(step=step, groups=groups, tokens=tokens, key=key)
     return dict(sorted(found.items()))
 
 

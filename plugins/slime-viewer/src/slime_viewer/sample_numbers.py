@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slime_core.data.train_data import COLUMN as TRAIN_DATA_COLUMN
 from slime_core.errors import DataError
 
 Float64 = npt.NDArray[np.float64]
@@ -25,6 +26,8 @@ PART: Final = "part:"
 COUNT: Final = "count:"
 """What the columns of named numbers begin with."""
 
+PREFIX: Final = TRAIN_DATA_COLUMN
+"""Of these columns in the files of --save-debug-train-data."""
 TRAINER_COLUMNS: Final = ("advantages", "old_log_probs", "entropy")
 
 
@@ -90,7 +93,7 @@ def trainer_means(
 ) -> Mapping[str, Float64]:
     """Means over trained tokens, from the trainer's columns. Empty if these are of other samples: the step was made again
     after a resume, and its file is not yet written."""
-    table = read_columns(path)
+    table = trainer_columns(read_columns(path, [*TRAINER_COLUMNS, *(PREFIX + name for name in TRAINER_COLUMNS), "index"]))
     if "index" not in table.column_names or not np.array_equal(integers(table["index"]), index):
         return {}
     found: dict[str, Float64] = {}
@@ -105,6 +108,11 @@ def trainer_means(
         gap = np.abs(columns["old_log_probs"] - ragged(groups["rollout_log_probs"])[1])
         found["mismatch"] = masked_mean(gap, mask, lengths, trained)
     return found
+
+
+def trainer_columns(table: pa.Table) -> pa.Table:
+    """The same under the names that `view/tokens` has."""
+    return table.rename_columns([name.removeprefix(PREFIX) for name in table.column_names])
 
 
 def parts_of(index: Int64) -> Int64:

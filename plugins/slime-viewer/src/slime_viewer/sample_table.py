@@ -188,6 +188,11 @@ class SampleTable:
         )
         return (found["step"][0], found["row"][0]) if found["step"] else None
 
+    def place_of(self, step: int, row: int) -> int:
+        """A row's place among the samples of its step."""
+        found = self._page("SELECT count(*) AS place FROM samples WHERE step = ? AND row < ?", [step, row])
+        return int(found["place"][0])
+
     def index_range(self) -> tuple[int, int] | None:
         """The least and the greatest number of a sample."""
         if not self._columns:
