@@ -23,6 +23,8 @@ class ViewFolder:
         """A folder for each evaluation set."""
         self.times: Final = self.path / "times.jsonl"
         """When what began and ended."""
+        self.plan: Final = self.path / "plan.json"
+        """What `slime plan --json` printed for the run."""
         self.indices: Final = self.path / "index"
 
     def eval_set(self, name: str) -> Path:
