@@ -10,9 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from slime_viewer.memory_in_use import HOST
 from slime_viewer.metric_log import Curve, MetricLog
 from slime_viewer.open_run import OpenRun
 
+FULLEST_GPU: Final = "fullest GPU"
 RECENT: Final = 10
 """Last values that a finding looks at."""
 
@@ -123,28 +125,28 @@ def found_in_events(events: Mapping[str, int], failed: int) -> Iterable[dict[str
 
 
 def most_memory(times: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int | None]]:
-    """The most bytes that were measured of each device or host, and how many it has."""
+    """The most bytes that were measured at once of the host and of any GPU, and how many there are."""
     most: dict[str, tuple[int, int | None]] = {}
     for line in times:
-        for what, (used, total) in line.get("memory", {}).items():
-            before = most.get(what, (0, None))[0]
-            most[what] = (max(before, int(used)), total)
+        for what, (used, there) in line.get("memory", {}).items():
+            row = HOST if what == HOST else FULLEST_GPU
+            if used > most.get(row, (0, None))[0]:
+                most[row] = int(used), there
     return most
 
 
 def planned_memory(run: OpenRun) -> tuple[dict[str, int], str | None]:
-    """Bytes by device or host from view/plan.json, what `slime plan --json` prints; and what is missing."""
+    """Bytes of the host and of the fullest GPU by view/plan.json, what `slime plan --json` prints; and what is missing."""
     path = run.view.plan
     try:
         plan = json.loads(path.read_text())
-        planned: dict[str, int] = {}
-        for group in plan["groups"]:
-            planned[f"a device of {group['name']}"] = int(group["needed_bytes"])
-            if group.get("host_bytes"):
-                planned["host"] = planned.get("host", 0) + int(group["host_bytes"])
+        of_devices = [int(group["needed_bytes"]) for group in plan["groups"]]
+        of_host = sum(int(group["host_bytes"] or 0) for group in plan["groups"])
+        on_cpu = plan["target"]["device"] == "cpu"
     except FileNotFoundError:
         return {}, f"No plan is there; this writes one: slime plan {run.folder.config} --json > {path}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {}, f"{path} is no plan: {error}"
-    return planned, None
-
+        return {}, f"{path} is no plan: {type(error).__name__}: {error}"
+    if on_cpu:
+        return {HOST: sum(of_devices) + of_host}, None
+    return {FULLEST_GPU: max(of_devices, default=0), HOST: of_host}, None

@@ -11,21 +11,18 @@ from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from slime_core.algorithm.metrics import ROLLOUT_AXIS
 from slime_core.controller.run_folder import RunFolder
-from slime_core.data.model_folder import load_tokenizer
 from slime_core.errors import ConfigError, SlimeError
 from slime_viewer.dumps import sample_sets
 from slime_viewer.line_file import LineFile
 from slime_viewer.metric_log import FILE as METRICS_FILE
 from slime_viewer.metric_log import MetricLog
 from slime_viewer.sample_set import SampleSet
+from slime_viewer.token_text import Decoder, open_decoder
 from slime_viewer.view_folder import TRAIN, ViewFolder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ATTEMPT_GOES_ON_S: Final = 900
 """A run on another host goes on if any of its files changed in the last seconds."""
@@ -98,10 +95,9 @@ class OpenRun:
             return self._sets[name]
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Errors of `load_tokenizer`; ConfigError if the run's model is not known. A model's own code is never run."""
-        folder = self._hf_checkpoint or self.model_folder()
-        return load_tokenizer(folder, trust_remote_code=False)
+    def tokenizer(self) -> Decoder:
+        """ModelError if it cannot be read; ConfigError if the run's model is not known. A model's own code is never run."""
+        return open_decoder(self._hf_checkpoint or self.model_folder())
 
     def model_folder(self) -> Path:
         """The model that the run wrote, which has the tokenizer too, or the one that it began with."""

@@ -7,6 +7,7 @@ samples of a hundred steps, and a Parquet file cannot give one of its thousand t
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def build_index(file: StepFile, folder: Path) -> StepIndex:
     replace(index.path(TEXT), written)
     replace(index.path(BITS), [by_bit(found).tobytes()])
     arrow = pa.table({name: arrow_column(values) for name, values in columns.items()})
-    aside = index.path(NUMBERS).with_suffix(".new")
+    aside = beside(index.path(NUMBERS))
     with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, arrow.schema) as writer:
         writer.write_table(arrow)
     aside.replace(index.path(NUMBERS))
@@ -127,9 +128,14 @@ def arrow_column(values: Any) -> pa.Array:
 
 def replace(path: Path, pieces: Iterable[bytes]) -> None:
     """An index that a crash left incomplete is found by the file of numbers, which comes last."""
-    aside = path.with_suffix(".new")
+    aside = beside(path)
     with aside.open("wb") as file:
         file.writelines(pieces)
     aside.replace(path)
 
 
+
+
+def beside(path: Path) -> Path:
+    """Another one for each thread: several may build the same index."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from slime_core.errors import DataError, SlimeError
 from slime_viewer.open_run import OpenRun
 from slime_viewer.sample_numbers import StepFile, trainer_columns
+from slime_viewer.sample_set import SampleSet
 from slime_viewer.sample_table import Asked
 from slime_viewer.token_text import token_pieces
 
@@ -68,21 +69,22 @@ def read_row(path: Any, row: int, columns: Sequence[str] | None = None, *, all_b
     raise DataError(f"{path}: has {first} rows, and row {row} is asked for.")
 
 
-def sample_page(run: OpenRun, set_name: str, index: int, part: int, step: int | None) -> dict[str, Any]:
-    """The reply to `/api/runs/{id}/sample`. DataError if it is not there, with what is."""
-    found_set = run.sample_set(set_name)
-    found_set.refresh()
-    if step is not None:
-        found_set.need(step)
+class NoSample(DataError):
+    """It is not there."""
+
+
+def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step: int | None) -> dict[str, Any]:
+    """The reply to `/api/runs/{id}/sample`. `step`: an indexed one. NoSample, with what there is, if it is not there."""
+    set_name = found_set.name
     at = found_set.table.at(index, part, step)
     if at is None and step is None:
-        found_set.wait()
+        found_set.find(index)
         at = found_set.table.at(index, part, step)
     if at is None:
         known = found_set.table.index_range()
         there = "there is none" if known is None else f"there are {known[0]} to {known[1]}"
         where = set_name if step is None else f"step {step} of {set_name}"
-        raise DataError(f"{run.path}: no sample {index}{f', part {part},' if part else ''} in {where}; {there}.")
+        raise NoSample(f"{run.path}: no sample {index}{f', part {part},' if part else ''} in {where}; {there}.")
     file = found_set.need(at[0])
     row = read_row(file.groups, at[1], all_but=("images", "routed_experts", "routed_experts_sizes"))
     of = row.to_pylist()[0]

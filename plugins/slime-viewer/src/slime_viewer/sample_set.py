@@ -14,7 +14,7 @@ import pyarrow as pa
 from slime_core.errors import DataError
 from slime_viewer.dumps import step_files
 from slime_viewer.sample_index import StepIndex, build_index
-from slime_viewer.sample_numbers import StepFile
+from slime_viewer.sample_numbers import StepFile, read_columns
 from slime_viewer.sample_table import SampleTable
 from slime_viewer.view_folder import ViewFolder
 
@@ -55,6 +55,11 @@ class SampleSet:
     def is_complete(self) -> bool:
         return not self._missing()
 
+    @property
+    def share_indexed(self) -> float:
+        """Of the steps."""
+        return 1 - len(self._missing()) / max(len(self.files), 1)
+
     def need(self, step: int) -> StepFile:
         """The step's files, indexed. DataError if there is no such step, or it cannot be read."""
         file = self.files.get(step)
@@ -73,10 +78,17 @@ class SampleSet:
             raise DataError(f"{self._folder}: no samples of {self.name}.")
         return max(self.files)
 
-    def wait(self) -> None:
-        """Until everything that is there is indexed."""
-        if self._thread is not None:
-            self._thread.join()
+    def find(self, sample: int) -> None:
+        """Indexes the newest step that has the sample, if it is in none that was indexed."""
+        for file in self._missing()[::-1]:
+            try:
+                numbers = read_columns(file.groups, ["index"])["index"].drop_null().to_numpy()
+            except (DataError, KeyError):
+                # Not readable now; `unreadable` will have it.
+                continue
+            if sample in numbers:
+                self._add([file])
+                return
 
     def _missing(self) -> list[StepFile]:
         return [
@@ -97,7 +109,7 @@ class SampleSet:
             try:
                 index = StepIndex(self._place, file.step, file.key)
                 indices.append(index if index.is_there else build_index(file, self._place))
-            except DataError as error:
+            except (DataError, OSError) as error:
                 # A file that is being replaced is another one the next time.
                 self._failed[file.step], self.unreadable[file.step] = file.key, str(error)
             else:

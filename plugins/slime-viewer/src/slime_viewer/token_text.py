@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
 
-from tokenizers.decoders import DecodeStream
+from tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from slime_core.data.model_folder import load_tokenizer
+from slime_core.errors import ModelError
 
+Decoder = Callable[[Sequence[int]], str]
+"""The text of token ids, with special tokens."""
+
+TOKENIZER: Final = "tokenizer.json"
 INCOMPLETE: Final = "\ufffd"
 """What a decoder writes for bytes that are no whole character."""
 
 
-def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """One for each token. A character of several tokens is in the last of them, the others are empty."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return pieces_by_windows(tokenizer, ids)
-    stream = DecodeStream(skip_special_tokens=False)
-    pieces = [stream.step(backend, token) or "" for token in ids]
-    return with_rest(tokenizer, ids, pieces)
+def open_decoder(folder: Path) -> Decoder:
+    """The folder's tokenizer. Where there is its file for the library tokenizers, transformers is not imported, which takes
+    seconds. ModelError if it cannot be read; code in the folder is never run."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        transformers_tokenizer = load_tokenizer(folder, trust_remote_code=False)
+        return lambda ids: str(transformers_tokenizer.decode(list(ids), skip_special_tokens=False))
+    try:
+        tokenizer = Tokenizer.from_buffer(file.read_bytes())
+    except Exception as error:
+        # The library raises plain Exceptions.
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def pieces_by_windows(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """For tokenizers in Python: each token is decoded after the last ones that made whole characters."""
+def token_pieces(decode: Decoder, ids: Sequence[int]) -> list[str]:
+    """One for each token; together they are the text. A character of several tokens is in the last of them, the others are empty.
+
+    Each token is decoded after those before it that made whole characters: some decoders write a space before a word only there.
+    """
     pieces: list[str] = []
     start, whole = 0, 0
+    before = ""
     for end in range(1, len(ids) + 1):
-        before = str(tokenizer.decode(ids[start:whole]))
-        text = str(tokenizer.decode(ids[start:end]))
+        text = decode(ids[start:end])
         if text.endswith(INCOMPLETE) or len(text) < len(before):
             pieces.append("")
-        else:
-            pieces.append(text[len(before) :])
-            start, whole = whole, end
-    return with_rest(tokenizer, ids, pieces)
-
-
-def with_rest(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], pieces: list[str]) -> list[str]:
-    """A response that was cut within a character ends with what the decoder writes for it."""
-    last = max((place + 1 for place, piece in enumerate(pieces) if piece), default=0)
-    if pieces and last < len(pieces):
-        pieces[-1] = str(tokenizer.decode(ids[last:]))
+            continue
+        pieces.append(text[len(before) :])
+        start, whole = whole, end
+        before = decode(ids[start:whole])
+    if whole < len(ids):
+        # Cut within a character: what the decoder writes for its bytes.
+        pieces[-1] = decode(ids[start:])[len(before) :]
     return pieces
