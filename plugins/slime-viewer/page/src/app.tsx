@@ -16,7 +16,7 @@ import { connection, useReply } from "./replies";
 import { Rollouts } from "./rollouts";
 import { RunList, stateText } from "./run-list";
 import { Sample } from "./sample";
-import { nextTheme, theme, themeChoice } from "./theme";
+import { nextTheme, themeChoice } from "./theme";
 import { Timeline } from "./timeline";
 import { setToken, token } from "./token";
 
@@ -28,6 +28,8 @@ const TABS = [
   { view: "evaluation", title: "Evaluation", key: "e" },
   { view: "compare", title: "Compare", key: "d" },
 ] as const;
+
+const THEMES = { system: "auto", light: "light", dark: "dark" } as const;
 
 export function App() {
   const reply = useReply<Runs>({ path: "/api/runs", run: "*", parts: ["run"] }, { hold: true });
@@ -72,7 +74,7 @@ function Header({ current, panels, exported }: { current: Run | undefined; panel
           <>
             {" "}
             <span class="run-name" title={current.folder}>
-              {current.name}
+              {current.id}
             </span>{" "}
             <span class={`state ${current.state}`}>{exported ? `exported, ${stateText(current)}` : stateText(current)}</span>
           </>
@@ -86,8 +88,8 @@ function Header({ current, panels, exported }: { current: Run | undefined; panel
         ))}
       </nav>
       <div class="tools">
-        <button type="button" onClick={nextTheme} title="light, dark, or as the system (t)">
-          {themeChoice.value === "system" ? `${theme.value}, as the system` : themeChoice.value}
+        <button type="button" onClick={nextTheme} aria-label={`Colors: ${THEMES[themeChoice.value]}`} title="Colors: as the system, light, dark (t)">
+          {THEMES[themeChoice.value]}
         </button>
         <button type="button" onClick={() => (helpOpen.value = true)} aria-label="Keys" title="Keys (?)">
           ?
@@ -103,8 +105,8 @@ function Body({ runs, current, panels }: { runs: readonly Run[]; current: Run; p
   // The same array while the same runs are shown: charts compare it.
   const shown = useMemo(() => [current, ...over.flatMap((id) => runs.filter((run) => run.id === id && run.id !== current.id))], [current.id, over, ids]);
   useEffect(() => {
-    document.title = `${current.name} – ${view.value} – slime view`;
-  }, [current.name, view.value]);
+    document.title = `${current.id} – ${view.value} – slime view`;
+  }, [current.id, view.value]);
   return (
     <div class={runs.length > 1 ? "body many" : "body"}>
       {runs.length > 1 ? <RunList runs={runs} current={current} shown={shown} /> : null}

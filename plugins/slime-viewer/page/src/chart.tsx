@@ -46,6 +46,9 @@ const INK: Record<Theme, { text: string; grid: string; axis: string; mark: strin
 };
 const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 
+/** Distances of ticks between steps. */
+const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 10 }, (_, power) => first * 10 ** power)).sort((one, other) => one - other);
+
 /** Series of uPlot that one line takes, in this order. */
 const ROLES = ["low", "high", "raw", "y"] as const;
 
@@ -159,10 +162,10 @@ function optionsOf(latest: { current: ChartProps }, width: number): uPlot.Option
     },
     scales: {
       x: { time: false, range: (_chart, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
-      y: logarithmic ? { distr: 3 } : { range: { min: { pad: 0.08, soft: 0, mode: 2 }, max: { pad: 0.08, soft: 0, mode: 2 } } },
+      y: logarithmic ? { distr: 3 } : { range: (_chart, low, high) => rangeOf(low, high) },
     },
     axes: [
-      { ...axis, size: 24, space: 60, values: (_chart, values) => values.map((value) => (latest.current.xText ?? compact)(value)) },
+      { ...axis, size: 24, space: 60, ...(xTitle === "step" ? { incrs: WHOLE } : {}), values: (_chart, values) => values.map((value) => (latest.current.xText ?? compact)(value)) },
       {
         ...axis,
         space: 28,
@@ -190,6 +193,15 @@ function optionsOf(latest: { current: ChartProps }, width: number): uPlot.Option
 
 function count(values: ArrayLike<number | null | undefined>): number {
   return Array.from(values).filter((value) => value !== null && value !== undefined).length;
+}
+
+/** Room above and below; zero is in view where it is near. Numbers that are all equal have it too. */
+function rangeOf(low: number | null, high: number | null): [number, number] {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : low > 0 ? [0, low * 1.25] : [low * 1.25, 0];
+  const pad = (high - low) * 0.08;
+  const near = (high - low) * 0.6;
+  return [low >= 0 && low < near ? 0 : low - pad, high <= 0 && -high < near ? 0 : high + pad];
 }
 
 /** The value at `place`, or the one before where other lines have points between. */
@@ -234,7 +246,8 @@ function drawMarks(chart: uPlot, lines: readonly Line[], main: readonly number[]
       const value = values[at];
       if (value === null || value === undefined) continue;
       let y = chart.valToPos(value, "y", true);
-      while (placed.some((other) => Math.abs(other - y) < 9 * scale)) y -= 9 * scale;
+      const shift = (y - chart.bbox.top > 9 * scale * lines.length ? -9 : 9) * scale;
+      while (placed.some((other) => Math.abs(other - y) < 8 * scale)) y += shift;
       placed.push(y);
       ctx.fillStyle = line.color;
       ctx.fillText(line.mark, chart.valToPos(chart.data[0][at]!, "x", true) + 4 * scale, y);

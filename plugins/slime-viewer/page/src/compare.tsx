@@ -16,12 +16,12 @@ export function Compare({ runs }: { runs: readonly Run[] }) {
   return (
     <>
       {table.error ? <Notice problem>{table.error}</Notice> : null}
-      {table.data ? <Rows table={table.data} runs={runs} /> : table.error ? null : <Waiting />}
+      {table.data ? <Rows table={table.data} /> : table.error ? null : <Waiting />}
       {runs.length > 1 ? (
         <section class="group">
           <h2>Keys of the configs that differ</h2>
           {difference.error ? <Notice problem>{difference.error}</Notice> : null}
-          {difference.data ? <Difference difference={difference.data} runs={runs} /> : difference.error ? null : <Waiting />}
+          {difference.data ? <Difference difference={difference.data} /> : difference.error ? null : <Waiting />}
         </section>
       ) : null}
       {runs[0] ? <WholeConfig run={runs[0]} /> : null}
@@ -56,9 +56,9 @@ function bestOf({ better, values }: Row): number {
   return numbers.indexOf(better === "high" ? Math.max(...known) : Math.min(...known));
 }
 
-function Rows({ table, runs }: { table: CompareReply; runs: readonly Run[] }) {
-  const nameOf = (id: string) => runs.find((run) => run.id === id)?.name ?? id;
-  const sections = [...new Set(table.rows.map(({ section }) => section))];
+function Rows({ table }: { table: CompareReply }) {
+  // The table below has the configs with room for long values.
+  const sections = [...new Set(table.rows.map(({ section }) => section))].filter((section) => section !== "config");
   return (
     <div class="table" role="region" aria-label="Runs side by side" tabIndex={0}>
       <table class="narrow sections">
@@ -66,7 +66,7 @@ function Rows({ table, runs }: { table: CompareReply; runs: readonly Run[] }) {
           <tr>
             <th scope="col" class="text"> <span class="hidden">what</span></th>
             {table.runs.map((id) => (
-              <th key={id} scope="col" class="number">{nameOf(id)}</th>
+              <th key={id} scope="col" class="number">{id}</th>
             ))}
           </tr>
         </thead>
@@ -102,7 +102,7 @@ export function valueText(value: unknown): string {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-function Difference({ difference, runs }: { difference: ConfigDifference; runs: readonly Run[] }) {
+function Difference({ difference }: { difference: ConfigDifference }) {
   if (difference.keys.length === 0) return <Notice>The configs are the same.</Notice>;
   return (
     <div class="table" role="region" aria-label="Differences of the configs" tabIndex={0}>
@@ -111,7 +111,7 @@ function Difference({ difference, runs }: { difference: ConfigDifference; runs: 
           <tr>
             <th scope="col" class="text">key</th>
             {difference.runs.map((id) => (
-              <th key={id} scope="col" class="text">{runs.find((run) => run.id === id)?.name ?? id}</th>
+              <th key={id} scope="col" class="text">{id}</th>
             ))}
           </tr>
         </thead>
@@ -140,12 +140,12 @@ function WholeConfig({ run }: { run: Run }) {
   return (
     <details class="group" onToggle={(event) => event.currentTarget.open && setOpened(true)}>
       <summary>
-        <h2>Config of {run.name}</h2>
+        <h2>Config of {run.id}</h2>
       </summary>
       {opened ? <TextField label="Keys" value={filter} placeholder="part of a key" onChange={(key) => adjust({ key }, { replace: true })} /> : null}
       {reply.error ? <Notice problem>{reply.error}</Notice> : null}
       {config ? (
-        <div class="table" role="region" aria-label={`Config of ${run.name}`} tabIndex={0}>
+        <div class="table" role="region" aria-label={`Config of ${run.id}`} tabIndex={0}>
           <table class="narrow">
             <thead>
               <tr>

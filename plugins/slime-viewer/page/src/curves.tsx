@@ -157,6 +157,9 @@ export function xOf(curve: LoadedCurve["curve"], axis: XAxis): { x: (number | nu
   return column ? { x: column, known: true } : { x: curve.step, known: axis === "step" };
 }
 
+/** Curves with fewer points, such as those of evaluations, are drawn as they are: an average would only lag behind. */
+const FEW = 20;
+
 /** Lines of one chart: of each run the metric, with the band of its distribution or of its buckets. */
 export function linesOf(plan: Pick<ChartPlan, "main" | "median" | "low" | "high">, curves: readonly LoadedCurve[], runs: readonly Run[], drawing: Drawing, colors: "light" | "dark"): { lines: Line[]; breaks: number[]; unknown: boolean } {
   const lines: Line[] = [];
@@ -173,8 +176,9 @@ export function linesOf(plan: Pick<ChartPlan, "main" | "median" | "low" | "high"
     const x = kept.map((at) => all[at]!);
     const mark = runs.length > 1 ? String(place + 1) : "";
     const color = seriesColor(place, colors);
-    const title = runs.length > 1 ? run.name : "";
+    const title = runs.length > 1 ? run.id : "";
     const values = pick(curve.value);
+    const weight = values.length < FEW ? 0 : drawing.weight;
     const low = of(plan.low)?.value ?? curve.low;
     const high = of(plan.high)?.value ?? curve.high;
     const banded = low !== null && high !== null && low.length === curve.step.length && high.length === curve.step.length;
@@ -183,15 +187,15 @@ export function linesOf(plan: Pick<ChartPlan, "main" | "median" | "low" | "high"
       color,
       mark,
       x,
-      y: drawing.weight > 0 ? smooth(values, drawing.weight) : values,
-      raw: drawing.weight > 0 ? values : undefined,
+      y: weight > 0 ? smooth(values, weight) : values,
+      raw: weight > 0 ? values : undefined,
       low: banded ? pick(low) : undefined,
       high: banded ? pick(high) : undefined,
     });
     const median = of(plan.median);
     if (median && runs.length === 1 && median.step.length === curve.step.length) {
       const middle = pick(median.value);
-      lines.push({ title: "median", color, mark: "", x, y: drawing.weight > 0 ? smooth(middle, drawing.weight) : middle, dashed: true });
+      lines.push({ title: "median", color, mark: "", x, y: weight > 0 ? smooth(middle, weight) : middle, dashed: true });
     }
     if (place === 0) for (const at of curve.attempts) if (all[at] !== null && all[at] !== undefined) breaks.push(all[at]);
   });
@@ -226,7 +230,8 @@ function namesOf(plan: ChartPlan): string[] {
   return [plan.main, plan.median, plan.low, plan.high].filter((name) => name !== null);
 }
 
-export function MetricChart({ plan, runs, title }: { plan: ChartPlan; runs: readonly Run[]; title?: string }) {
+/** `above`: what a view calls it. */
+export function MetricChart({ plan, runs, above }: { plan: ChartPlan; runs: readonly Run[]; above?: string }) {
   const [element, near] = useNear();
   const drawing = drawingOf();
   const { curves, error } = useCurves(runs.map((run) => run.id), namesOf(plan), POINTS_SMALL, near);
@@ -235,9 +240,10 @@ export function MetricChart({ plan, runs, title }: { plan: ChartPlan; runs: read
   const asked = query.value;
   return (
     <figure class="metric" ref={element}>
+      {above ? <p class="quiet">{above}</p> : null}
       <figcaption>
         <a href={href("curves", { ...kept(asked), metric: plan.name })} title={plan.meaning ?? undefined}>
-          {title ?? plan.name}
+          {plan.name}
         </a>
         <Values lines={lines} at={at} last={plan.last} />
       </figcaption>

@@ -38,19 +38,13 @@ export function Health({ run }: { run: Run }) {
           </div>
         ))}
       </dl>
-      {health.charts.map(({ title, metrics }) => {
-        const drawn = charts.filter((chart) => metrics.includes(chart.main) || metrics.includes(chart.name));
-        return drawn.length === 0 ? null : (
-          <section key={title} class="group">
-            <h2>{title}</h2>
-            <div class="charts">
-              {drawn.map((chart) => (
-                <MetricChart key={chart.name} plan={chart} runs={runs} />
-              ))}
-            </div>
-          </section>
-        );
-      })}
+      <div class="charts">
+        {health.charts.flatMap(({ title, metrics }) =>
+          charts
+            .filter((chart) => metrics.includes(chart.main) || metrics.includes(chart.name))
+            .map((chart) => <MetricChart key={`${title}/${chart.name}`} plan={chart} runs={runs} above={title} />),
+        )}
+      </div>
       <Memory health={health} />
       <EventRows run={run} />
     </>

@@ -29,7 +29,7 @@ const PARTS = ["mean", "median", "max", "min"];
 /** What docs/watching.md names under "Look at these first", as far as the run has them. */
 const FIRST = [
   /^rollout\/raw_reward$/,
-  /^eval\/[^/]+$/,
+  /^eval\/(?!version_)[^/]+(?<!-truncated_ratio)$/,
   /^rollout\/truncated_ratio$/,
   /^rollout\/response_len$/,
   /^train\/grad_norm$/,

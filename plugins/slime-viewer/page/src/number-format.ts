@@ -49,7 +49,8 @@ export function decimalsOf(values: readonly (number | null)[]): number {
 }
 
 export function percent(share: number | null): string {
-  return share === null ? "–" : `${fixed(share * 100, share < 0.1 ? 1 : 0)}%`;
+  if (share === null) return "–";
+  return share === 0 ? "0%" : `${fixed(share * 100, share < 0.01 ? 2 : share < 0.1 ? 1 : 0)}%`;
 }
 
 /** `0.35 s`, `12 s`, `3 min 20 s`, `2 h 05 min`. */

@@ -9,6 +9,7 @@ export function Pages({
   offset,
   what,
   took,
+  below = false,
   hrefOf,
 }: {
   total: number;
@@ -16,13 +17,15 @@ export function Pages({
   /** Plural: `groups`. */
   what: string;
   took?: number | undefined;
+  /** The second one of a table, behind its last row. */
+  below?: boolean;
   hrefOf(offset: number): string;
 }) {
   const last = Math.min(offset + PAGE_LENGTH, total);
   const earlier = Math.max(0, offset - PAGE_LENGTH);
   return (
-    <nav class="pages" aria-label={`Pages of ${what}`}>
-      <span role="status">
+    <nav class="pages" aria-label={below ? `Pages of ${what}, below the table` : `Pages of ${what}`}>
+      <span role={below ? undefined : "status"}>
         {total === 0 ? `No ${what}` : total <= PAGE_LENGTH && offset === 0 ? `${grouped(total)} ${what}` : `${grouped(offset + 1)}–${grouped(last)} of ${grouped(total)} ${what}`}
         {took !== undefined ? <span class="quiet"> in {grouped(Math.round(took))} ms</span> : null}
       </span>

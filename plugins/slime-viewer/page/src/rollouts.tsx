@@ -191,7 +191,7 @@ function GroupRows({ run, set, step, hrefOf }: Listing) {
           ) : (
             <Notice>No group matches.</Notice>
           )}
-          {groups.total > PAGE_LENGTH ? <Pages total={groups.total} offset={groups.offset} what="groups" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
+          {groups.total > PAGE_LENGTH ? <Pages below total={groups.total} offset={groups.offset} what="groups" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
         </>
       ) : reply.error ? null : (
         <Waiting />
@@ -248,7 +248,7 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
           ) : (
             <Notice>No sample matches.</Notice>
           )}
-          {samples.total > PAGE_LENGTH ? <Pages total={samples.total} offset={samples.offset} what="samples" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
+          {samples.total > PAGE_LENGTH ? <Pages below total={samples.total} offset={samples.offset} what="samples" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
         </>
       ) : reply.error ? null : (
         <Waiting />

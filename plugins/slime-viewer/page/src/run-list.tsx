@@ -22,7 +22,8 @@ export function RunList({ runs, current, shown }: { runs: readonly Run[]; curren
   };
   const others = runs.filter((run) => run.id !== current.id);
   return (
-    <details class="runs" open>
+    <aside aria-label="Runs" class="runs">
+      <details open>
       <summary>
         <h2>Runs</h2> <span class="quiet">{runs.length}</span>
       </summary>
@@ -31,7 +32,7 @@ export function RunList({ runs, current, shown }: { runs: readonly Run[]; curren
       ) : null}
       <ul>
         {runs.map((run) => {
-          if (!matches(run.name, filter) && run.id !== current.id) return null;
+          if (!matches(run.id, filter) && run.id !== current.id) return null;
           const place = shown.findIndex(({ id }) => id === run.id);
           const own = run.id === current.id;
           return (
@@ -40,7 +41,7 @@ export function RunList({ runs, current, shown }: { runs: readonly Run[]; curren
                 type="checkbox"
                 checked={place >= 0}
                 disabled={own}
-                aria-label={`Lay ${run.name} over`}
+                aria-label={`Lay ${run.id} over`}
                 onChange={() => toggle(run)}
                 style={{ accentColor: place >= 0 ? seriesColor(place, theme.value) : undefined }}
               />
@@ -48,20 +49,23 @@ export function RunList({ runs, current, shown }: { runs: readonly Run[]; curren
                 {place >= 0 && shown.length > 1 ? place + 1 : ""}
               </span>
               <a href={runHref(run, current)} aria-current={own ? "true" : undefined} title={`${run.folder}\n${stateText(run)}`}>
-                {run.name}
+                {run.id}
               </a>
-              <span class="quiet">{run.state === "finished" ? grouped(run.steps) : stateText(run)}</span>
+              <span class={`state ${run.state}`}>
+                {run.steps === run.num_rollout || run.num_rollout === null ? grouped(run.steps) : `${grouped(run.steps)}/${grouped(run.num_rollout)}`}
+              </span>
             </li>
           );
         })}
       </ul>
       {others.length > 1 ? (
         <div class="choices">
-          <button type="button" onClick={() => adjust({ over: joined(others.filter((run) => matches(run.name, filter)).map(({ id }) => id)), run: current.id })}>all</button>
-          <button type="button" onClick={() => adjust({ over: null, run: current.id })}>only {current.name}</button>
+          <button type="button" onClick={() => adjust({ over: joined(others.filter((run) => matches(run.id, filter)).map(({ id }) => id)), run: current.id })}>all</button>
+          <button type="button" onClick={() => adjust({ over: null, run: current.id })}>only {current.id}</button>
         </div>
       ) : null}
     </details>
+    </aside>
   );
 }
 

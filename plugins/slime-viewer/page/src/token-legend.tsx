@@ -24,15 +24,16 @@ export function Legend({ column, scale }: { column: TokenColumn; scale: Scale })
   }
   const steps = scale.kind === "diverging" ? DIVERGING_STEPS : SEQUENTIAL_STEPS;
   const letter = scale.kind === "diverging" ? "d" : "s";
+  const [first, last] = scale.reversed ? [scale.high, scale.low] : [scale.low, scale.high];
   return (
-    <span class="legend" role="img" aria-label={`Colors from ${short(scale.low)} to ${short(scale.high)}`}>
-      {short(scale.low)}
+    <span class="legend" role="img" aria-label={`Colors from ${short(first)} to ${short(last)}`}>
+      {short(first)}
       <span class="ramp">
         {Array.from({ length: steps }, (_, step) => (
           <span key={step} class={`${letter}${step}`} />
         ))}
       </span>
-      {short(scale.high)}
+      {short(last)}
     </span>
   );
 }

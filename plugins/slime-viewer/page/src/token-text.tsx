@@ -42,7 +42,7 @@ function PlainTurns({ turns }: { turns: readonly Turn[] }) {
 function TurnTitle({ turn }: { turn: Turn }) {
   return (
     <span class="role">
-      {turn.by === "policy" ? (turn.version === null ? "policy" : `policy, version ${turn.version}`) : "environment"}{" "}
+      {turn.by === "policy" ? (turn.version === null ? "policy" : `policy, version ${turn.version}`) : "environment"},{" "}
       <span class="quiet">
         tokens {grouped(turn.start)} to {grouped(turn.end)}
       </span>
