@@ -2,15 +2,23 @@
 
     python benchmarks/viewer.py --samples 1000000 --folder /tmp/many
 
-It writes a run folder with as many samples of 1 kB (once; the folder is used again), starts `slime view` on it, and asks as the page
-does: first without an index (cold), then, with a new server, with the one that the first left (warm).
+It writes a run folder with as many samples of 1 kB (once; the folder is used again), starts `slime view` on it, and asks as the
+page does: first without an index (cold), then, with a new server, with the one that the first left (warm).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,13 +26,14 @@ from slime_core.data.table import dump_file, dumped_steps, write_groups
 from slime_core.types.prompt import Prompt
 from slime_core.types.sample import Sample, SampleGroup, Status, VersionSpan
 
-GROUPS = 128
-SAMPLES = 8
-WORDS = 170
+RUN: Final = "many"
+GROUPS: Final = 128
+SAMPLES: Final = 8
+WORDS: Final = 170
 """About 1 kB."""
-TOKENS = 250
-VOCABULARY = 50_000
-RARE = "quixotically"
+TOKENS: Final = 250
+VOCABULARY: Final = 50_000
+RARE: Final = "quixotically"
 """In one response of ten thousand."""
 
 
@@ -103,12 +112,95 @@ def groups_of(step: int, words: list[str], weights: np.ndarray) -> list[SampleGr
     return groups
 
 
+ASKED: Final = {
+    "the list of runs": "/api/runs",
+    "steps": f"/api/runs/{RUN}/steps",
+    "groups of a step by spread": f"/api/runs/{RUN}/groups?step=77&sort=spread&descending=1",
+    "samples by reward": f"/api/runs/{RUN}/samples?sort=reward",
+    "the last page by tokens": f"/api/runs/{RUN}/samples?sort=tokens&descending=1&offset=100000",
+    "filter": f"/api/runs/{RUN}/samples?sort=reward&where=reward%3C0.5%20part:format=0%20status=truncated",
+    "search: a rare word": f"/api/runs/{RUN}/samples?sort=reward&q={RARE}",
+    "search: no such word": f"/api/runs/{RUN}/samples?q=zzzzz",
+    "search: a frequent word": f"/api/runs/{RUN}/samples?sort=reward&q=the",
+    "search: two words": f"/api/runs/{RUN}/samples?sort=reward&q=tie%20en",
+    "search: a phrase": f"/api/runs/{RUN}/samples?q=%22tie%20en%22",
+    "search: one letter": f"/api/runs/{RUN}/samples?sort=reward&q=x",
+    "open a sample": f"/api/runs/{RUN}/sample?index=500123",
+}
+"""What is asked, and its address."""
+
+
+class Server:
+    """`slime view` of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        words = [sys.executable, "-c", "from slime_core.cli.main import main; main()", "view", str(folder), "--page"]
+        self._began = time.perf_counter()
+        self.process = subprocess.Popen([*words, "--no-browser"], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self._address, _, self._token = self.process.stdout.readline().strip().partition("/#token=")
+        self.ready_s = time.perf_counter() - self._began
+
+    def ask(self, path: str) -> tuple[float, dict[str, Any]]:
+        """Seconds, and the reply."""
+        request = urllib.request.Request(self._address + path, headers={"Authorization": f"Bearer {self._token}"})
+        began = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            content = reply.read()
+        return time.perf_counter() - began, json.loads(content)
+
+    def indexed(self) -> float:
+        """Seconds since its start until everything is indexed."""
+        while True:
+            _, reply = self.ask(f"/api/runs/{RUN}/samples?limit=1")
+            if reply["indexed"] == reply["rows"] > 0:
+                return time.perf_counter() - self._began
+            time.sleep(0.25)
+
+    def most_memory(self) -> float:
+        """The most memory that the process has had, in MB."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1000
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(30)
+
+
+def measure(folder: Path, repeats: int) -> dict[str, Any]:
+    server = Server(folder)
+    try:
+        first = {name: round(server.ask(ASKED[name])[0], 3) for name in ("the list of runs", "steps", "open a sample")}
+        indexed_s = server.indexed()
+        times: dict[str, list[float]] = {
+            name: sorted(server.ask(path)[0] for _ in range(repeats)) for name, path in ASKED.items()
+        }
+        return {
+            "server ready (s)": round(server.ready_s, 2),
+            "first replies, while it indexes (s)": first,
+            "indexed after (s)": round(indexed_s, 1),
+            "median and most (s)": {
+                name: [round(values[len(values) // 2], 3), round(values[-1], 3)] for name, values in times.items()
+            },
+            "most memory (MB)": round(server.most_memory()),
+        }
+    finally:
+        server.end()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, required=True, help="Made if it is not there.")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-only", action="store_true", help="With the index that is there.")
     asked = parser.parse_args()
-    write_run(asked.folder, asked.samples)
+    folder = asked.folder / RUN
+    write_run(folder, asked.samples)
+    if not asked.warm_only:
+        shutil.rmtree(folder / "view", ignore_errors=True)
+        print(json.dumps({"cold": measure(folder, 1)}, indent=1), flush=True)
+    print(json.dumps({"warm": measure(folder, asked.repeats)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -21,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slime_core.errors import ConfigError, DataError, SlimeError
+from slime_viewer.json_reply import json_bytes
 from slime_viewer.replies import OF_RUN, NotThere, Page, Parameters
 from slime_viewer.sample_page import NoSample
 
@@ -119,9 +119,7 @@ async def replied(reply: Callable[[], dict[str, Any]]) -> Response:
 
 
 def as_json(reply: dict[str, Any], status: int = 200) -> Response:
-    """NaN and infinities become null. A number of more than 64 bits, which JavaScript cannot hold, becomes a text."""
-    text = orjson.dumps(reply, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    return Response(text, status, media_type="application/json")
+    return Response(json_bytes(reply), status, media_type="application/json")
 
 
 class Guard:

@@ -28,7 +28,9 @@ class Row:
     def best(self) -> set[int]:
         """Places of the best values; empty if all are equal or none is better."""
         numbers = {
-            place: value for place, value in enumerate(self.values) if isinstance(value, int | float) and math.isfinite(value)
+            place: value
+            for place, value in enumerate(self.values)
+            if isinstance(value, int | float) and math.isfinite(value)
         }
         if self.better is None or len(set(numbers.values())) < 2:
             return set()
@@ -42,6 +44,10 @@ def last(curve: Curve) -> float:
 
 def final(curve: Curve) -> float:
     return float(curve.value[-1])
+
+
+def most(curve: Curve) -> float:
+    return float(curve.value.max())
 
 
 def total(curve: Curve) -> float:
@@ -81,20 +87,29 @@ def compare(runs: Sequence[OpenRun]) -> list[Row]:
     ]
     names = list(dict.fromkeys(name for run in runs for name in eval_sets(run.metrics)))
     for name in names:
-        curves = [run.metrics.curve(f"eval/{name}") for run in runs]
         rows += [
-            Row("evaluation", f"{name}, last", "number", "high", [curve and final(curve) for curve in curves]),
-            Row("evaluation", f"{name}, best", "number", "high", [curve and float(curve.value.max()) for curve in curves]),
+            Row("evaluation", f"{name}, last", "number", "high", numbers(runs, f"eval/{name}", final)),
+            Row(
+                "evaluation",
+                f"{name}, best",
+                "number",
+                "high",
+                numbers(runs, f"eval/{name}", most),
+            ),
         ]
     for section, name, metric, kind, better, number in METRICS:
-        curves = [run.metrics.curve(metric) for run in runs]
-        rows.append(
-            Row(section, name, kind, better, [number(curve) if curve is not None and len(curve.value) else None for curve in curves])
-        )
+        rows.append(Row(section, name, kind, better, numbers(runs, metric, number)))
     difference = config_difference(runs)
     for key, values, there in zip(difference["keys"], difference["values"], difference["there"], strict=True):
-        rows.append(Row("config", key, "text", None, [written(value) if has else None for value, has in zip(values, there, strict=True)]))
-    return [row for row in rows if any(value is not None for value in row.values)]  # fmt: skip
+        texts = [written(value) if has else None for value, has in zip(values, there, strict=True)]
+        rows.append(Row("config", key, "text", None, texts))
+    return [row for row in rows if any(value is not None for value in row.values)]
+
+
+def numbers(runs: Sequence[OpenRun], metric: str, number: Callable[[Curve], float]) -> list[float | None]:
+    """A number of each run's curve; None without one."""
+    curves = [run.metrics.curve(metric) for run in runs]
+    return [number(curve) if curve is not None and len(curve.value) else None for curve in curves]
 
 
 def written(value: Any) -> str:

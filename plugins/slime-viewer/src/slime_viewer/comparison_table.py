@@ -37,7 +37,9 @@ def print_comparison(folders: Sequence[Path], *, as_json: bool) -> None:
             section = row.section
             table.add_row(Text(section, style="bold"))
         best = row.best()
-        cells = [Text(cell(value, row.kind), style="bold" if place in best else "") for place, value in enumerate(row.values)]
+        cells = [
+            Text(cell(value, row.kind), style="bold" if place in best else "") for place, value in enumerate(row.values)
+        ]
         marked = [Text.assemble(text, " *" if place in best else "  ") for place, text in enumerate(cells)]
         table.add_row(Text(f"  {row.name}"), *marked)
     on_terminal = sys.stdout.isatty()

@@ -20,8 +20,8 @@ def quoted(name: str) -> str:
 
 
 def where_clause(text: str, known: Mapping[str, str]) -> tuple[str, list[float | str]]:
-    """SQL with its parameters; `TRUE` without conditions. `known`: columns by the name that conditions have for them. ConfigError,
-    with what there is, for anything else."""
+    """SQL with its parameters; `TRUE` without conditions. `known`: columns by the name that conditions have for them.
+    ConfigError, with what there is, for anything else."""
     conditions: list[str] = []
     values: list[float | str] = []
     for word in text.split():

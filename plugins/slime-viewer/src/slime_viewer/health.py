@@ -31,7 +31,10 @@ CHARTS: Final = (
     ("Staleness", ("rollout/staleness/mean", "rollout/staleness/max")),
     ("Waiting for rollouts", ("perf/wait_time_ratio",)),
     ("Failed groups", ("rollout/failed_groups", "rollout/aborted_groups")),
-    ("Failed rewards", ("rollout/reward_outcome/wrong", "rollout/reward_outcome/timeout", "rollout/reward_outcome/infra")),
+    (
+        "Failed rewards",
+        ("rollout/reward_outcome/wrong", "rollout/reward_outcome/timeout", "rollout/reward_outcome/infra"),
+    ),
 )
 
 
@@ -51,7 +54,7 @@ LIMITS: Final = (
     Limit("rollout/truncated_ratio", 0.3, False, "{value:.0%} of the responses reached the length limit."),
     Limit("rollout/repetition_frac", 0.1, False, "{value:.0%} of the responses repeat themselves."),
     Limit("train/pg_clipfrac", 0.3, False, "{value:.0%} of the trained tokens are clipped."),
-    Limit("train/train_rollout_logprob_abs_diff", 0.1, True, "Log-probs of trainer and engine differ by {value:.2f} on average."),
+    Limit("train/train_rollout_logprob_abs_diff", 0.1, True, "Log-probs of trainer and engine differ by {value:.2f}."),
     Limit("perf/wait_time_ratio", 0.5, False, "The trainer waits for {value:.0%} of the time."),
 )  # fmt: skip
 GRADIENT_GROWTH: Final = 10.0

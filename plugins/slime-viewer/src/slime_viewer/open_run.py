@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from slime_core.algorithm.metrics import ROLLOUT_AXIS
 from slime_core.controller.run_folder import RunFolder
+from slime_core.data.table import dumped_steps
 from slime_core.errors import ConfigError, SlimeError
 from slime_viewer.dumps import sample_sets
 from slime_viewer.line_file import LineFile
@@ -106,7 +107,9 @@ class OpenRun:
         for folder in candidates:
             if folder.is_dir():
                 return folder
-        raise ConfigError(f"{self.path}: its model is not there, so its tokenizer is not known: --hf-checkpoint FOLDER.")
+        raise ConfigError(
+            f"{self.path}: its model is not there, so its tokenizer is not known: --hf-checkpoint FOLDER."
+        )
 
     # ------------------------------------------------------------ how it is
 
@@ -178,12 +181,12 @@ class OpenRun:
                 "has": {
                     "metrics": bool(self.metrics.axes),
                     "samples": TRAIN in sets,
-                    "tokens": any(self.view.tokens.glob("step_*.parquet")) or any(self.folder.train_data.glob("step_*.parquet")),
+                    "tokens": any(dumped_steps(place) for place in (self.view.tokens, self.folder.train_data)),
                     "evals": any(name != TRAIN for name in sets),
                     "timeline": bool(self.times) or rollout is not None,
                     "events": bool(self.events),
                 },
-            }  # fmt: skip
+            }
 
     def marks(self) -> dict[str, str]:
         """A text for each part of the page's data that changes with it."""

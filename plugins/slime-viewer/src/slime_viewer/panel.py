@@ -19,11 +19,11 @@ class Panel:
     title: str
     """A few words for the menu of a run."""
     data: Callable[[Path], Any]
-    """From the folder of a run to what JSON can hold. It is called in a thread, again while a run goes on; a file may be missing,
-    or be written at the moment."""
+    """From the folder of a run to what JSON can hold. It is called in a thread, again while a run goes on; a file may be
+    missing, or be written at the moment."""
     module: str
-    """The text of an ES module. Its default export draws: `(element, data) => undefined | (() => void)`; what it returns is called
-    before the element is emptied. Text of samples belongs into text nodes, never into HTML."""
+    """The text of an ES module. Its default export draws: `(element, data) => undefined | (() => void)`; what it returns is
+    called before the element is emptied. Text of samples belongs into text nodes, never into HTML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ def installed_panels(registry: Registry) -> dict[str, InstalledPanel]:
         registry.find(groups.PANELS, entry.name, where="panel")
         panel = registry.load(entry, where=f'panel "{entry.name}"')
         if not isinstance(panel, Panel):
-            raise PluginError(f'panel "{entry.name}" of {entry.provenance} is a {type(panel).__name__}, no slime_viewer.panel.Panel.')
+            raise PluginError(
+                f'panel "{entry.name}" of {entry.provenance} is a {type(panel).__name__}, no slime_viewer.panel.Panel.'
+            )
         found[entry.name] = InstalledPanel(entry.name, entry.provenance, panel)
     return found

@@ -1,6 +1,7 @@
 """Records what the page of `slime view` shows and a run does not write itself, in view/ of the run folder.
 
-Samples of trained steps (without --dump-rollouts) and of evaluations, the trainer's numbers of each token, and when what began and ended.
+Samples of trained steps (without --dump-rollouts) and of evaluations, the trainer's numbers of each token, and when what began
+and ended.
 `SLIME_PLUGINS_DENY=slime-viewer` switches it off.
 """
 
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from slime_core.contracts.hookspecs import (
     BatchReady,
     CheckpointSaved,
-    Event,
     EvalDone,
+    Event,
     RolloutEnd,
     RolloutStart,
     RunEnd,
@@ -117,7 +118,13 @@ class Recorder:
 
     def _span(self, lane: str, kind: str, start: float, end: float, step: int) -> None:
         if self._recording is not None and end > start:
-            line: dict[str, Any] = {"lane": lane, "kind": kind, "from": round(start, 4), "to": round(end, 4), "step": step}
+            line: dict[str, Any] = {
+                "lane": lane,
+                "kind": kind,
+                "from": round(start, 4),
+                "to": round(end, 4),
+                "step": step,
+            }
             self._recording.do(partial(self._recording.write_line, line))
 
     def _measure(self) -> None:

@@ -125,8 +125,5 @@ def first_to_go(steps: Sequence[int]) -> int:
     if len(steps) == 2:
         return steps[0]
     newest = steps[-1]
-    return min(
-        (((after - before) / (newest - step + 1), step) for before, step, after in zip(steps, steps[1:], steps[2:], strict=False)),
-    )[1]
-
-
+    inner = zip(steps, steps[1:], steps[2:], strict=False)
+    return min(((after - before) / (newest - step + 1), step) for before, step, after in inner)[1]

@@ -210,7 +210,9 @@ def one_step(found: SampleSet, step: int | None) -> int:
 
 
 def missing_step(found: SampleSet, step: int) -> str:
-    known = f"there are {len(found.files)}, {min(found.files)} to {max(found.files)}" if found.files else "there is none"
+    known = (
+        f"there are {len(found.files)}, {min(found.files)} to {max(found.files)}" if found.files else "there is none"
+    )
     return f"step {step} of {found.name} is not there; {known}."
 
 
@@ -320,7 +322,9 @@ def health_page(run: OpenRun, _: Parameters) -> dict[str, Any]:
 def events(run: OpenRun, parameters: Parameters) -> dict[str, Any]:
     with run.lock:
         run.refresh()
-        return event_page(run.events, parameters.whole("offset", 0), parameters.whole("limit", 200, least=1, most=MOST_ROWS))
+        return event_page(
+            run.events, parameters.whole("offset", 0), parameters.whole("limit", 200, least=1, most=MOST_ROWS)
+        )
 
 
 def config(run: OpenRun, _: Parameters) -> dict[str, Any]:

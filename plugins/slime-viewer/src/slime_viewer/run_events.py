@@ -42,12 +42,14 @@ TEXTS: Final[Mapping[str, Callable[[Event], str]]] = {
     ),
     "engine_restarted": lambda event: f"{engine(event).capitalize()} was started again in {event.get('seconds')} s.",
     "engine_recovered": lambda event: (
-        f"{engine(event).capitalize()} has the weights of version {event.get('version')}, {event.get('seconds')} s after it was lost."
+        f"{engine(event).capitalize()} has version {event.get('version')}, {event.get('seconds')} s after it was lost."
     ),
     "sample_failed": sample_failed,
-    "weights_compared": lambda event: f"The weights of version {event.get('version')} were compared: {event.get('compared_with')}.",
+    "weights_compared": lambda event: (
+        f"The weights of version {event.get('version')} were compared: {event.get('compared_with')}."
+    ),
     "loop_held": lambda event: f"The event loop was blocked for {event.get('seconds')} s in {event.get('where')}.",
-}  # fmt: skip
+}
 
 
 def event_text(event: Event) -> str:

@@ -1,7 +1,7 @@
 """StepIndex: what a step's file of groups is searched and sorted by, on disk, so that it is computed once.
 
-Beside the numbers (an Arrow file) there are the signatures of the texts and the texts themselves, uncompressed: a table shows a hundred
-samples of a hundred steps, and a Parquet file cannot give one of its thousand texts without decoding the others.
+Beside the numbers (an Arrow file) there are the signatures of the texts and the texts themselves, uncompressed: a table shows a
+hundred samples of a hundred steps, and a Parquet file cannot give one of its thousand texts without decoding the others.
 """
 
 from __future__ import annotations
@@ -132,8 +132,6 @@ def replace(path: Path, pieces: Iterable[bytes]) -> None:
     with aside.open("wb") as file:
         file.writelines(pieces)
     aside.replace(path)
-
-
 
 
 def beside(path: Path) -> Path:

@@ -55,7 +55,7 @@ def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def sample_numbers(file: StepFile, table: pa.Table) -> dict[str, Any]:
-    """Columns by name, (samples,): float64 with NaN where unknown, int64 for numbers, and texts (`status`). `table` has COLUMNS.
+    """Columns by name, (samples,): float64 with NaN where unknown, int64 for numbers, and texts (`status`). `table`: COLUMNS.
 
     DataError if it is no table of groups.
     """
@@ -93,7 +93,9 @@ def trainer_means(
 ) -> Mapping[str, Float64]:
     """Means over trained tokens, from the trainer's columns. Empty if these are of other samples: the step was made again
     after a resume, and its file is not yet written."""
-    table = trainer_columns(read_columns(path, [*TRAINER_COLUMNS, *(PREFIX + name for name in TRAINER_COLUMNS), "index"]))
+    table = trainer_columns(
+        read_columns(path, [*TRAINER_COLUMNS, *(PREFIX + name for name in TRAINER_COLUMNS), "index"])
+    )
     if "index" not in table.column_names or not np.array_equal(integers(table["index"]), index):
         return {}
     found: dict[str, Float64] = {}
@@ -179,9 +181,9 @@ def named(column: pa.ChunkedArray) -> dict[str, Float64]:
 
 
 def integers(column: pa.ChunkedArray) -> Int64:
-    return column.to_numpy().astype(np.int64)
+    return np.asarray(column.to_numpy(), np.int64)
 
 
 def floats(column: pa.ChunkedArray) -> Float64:
     """NaN for null."""
-    return column.cast(pa.float64()).to_numpy().astype(np.float64)
+    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)

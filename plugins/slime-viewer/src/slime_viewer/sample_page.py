@@ -89,7 +89,9 @@ def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step:
     row = read_row(file.groups, at[1], all_but=("images", "routed_experts", "routed_experts_sizes"))
     of = row.to_pylist()[0]
     response = np.asarray(of["tokens"][of["prompt_length"] :])
-    siblings = found_set.table.samples(Asked(step=at[0], group=of["group_index"], sort="step", limit=MOST_SIBLINGS)).rows
+    siblings = found_set.table.samples(
+        Asked(step=at[0], group=of["group_index"], sort="step", limit=MOST_SIBLINGS)
+    ).rows
     number = siblings_place(siblings, index, part)
     columns = token_columns(of, trainer_row(file, found_set.table.place_of(at[0], at[1]), index))
     tokens, problem = pieces_of(run, response)

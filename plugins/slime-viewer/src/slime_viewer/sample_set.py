@@ -64,7 +64,11 @@ class SampleSet:
         """The step's files, indexed. DataError if there is no such step, or it cannot be read."""
         file = self.files.get(step)
         if file is None:
-            known = f"there are {len(self.files)}, {min(self.files)} to {max(self.files)}" if self.files else "there is none"
+            known = (
+                f"there are {len(self.files)}, {min(self.files)} to {max(self.files)}"
+                if self.files
+                else "there is none"
+            )
             raise DataError(f"{self._folder}: step {step} of {self.name} is not there; {known}.")
         if self.table.key_of(step) != file.key:
             self._add([file])

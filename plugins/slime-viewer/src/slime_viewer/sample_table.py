@@ -14,7 +14,7 @@ from slime_core.errors import ConfigError
 from slime_viewer.conditions import quoted, unknown_column, where_clause
 from slime_viewer.sample_index import PLACES, StepIndex
 from slime_viewer.sample_numbers import COUNT, PART
-from slime_viewer.sample_texts import STEP_SHIFT, Candidates, SampleTexts, uids_of
+from slime_viewer.sample_texts import Candidates, SampleTexts, uids_of
 from slime_viewer.search_words import SearchWords
 
 MEMORY: Final = "300MB"
@@ -28,11 +28,15 @@ SORTS: Final = {
 }  # fmt: skip
 """What samples are sorted by, and its column."""
 GROUP_SORTS: Final = (
-    "group", "samples", "oldest", "newest", "reward", "lowest", "highest", "spread", "tokens", "longest", "truncated", "version", "advantage",
+    "group", "samples", "oldest", "newest",
+    "reward", "lowest", "highest", "spread", "tokens", "longest", "truncated", "version", "advantage",
     "mismatch", "entropy",
 )  # fmt: skip
 ALSO_FILTERS: Final = ("oldest", "newest", "status", "part")
 """What samples are filtered by, beside SORTS."""
+
+
+NO_WORDS: Final = SearchWords(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Asked:
     step: int | None = None
     """None: of all."""
     group: int | None = None
-    words: SearchWords = SearchWords(())
+    words: SearchWords = NO_WORDS
     where: str = ""
     sort: str
     descending: bool = False
@@ -67,8 +71,9 @@ class SampleTable:
     """Samples of the steps that were added. Threads may read and add."""
 
     def __init__(self) -> None:
-        config = {"memory_limit": MEMORY, "autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-        self._database = duckdb.connect(":memory:", config=config)
+        # Nothing is loaded from elsewhere.
+        config: dict[str, Any] = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
+        self._database = duckdb.connect(":memory:", config={"memory_limit": MEMORY, **config})
         self._adding = threading.Lock()
         self._texts = SampleTexts(self._database)
         self._columns: tuple[str, ...] = ()
@@ -221,16 +226,21 @@ class SampleTable:
         cursor.register("candidates", candidates.table())
         asked_of = query.among("candidates")
         first = cursor.execute(
-            f"SELECT uid {asked_of.source} ORDER BY {asked_of.order} LIMIT ?", [*asked_of.parameters, 2 * needed + READ_FIRST]
+            f"SELECT uid {asked_of.source} ORDER BY {asked_of.order} LIMIT ?",
+            [*asked_of.parameters, 2 * needed + READ_FIRST],
         ).fetchnumpy()["uid"]
         found = self._texts.with_words(asked.words, Candidates.of_uids(first))
         if found.num_rows < needed:
             return None
-        there = columns_of(cursor.execute(f"SELECT count(*) AS total {asked_of.source}", asked_of.parameters))["total"][0]
+        there = columns_of(cursor.execute(f"SELECT count(*) AS total {asked_of.source}", asked_of.parameters))["total"][
+            0
+        ]
         cursor.register("found", found)
         chosen = self._chosen(asked, query.among("found"), cursor)
         exact = len(first) >= there
-        return replace(chosen, exact=exact, total=found.num_rows if exact else round(there * found.num_rows / len(first)))
+        return replace(
+            chosen, exact=exact, total=found.num_rows if exact else round(there * found.num_rows / len(first))
+        )
 
 
 @dataclass(frozen=True, slots=True)

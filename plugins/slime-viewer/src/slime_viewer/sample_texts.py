@@ -27,7 +27,7 @@ FEW: Final = 16
 
 def uids_of(numbers: pa.Table) -> Int64:
     """Of the samples of one step."""
-    return numbers["step"].to_numpy() * STEP_SHIFT + np.arange(numbers.num_rows)
+    return np.asarray(numbers["step"].to_numpy() * STEP_SHIFT + np.arange(numbers.num_rows), np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +143,9 @@ class SampleTexts:
     def candidates(self, words: SearchWords, step: int | None) -> Candidates:
         """Samples whose signatures allow the words, of one step or of all."""
         bits = words.bits
-        steps = list(self._steps.items()) if step is None else [(step, self._steps[step])] if step in self._steps else []
+        steps = (
+            list(self._steps.items()) if step is None else [(step, self._steps[step])] if step in self._steps else []
+        )
         places = {number: there.index.with_bits(bits, there.rows) for number, there in steps}
         return Candidates({number: found for number, found in places.items() if len(found)})
 

@@ -46,7 +46,7 @@ def timeline(run: OpenRun, start: float | None, end: float | None, most: int = M
     with run.lock:
         recorded = recorded_spans(run.times)
         spans = recorded or estimated_spans(run.metrics, attempt_starts(run.events))
-        marks = [
+        marks: list[dict[str, Any]] = [
             {"time": time, "text": event_text(event)}
             for event in run.events
             if event.get("event") in MARKED and (time := seconds_of(event.get("time"))) is not None
@@ -70,7 +70,8 @@ def timeline(run: OpenRun, start: float | None, end: float | None, most: int = M
         "start": start,
         "end": end,
         "lanes": [
-            {"name": lane, "devices": devices_of(run.config, lane), "idle": idle_share(seen, lane, start, end)} for lane in lanes
+            {"name": lane, "devices": devices_of(run.config, lane), "idle": idle_share(seen, lane, start, end)}
+            for lane in lanes
         ],
         "lane": [lanes.index(span.lane) for span in seen],
         "kind": [span.kind for span in seen],
@@ -82,7 +83,9 @@ def timeline(run: OpenRun, start: float | None, end: float | None, most: int = M
     }
 
 
-MARKED: Final = frozenset({"run_start", "run_end", "engine_lost", "engine_restarted", "engine_recovered", "checkpoint_saved"})
+MARKED: Final = frozenset(
+    {"run_start", "run_end", "engine_lost", "engine_restarted", "engine_recovered", "checkpoint_saved"}
+)
 
 
 def recorded_spans(times: Iterable[Mapping[str, Any]]) -> list[Span]:
@@ -92,7 +95,13 @@ def recorded_spans(times: Iterable[Mapping[str, Any]]) -> list[Span]:
         if {"lane", "kind", "from", "to"} <= line.keys():
             step = line.get("step")
             found.append(
-                Span(str(line["lane"]), str(line["kind"]), float(line["from"]), float(line["to"]), math.nan if step is None else step)
+                Span(
+                    str(line["lane"]),
+                    str(line["kind"]),
+                    float(line["from"]),
+                    float(line["to"]),
+                    math.nan if step is None else step,
+                )
             )
     return found  # fmt: skip
 
@@ -177,6 +186,7 @@ def step_columns(log: MetricLog) -> dict[str, list[float]]:
     }
     none = [math.nan] * len(table.step)
     columns = {
-        key: none if (found := log.column(ROLLOUT_AXIS, name)) is None else found.tolist() for key, name in names.items()
+        key: none if (found := log.column(ROLLOUT_AXIS, name)) is None else found.tolist()
+        for key, name in names.items()
     }
     return {"step": list(table.rollout), **columns}

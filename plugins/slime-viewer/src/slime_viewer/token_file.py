@@ -21,7 +21,8 @@ def write_tokens(path: Path, batch: Batch, columns: TokenColumns) -> None:
     """Raises StorageError if that fails. Columns that the algorithm did not need are not there."""
     table = {"index": pa.array(batch.index)}
     table |= {
-        name: lists(values.astype(np.float32, copy=False), batch.response_length) for name, values in columns.present().items()
+        name: lists(values.astype(np.float32, copy=False), batch.response_length)
+        for name, values in columns.present().items()
     }
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in columns.present() if name not in REPEATED}
     write_atomically(

@@ -35,9 +35,10 @@ def open_decoder(folder: Path) -> Decoder:
 
 
 def token_pieces(decode: Decoder, ids: Sequence[int]) -> list[str]:
-    """One for each token; together they are the text. A character of several tokens is in the last of them, the others are empty.
+    """One for each token; together they are the text. A character of several tokens is in the last of them.
 
-    Each token is decoded after those before it that made whole characters: some decoders write a space before a word only there.
+    Each token is decoded after those before it that made whole characters: some decoders write a space before a word only
+    there.
     """
     pieces: list[str] = []
     start, whole = 0, 0

@@ -1,8 +1,8 @@
 """Trigrams: a signature of each text, so that a search reads only texts that may hold its words.
 
-A text's signature has NUM_BITS bits; each sequence of three bytes of the text (letters as small ones) sets one. A text can hold a
-word only if the bits of all trigrams of the word are set. Signatures of many texts are stored by bit: (NUM_BITS, texts / 8) bytes, so
-that a word of ten letters reads eight rows.
+A text's signature has NUM_BITS bits; each sequence of three bytes of the text (letters as small ones) sets one. A text can hold
+a word only if the bits of all trigrams of the word are set. Signatures of many texts are stored by bit: (NUM_BITS, texts / 8)
+bytes, so that a word of ten letters reads eight rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def bits_of(text: bytes) -> npt.NDArray[np.uint32]:
     if len(codes) < LENGTH:
         return np.empty(0, np.uint32)
     trigrams = codes[:-2] | (codes[1:-1] << np.uint32(8)) | (codes[2:] << np.uint32(16))
-    return (trigrams * _MULTIPLIER) >> _SHIFT
+    return np.asarray((trigrams * _MULTIPLIER) >> _SHIFT, np.uint32)
 
 
 def signatures(texts: Iterable[bytes], count: int) -> npt.NDArray[np.bool_]:

@@ -15,7 +15,9 @@ app = typer.Typer()
 
 @app.command()
 def view(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of step_*.parquet files.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or of step_*.parquet files.")
+    ],
     page: Annotated[bool, typer.Option("--page", help="Open the page, also if the output is no terminal.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; without it a free one.")] = 0,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the page's address only.")] = False,
@@ -47,10 +49,19 @@ def view(
     The page is served on this machine only, behind the token in its address; a run that goes on is shown live. If the output is
     no terminal, or with --text or an option for it, the rollouts of one run are printed.
     """
-    for_text = {"--step": step, "--sort": sort, "--limit": limit, "--group": group, "--sample": sample, "--text": text or None}
+    for_text = {
+        "--step": step,
+        "--sort": sort,
+        "--limit": limit,
+        "--group": group,
+        "--sample": sample,
+        "--text": text or None,
+    }
     asked = [name for name, value in for_text.items() if value is not None]
     if asked and (page or export):
-        raise typer.BadParameter(f"{asked[0]} is for the terminal: leave it out, or leave out {'--page' if page else '--export'}.")
+        raise typer.BadParameter(
+            f"{asked[0]} is for the terminal: leave it out, or leave out {'--page' if page else '--export'}."
+        )
     if asked or not (page or export or sys.stdout.isatty()):
         if len(folders) > 1:
             raise typer.BadParameter(f"one run can be printed, and there are {len(folders)}. --page shows several.")

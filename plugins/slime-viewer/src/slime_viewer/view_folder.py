@@ -36,5 +36,5 @@ class ViewFolder:
 
 
 def file_name(name: str) -> str:
-    """A name as the name of a file: letters, digits, `_`, `-`, `.` as they are, others as %XX, so that every name has its own."""
+    """A name as the name of a file: letters, digits, `_`, `-`, `.` as they are, others as %XX: every name has its own."""
     return quote(name, safe="").replace(".", "%2E") if name in (".", "..") else quote(name, safe="")
