@@ -193,6 +193,8 @@ export interface Samples {
   /** Null: of all steps. */
   step: number | null;
   total: number;
+  /** False: `total` is an estimate ("about"), since counting a frequent word would read too many texts. */
+  exact: boolean;
   offset: number;
   took: number;
   /** Rows that the search index holds so far, and rows there are: below, results are of what is indexed. Equal: complete. */
