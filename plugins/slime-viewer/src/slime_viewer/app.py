@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slime_core.errors import ConfigError, DataError, SlimeError
 from slime_viewer.json_reply import json_bytes
-from slime_viewer.replies import OF_RUN, NotThere, Page, Parameters
-from slime_viewer.sample_page import NoSample
+from slime_viewer.not_there import NotThere
+from slime_viewer.replies import OF_RUN, Page, Parameters
 
 STATIC: Final = Path(str(files("slime_viewer"))) / "static"
 POLICY: Final = (
@@ -60,12 +60,14 @@ def make_app(page: Page, token: str) -> Starlette:
             name = request.path_params["name"]
             if name not in OF_RUN:
                 raise NotThere(f"{name!r} is not known; there are {', '.join(OF_RUN)}.")
-            return OF_RUN[name](found_run(page, request), Parameters(dict(request.query_params)))
+            return OF_RUN[name](page.runs.find(request.path_params["run"]), Parameters(dict(request.query_params)))
 
         return await replied(reply)
 
     async def panel(request: Request) -> Response:
-        return await replied(lambda: page.panel(found_run(page, request), request.path_params["panel"]))
+        return await replied(
+            lambda: page.panel(page.runs.find(request.path_params["run"]), request.path_params["panel"])
+        )
 
     async def module(request: Request) -> Response:
         found = page.panels.get(request.path_params["panel"])
@@ -96,22 +98,12 @@ def make_app(page: Page, token: str) -> Starlette:
     )
 
 
-def found_run(page: Page, request: Request) -> Any:
-    try:
-        return page.runs.find(request.path_params["run"])
-    except KeyError:
-        known = ", ".join(run.id for run in page.runs)
-        raise NotThere(f"no run {request.path_params['run']!r}; there are {known}.") from None
-
-
 async def replied(reply: Callable[[], dict[str, Any]]) -> Response:
     """The reply as JSON, made in a thread; an error as its sentence."""
     try:
         return await run_in_threadpool(lambda: as_json(reply()))
-    except (NotThere, NoSample) as error:
+    except NotThere as error:
         return as_json({"error": str(error)}, 404)
-    except KeyError as error:
-        return as_json({"error": f"no run {error}."}, 404)
     except DataError as error:
         return as_json({"error": str(error)}, 422)
     except SlimeError as error:

@@ -16,6 +16,7 @@ from slime_viewer.comparison import compare_page
 from slime_viewer.config_keys import config_difference, config_page
 from slime_viewer.health import health
 from slime_viewer.metric_log import in_buckets
+from slime_viewer.not_there import NotThere
 from slime_viewer.open_run import OpenRun
 from slime_viewer.panel import InstalledPanel
 from slime_viewer.run_events import event_page
@@ -31,10 +32,6 @@ from slime_viewer.view_folder import TRAIN
 MOST_ROWS: Final = 1_000
 """Rows of a reply."""
 DISTRIBUTION: Final = "slime-viewer"
-
-
-class NotThere(DataError):
-    """No such run, set, step or panel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime_core.errors import ConfigError
+from slime_viewer.not_there import NotThere
 from slime_viewer.open_run import OpenRun
 
 
@@ -28,9 +29,11 @@ class RunList:
         return iter(self._runs.values())
 
     def find(self, name: str) -> OpenRun:
-        """Raises KeyError."""
+        """NotThere, with what there is."""
+        if name not in self._runs:
+            raise NotThere(f"no run {name!r}; there are {', '.join(self._runs)}.")
         return self._runs[name]
 
     def named(self, names: str) -> list[OpenRun]:
-        """Runs of a list with commas, all of them for an empty one. Raises KeyError."""
+        """Runs of a list with commas, all of them for an empty one. Errors of `find`."""
         return [self.find(name) for name in names.split(",") if name] or list(self)

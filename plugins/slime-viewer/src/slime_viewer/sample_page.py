@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slime_core.errors import DataError, SlimeError
+from slime_viewer.not_there import NotThere
 from slime_viewer.open_run import OpenRun
 from slime_viewer.sample_numbers import StepFile, trainer_columns
 from slime_viewer.sample_set import SampleSet
@@ -69,12 +70,8 @@ def read_row(path: Any, row: int, columns: Sequence[str] | None = None, *, all_b
     raise DataError(f"{path}: has {first} rows, and row {row} is asked for.")
 
 
-class NoSample(DataError):
-    """It is not there."""
-
-
 def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step: int | None) -> dict[str, Any]:
-    """The reply to `/api/runs/{id}/sample`. `step`: an indexed one. NoSample, with what there is, if it is not there."""
+    """The reply to `/api/runs/{id}/sample`. `step`: an indexed one. NotThere, with what there is, if it is not there."""
     set_name = found_set.name
     at = found_set.table.at(index, part, step)
     if at is None and step is None:
@@ -84,7 +81,7 @@ def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step:
         known = found_set.table.index_range()
         there = "there is none" if known is None else f"there are {known[0]} to {known[1]}"
         where = set_name if step is None else f"step {step} of {set_name}"
-        raise NoSample(f"{run.path}: no sample {index}{f', part {part},' if part else ''} in {where}; {there}.")
+        raise NotThere(f"{run.path}: no sample {index}{f', part {part},' if part else ''} in {where}; {there}.")
     file = found_set.need(at[0])
     row = read_row(file.groups, at[1], all_but=("images", "routed_experts", "routed_experts_sizes"))
     of = row.to_pylist()[0]

@@ -74,7 +74,8 @@ class SampleTable:
         # Nothing is loaded from elsewhere.
         config: dict[str, Any] = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
         self._database = duckdb.connect(":memory:", config={"memory_limit": MEMORY, **config})
-        self._adding = threading.Lock()
+        self._consistent = threading.RLock()
+        """Rows and the files of their texts belong together."""
         self._texts = SampleTexts(self._database)
         self._columns: tuple[str, ...] = ()
 
@@ -95,7 +96,7 @@ class SampleTable:
         tables = [index.numbers() for index in indices]
         numbered = [table.append_column("uid", pa.array(uids_of(table))) for table in tables]
         whole = pa.concat_tables(numbered, promote_options="default")
-        with self._adding:
+        with self._consistent:
             cursor = self._database.cursor()
             cursor.register("added", whole)
             if not self._columns:
@@ -114,7 +115,7 @@ class SampleTable:
 
     def remove(self, steps: Sequence[int]) -> None:
         """Steps whose files are gone."""
-        with self._adding:
+        with self._consistent:
             self._delete(self._database.cursor(), steps)
             self._texts.remove(steps)
 
@@ -147,12 +148,13 @@ class SampleTable:
         query = Query(f"FROM samples WHERE {' AND '.join(conditions)}", order, parameters)
         if not asked.words.words:
             return self._chosen(asked, query, self._database.cursor())
-        candidates = self._texts.candidates(asked.words, asked.step)
-        if candidates.count > READ_ALL and (found := self._first_with_words(asked, query, candidates)) is not None:
-            return found
-        cursor = self._database.cursor()
-        cursor.register("found", self._texts.with_words(asked.words, candidates))
-        return self._chosen(asked, query.among("found"), cursor)
+        with self._consistent:
+            candidates = self._texts.candidates(asked.words, asked.step)
+            if candidates.count > READ_ALL and (found := self._first_with_words(asked, query, candidates)) is not None:
+                return found
+            cursor = self._database.cursor()
+            cursor.register("found", self._texts.with_words(asked.words, candidates))
+            return self._chosen(asked, query.among("found"), cursor)
 
     def groups(self, asked: Asked) -> Chosen:
         """A page of a step's groups, with the texts of each one's first sample. Words: groups in which a sample has them."""
@@ -168,8 +170,9 @@ class SampleTable:
         cursor = self._database.cursor()
         among = ""
         if asked.words.words:
-            candidates = self._texts.candidates(asked.words, asked.step)
-            cursor.register("found", self._texts.with_words(asked.words, candidates))
+            with self._consistent:
+                candidates = self._texts.candidates(asked.words, asked.step)
+                cursor.register("found", self._texts.with_words(asked.words, candidates))
             among = "AND place IN (SELECT place FROM samples WHERE step = ? AND uid IN (SELECT uid FROM found))"
         groups = (
             'SELECT place, any_value(step) AS step, any_value("group") AS "group", count(*) AS samples, avg(reward) AS reward, '
@@ -211,13 +214,10 @@ class SampleTable:
     def _chosen(self, asked: Asked, query: Query, cursor: duckdb.DuckDBPyConnection) -> Chosen:
         """A page with its texts. `cursor`: has the tables that the query names."""
         total = columns_of(cursor.execute(f"SELECT count(*) AS total {query.source}", query.parameters))["total"][0]
-        page = columns_of(
-            cursor.execute(
-                f"SELECT * {query.source} ORDER BY {query.order} LIMIT ? OFFSET ?",
-                [*query.parameters, asked.limit, asked.offset],
-            )
-        )
-        return Chosen(total, True, page, self._texts.of(page))
+        paged = f"SELECT * {query.source} ORDER BY {query.order} LIMIT ? OFFSET ?"
+        with self._consistent:
+            page = columns_of(cursor.execute(paged, [*query.parameters, asked.limit, asked.offset]))
+            return Chosen(total, True, page, self._texts.of(page))
 
     def _first_with_words(self, asked: Asked, query: Query, candidates: Candidates) -> Chosen | None:
         """A page of a frequent word, from the first candidates in the asked order. None if they do not fill it."""
