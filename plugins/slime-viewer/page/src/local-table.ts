@@ -122,7 +122,7 @@ export function querySamples(reply: Samples, query: Query, scope: { step: number
   };
   const inScope = (row: number) => (scope.step === null || reply.at[row]!.step === scope.step) && (scope.group === null || reply.group[row] === scope.group);
   const result = cut(reply, reply.at.length, columns, query, found, inScope);
-  return { ...result, step: scope.step, indexed: reply.rows, marks: result.excerpt.map((text) => places(text, searchWords(query.q))) };
+  return { ...result, step: scope.step, exact: true, indexed: reply.rows, marks: result.excerpt.map((text) => places(text, searchWords(query.q))) };
 }
 
 function prefixed(prefix: string, columns: Readonly<Record<string, readonly Value[]>>): Record<string, readonly Value[]> {

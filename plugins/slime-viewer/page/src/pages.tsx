@@ -10,6 +10,7 @@ export function Pages({
   what,
   took,
   below = false,
+  exact = true,
   hrefOf,
 }: {
   total: number;
@@ -19,6 +20,8 @@ export function Pages({
   took?: number | undefined;
   /** The second one of a table, behind its last row. */
   below?: boolean;
+  /** False: `total` is an estimate. */
+  exact?: boolean;
   hrefOf(offset: number): string;
 }) {
   const last = Math.min(offset + PAGE_LENGTH, total);
@@ -26,7 +29,7 @@ export function Pages({
   return (
     <nav class="pages" aria-label={below ? `Pages of ${what}, below the table` : `Pages of ${what}`}>
       <span role={below ? undefined : "status"}>
-        {total === 0 ? `No ${what}` : total <= PAGE_LENGTH && offset === 0 ? `${grouped(total)} ${what}` : `${grouped(offset + 1)}–${grouped(last)} of ${grouped(total)} ${what}`}
+        {total === 0 ? `No ${what}` : total <= PAGE_LENGTH && offset === 0 ? `${grouped(total)} ${what}` : `${grouped(offset + 1)}–${grouped(last)} of ${exact ? "" : "about "}${grouped(total)} ${what}`}
         {took !== undefined ? <span class="quiet"> in {grouped(Math.round(took))} ms</span> : null}
       </span>
       {offset > 0 ? (

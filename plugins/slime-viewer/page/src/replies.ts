@@ -96,22 +96,35 @@ export interface Asked {
   parts?: readonly Part[];
 }
 
-/** Null asks for nothing. `hold`: between two sets of parameters shows the former reply instead of none. */
-export function useReply<Data>(asked: Asked | null, options: { hold?: boolean } = {}): Reply<Data> {
+/** Replies in a row without news, after which an unfinished one is taken for the last. */
+const SAME = 5;
+
+/**
+ * Null asks for nothing. `hold`: between two sets of parameters shows the former reply instead of none. `unfinished`: true while the
+ * server still works on the rest of a reply, as when it reads the samples of a run for the first time; the page then asks again.
+ */
+export function useReply<Data>(asked: Asked | null, options: { hold?: boolean; unfinished?: (data: Data) => boolean } = {}): Reply<Data> {
   const key = asked ? keyOf(asked.path, asked.parameters) : null;
   const stamp = asked?.parts ? version(asked.run ?? "*", asked.parts) : 0;
   const [state, setState] = useState<{ key: string | null; data: unknown; error: string | null }>({ key: null, data: undefined, error: null });
   const former = useRef<unknown>(undefined);
+  const [round, setRound] = useState(0);
+  const same = useRef({ text: "", count: 0 });
 
   useEffect(() => {
     if (!asked || key === null) return;
     const controller = new AbortController();
+    let timer: ReturnType<typeof setTimeout> | undefined;
     api()
       .get(asked.path, asked.parameters, controller.signal)
       .then(
         (data) => {
           keep(key, data);
           setState({ key, data, error: null });
+          if (!options.unfinished?.(data as Data)) return;
+          const text = JSON.stringify(data);
+          same.current = { text, count: text === same.current.text ? same.current.count + 1 : 0 };
+          if (same.current.count < SAME) timer = setTimeout(() => setRound((before) => before + 1), INTERVAL);
         },
         (error: unknown) => {
           if (controller.signal.aborted) return;
@@ -120,8 +133,11 @@ export function useReply<Data>(asked: Asked | null, options: { hold?: boolean } 
           setState((before) => ({ key, data: before.key === key ? before.data : undefined, error: error.message }));
         },
       );
-    return () => controller.abort();
-  }, [key, stamp]);
+    return () => {
+      controller.abort();
+      clearTimeout(timer);
+    };
+  }, [key, stamp, round]);
 
   if (key === null) return { data: undefined, error: null, pending: false };
   const own = state.key === key;

@@ -37,7 +37,7 @@ export function Rollouts({ run, evaluation = false }: { run: Run; evaluation?: b
   const path = `/api/runs/${encodeURIComponent(run.id)}`;
   const part = evaluation ? "evals" : "samples";
   const askedSet = evaluation ? (asked.set ?? null) : "train";
-  const first = useReply<Steps>({ path: `${path}/steps`, parameters: { set: evaluation ? askedSet : null }, run: run.id, parts: [part] }, { hold: true });
+  const first = useReply<Steps>({ path: `${path}/steps`, parameters: { set: evaluation ? askedSet : null }, run: run.id, parts: [part] }, { hold: true, unfinished: stepsUnfinished });
   const sets = first.data?.sets.filter((set) => (set === "train") !== evaluation) ?? [];
   const set = evaluation ? (askedSet ?? sets[0] ?? null) : "train";
   const second = useReply<Steps>(evaluation && askedSet === null && set !== null ? { path: `${path}/steps`, parameters: { set }, run: run.id, parts: [part] } : null, { hold: true });
@@ -50,6 +50,15 @@ export function Rollouts({ run, evaluation = false }: { run: Run; evaluation?: b
   if (set === null || (steps.data && steps.data.set === set && steps.data.step.length === 0 && steps.data.unreadable.length === 0)) return <Notice>{evaluation ? NO_EVALS : NO_SAMPLES}</Notice>;
   if (!steps.data || steps.data.set !== set) return steps.error ? <Notice problem>{steps.error}</Notice> : <Waiting />;
   return <StepRows run={run} set={set} sets={sets} steps={steps.data} pinned={pinned} newest={newest} evaluation={evaluation} />;
+}
+
+/** Rewards are there once the samples of a step have been read. */
+function stepsUnfinished({ reward }: Steps): boolean {
+  return reward.includes(null);
+}
+
+function samplesUnfinished({ indexed, rows }: Samples): boolean {
+  return indexed < rows;
 }
 
 const NO_SAMPLES = "This run has no dumped rollouts. A run writes them with --dump-rollouts.";
@@ -212,7 +221,7 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
       // Of all steps there may be more with every step; one step does not change.
       ...(step === null ? { run: run.id, parts: [set === "train" ? "samples" : "evals"] as const } : {}),
     },
-    { hold: true },
+    { hold: true, unfinished: samplesUnfinished },
   );
   const samples = reply.data;
   const everyStep = step === null;
@@ -229,8 +238,8 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
       {reply.error ? <Notice problem>{reply.error}</Notice> : null}
       {samples ? (
         <>
-          <Pages total={samples.total} offset={samples.offset} what="samples" took={samples.took} hrefOf={(page) => hrefOf({ page: page || null })} />
-          {samples.indexed < samples.rows ? (
+          <Pages total={samples.total} exact={samples.exact} offset={samples.offset} what="samples" took={samples.took} hrefOf={(page) => hrefOf({ page: page || null })} />
+          {everyStep && samples.indexed < samples.rows ? (
             <p class="quiet" role="status">
               The search index holds {grouped(samples.indexed)} of {grouped(samples.rows)} samples so far; these are the results in them.
             </p>
@@ -248,7 +257,7 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
           ) : (
             <Notice>No sample matches.</Notice>
           )}
-          {samples.total > PAGE_LENGTH ? <Pages below total={samples.total} offset={samples.offset} what="samples" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
+          {samples.total > PAGE_LENGTH ? <Pages below total={samples.total} exact={samples.exact} offset={samples.offset} what="samples" hrefOf={(page) => hrefOf({ page: page || null })} /> : null}
         </>
       ) : reply.error ? null : (
         <Waiting />

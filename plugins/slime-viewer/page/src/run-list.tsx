@@ -10,6 +10,8 @@ import { grouped } from "./number-format";
 import { seriesColor } from "./palette";
 import { theme } from "./theme";
 
+/** Pixels: on narrower screens the list is closed until it is needed, as page.css has it. */
+const NARROW = 720;
 /** Runs from which on the list has a filter. */
 const MANY = 8;
 
@@ -23,7 +25,7 @@ export function RunList({ runs, current, shown }: { runs: readonly Run[]; curren
   const others = runs.filter((run) => run.id !== current.id);
   return (
     <aside aria-label="Runs" class="runs">
-      <details open>
+      <details open={innerWidth > NARROW}>
       <summary>
         <h2>Runs</h2> <span class="quiet">{runs.length}</span>
       </summary>

@@ -104,7 +104,7 @@ function SampleView({ sample, pending }: { sample: SampleReply; pending: boolean
       </section>
       <Numbers title="Rewards of spans" rows={sample.span_rewards.map(({ start, end, value }) => [`tokens ${grouped(start)} to ${grouped(end)}`, short(value)])} />
       {sample.calls && sample.calls.length > 0 ? <Calls calls={sample.calls} /> : null}
-      <Json title="Label" value={sample.label} />
+      {isShort(sample.label) ? null : <Json title="Label" value={sample.label} />}
       <Json title="Metadata" value={sample.metadata} />
     </article>
   );
@@ -115,6 +115,7 @@ function Facts({ sample }: { sample: SampleReply }) {
   const facts: (readonly [string, string])[] = [
     ["reward", short(sample.reward)],
     ...Object.entries(sample.parts).map(([name, value]) => [name, short(value)] as const),
+    ...(sample.label !== null && isShort(sample.label) ? [["label", String(sample.label)] as const] : []),
     ["status", sample.status],
     ["tokens", grouped(sample.tokens.ids.length)],
     ...(trained !== undefined && trained !== sample.tokens.ids.length ? [["trained", grouped(trained)] as const] : []),
@@ -134,6 +135,11 @@ function Facts({ sample }: { sample: SampleReply }) {
       {sample.trains ? null : <Notice>This sample counts in its group and trains nothing.</Notice>}
     </>
   );
+}
+
+/** Fits between the numbers. */
+function isShort(value: unknown): boolean {
+  return typeof value !== "object" && String(value).length <= 80;
 }
 
 /** The samples of the group, each with its reward. */

@@ -27,7 +27,9 @@ export function Timeline({ run }: { run: Run }) {
   if (reply.error && !reply.data) return <Notice problem>{reply.error}</Notice>;
   if (!reply.data) return <Waiting />;
   if (reply.data.lanes.length === 0) return <Notice>No times yet. They appear with the first step.</Notice>;
-  return <TimelineView timeline={reply.data} start={range?.start ?? reply.data.start} end={range?.end ?? reply.data.end} />;
+  const shown = range && range.start < reply.data.last && range.end > reply.data.first ? range : reply.data;
+  const room = reply.data.last - reply.data.first + 1;
+  return <TimelineView timeline={reply.data} start={Math.max(shown.start, reply.data.first - room)} end={Math.min(shown.end, reply.data.last + room)} />;
 }
 
 function timeOf(text: string | undefined): number | null {

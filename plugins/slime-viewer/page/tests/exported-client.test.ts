@@ -14,7 +14,7 @@ const GROUPS: Groups = {
 };
 
 const SAMPLES: Samples = {
-  set: "train", step: null, total: 3, offset: 0, took: 1, indexed: 3, rows: 3,
+  set: "train", step: null, total: 3, exact: true, offset: 0, took: 1, indexed: 3, rows: 3,
   at: [{ step: 2, index: 0, part: 0 }, { step: 3, index: 1, part: 0 }, { step: 3, index: 2, part: 0 }],
   group: [0, 1, 1], prompt: ["p", "p", "p"], excerpt: ["one Two", "two", "three"], marks: [[], [], []],
   reward: [1, 0, 1], tokens: [5, 6, 7], trained: [5, 6, 7], status: ["completed", "truncated", "completed"],
