@@ -24,6 +24,8 @@ OPTIMIZERS: Final = "slime.optimizers"
 MEDIA: Final = "slime.media"
 COMMANDS: Final = "slime.commands"
 """Subcommands of `slime`; an entry is a `typer.Typer`."""
+PANELS: Final = "slime.panels"
+"""Panels of the page of `slime view`; slime-viewer has their contract."""
 LIBRARY: Final = "slime.library"
 """Attributes of `slime_core`, and `rollout_workers`, that a distribution provides; an entry is a function."""
 HOOKS: Final = "slime"
@@ -74,6 +76,7 @@ NOUNS: Final = {
     OPTIMIZERS: "optimizer",
     MEDIA: "modality",
     COMMANDS: "command",
+    PANELS: "panel",
     LIBRARY: "function of the library",
     HOOKS: "hook module",
 }

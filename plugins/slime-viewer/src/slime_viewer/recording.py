@@ -1,0 +1,129 @@
+"""Recording: the thread that writes what the observer gives it."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import pyarrow as pa
+
+from slime_core.atomic_io.storage import written
+from slime_core.data.table import dump_file, dumped_steps, groups_to_table, write_table
+from slime_core.errors import DataError, StorageError
+from slime_core.types.batch import Batch, TokenColumns
+from slime_core.types.sample import SampleGroup
+from slime_viewer.memory_in_use import memory_in_use
+from slime_viewer.token_file import write_tokens
+from slime_viewer.view_folder import ViewFolder
+
+MOST_BYTES: Final = 2**30
+"""Of samples of trained steps, the trainer's numbers included."""
+MOST_EVAL_BYTES: Final = 2**28
+"""Of samples of one evaluation set."""
+MOST_WAITING: Final = 64
+"""Things that wait to be written; more, and the run waits."""
+MEASURED_EVERY_S: Final = 5.0
+CLOSING_S: Final = 60.0
+
+
+class Recording:
+    """What one attempt of a run records. The first thing that cannot be written ends it, with a line on standard error."""
+
+    def __init__(self, run_folder: Path, *, attempt: int, most_bytes: int = MOST_BYTES) -> None:
+        self._view = ViewFolder(run_folder)
+        self._attempt = attempt
+        self._most_bytes = most_bytes
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._times: IO[str] | None = None
+        self._measured = 0.0
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._work, name="slime-viewer records", daemon=True)
+        self._thread.start()
+
+    def do(self, write: Callable[[], None]) -> None:
+        """Does it in the thread, after everything before it."""
+        self._waiting.put(write)
+
+    def end(self) -> None:
+        """Waits until everything is written."""
+        self._waiting.put(None)
+        self._thread.join(CLOSING_S)
+
+    def _work(self) -> None:
+        while (write := self._waiting.get()) is not None:
+            if self._has_failed:
+                continue
+            try:
+                write()
+            except (StorageError, DataError, OSError, pa.ArrowException) as error:
+                self._has_failed = True
+                print(f"slime-viewer records nothing more of this run for `slime view`: {error}", file=sys.stderr)
+        if self._times is not None:
+            self._times.close()
+
+    # ------------------------------------------------------------ in the thread
+
+    def write_groups(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        self._view.groups.mkdir(parents=True, exist_ok=True)
+        write_table(dump_file(self._view.groups, step), groups_to_table(groups))
+        self._thin_out()
+
+    def write_tokens(self, step: int, batch: Batch, columns: TokenColumns) -> None:
+        self._view.tokens.mkdir(parents=True, exist_ok=True)
+        write_tokens(dump_file(self._view.tokens, step), batch, columns)
+        self._thin_out()
+
+    def write_evaluation(self, name: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        """`step`: of the axis `eval/step`."""
+        folder = self._view.eval_set(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_table(dump_file(folder, step), groups_to_table(groups))
+        thin_out([folder], min(MOST_EVAL_BYTES, self._most_bytes))
+
+    def write_line(self, line: Mapping[str, Any]) -> None:
+        """Of times.jsonl."""
+        with written(self._view.times):
+            if self._times is None:
+                self._view.path.mkdir(parents=True, exist_ok=True)
+                self._times = self._view.times.open("a", encoding="utf-8")
+            self._times.write(json.dumps({**line, "attempt": self._attempt}) + "\n")
+            self._times.flush()
+
+    def write_memory(self) -> None:
+        """At most every few seconds."""
+        if time.monotonic() - self._measured >= MEASURED_EVERY_S:
+            self._measured = time.monotonic()
+            self.write_line({"time": round(time.time(), 3), "memory": memory_in_use()})
+
+    def _thin_out(self) -> None:
+        thin_out([self._view.groups, self._view.tokens], self._most_bytes)
+
+
+def thin_out(folders: Sequence[Path], most_bytes: int) -> None:
+    """Removes steps until the rest has at most so many bytes. The newest stays; of the others those go first that have near
+    neighbours for their age, so that old steps become sparse and new ones stay dense."""
+    sizes: dict[int, int] = {}
+    for folder in folders:
+        for step in dumped_steps(folder):
+            sizes[step] = sizes.get(step, 0) + dump_file(folder, step).stat().st_size
+    total = sum(sizes.values())
+    while total > most_bytes and len(sizes) > 1:
+        step = first_to_go(sorted(sizes))
+        total -= sizes.pop(step)
+        for folder in folders:
+            dump_file(folder, step).unlink(missing_ok=True)
+
+
+def first_to_go(steps: Sequence[int]) -> int:
+    """Of at least two steps, in order."""
+    if len(steps) == 2:
+        return steps[0]
+    newest = steps[-1]
+    inner = zip(steps, steps[1:], steps[2:], strict=False)
+    return min(((after - before) / (newest - step + 1), step) for before, step, after in inner)[1]
