@@ -8,7 +8,7 @@ import numpy as np
 from served_process import RUN_FILE
 
 from slime_session import Datum, open_session
-from slime_tinker.command import FORCED, NOT_USED
+from slime_tinker.run_command import FORCED, NOT_USED
 
 if __name__ == "__main__":
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])

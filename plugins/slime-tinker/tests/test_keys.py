@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_tinker.command import chosen
+from slime_tinker.run_command import chosen
 from slime_tinker.keys import Keys
 
 SLIME = Path(sys.executable).parent / "slime"
