@@ -15,6 +15,7 @@ SINGLE := OMP_NUM_THREADS=1
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
 .PHONY: venv demo page record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-tinker test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -63,7 +64,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 	$(MAKE) --jobs 3 lint types suites
 
 suites: .venv/.test
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not vllm"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not tinker and not vllm"
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
@@ -96,6 +97,15 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 
 test-vllm: .venv-vllm/.installed .venv/.sglang  ## The real vLLM, on a CPU; one run has SGLang beside it.
 	$(SINGLE) $(BIN)/pytest --every-test-runs vllm plugins/slime-vllm/tests -m vllm
+
+# The client's side alone: the SDK, its cookbook and what they import. tml-renderers is left out, which Qwen's renderers do not need.
+.venv-tinker/.installed: plugins/slime-tinker/tinker-client.txt .venv/.test
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-tinker
+	$(BIN)/uv pip install --quiet --python .venv-tinker/bin/python --no-deps --requirements plugins/slime-tinker/tinker-client.txt
+	touch $@
+
+test-tinker: .venv-tinker/.installed .venv/.test  ## The Tinker SDK and its cookbook against slime serve, on a CPU.
+	$(SINGLE) $(BIN)/pytest --numprocesses 2 --dist worksteal --every-test-runs tinker plugins/slime-tinker/tests/test_sdk.py -m tinker
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests plugins/slime-compat/tests/test_translate.py -m megatron
@@ -136,4 +146,4 @@ docs: .venv/.docs  ## The guide, as a site in site/.
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf .venv .venv-vllm runs
+	rm -rf .venv .venv-tinker .venv-vllm runs

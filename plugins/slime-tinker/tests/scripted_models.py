@@ -40,6 +40,7 @@ class ScriptedModels:
         """Cleared: a call of a trainer waits."""
         self.gate.set()
         self.waiting: list[Future[list[Completion]]] = []
+        self.has_waiting = threading.Event()
         self.hold_samples = False
 
     def create(self, name: str, spec: ModelSpec) -> None:
@@ -94,6 +95,7 @@ class ScriptedModels:
         ]
         if self.hold_samples:
             self.waiting.append(found)
+            self.has_waiting.set()
         else:
             found.set_result(completions)
         return found

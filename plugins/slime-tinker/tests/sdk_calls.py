@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import Datum, ForwardBackwardRequest, ModelInput
+from tinker.types.forward_backward_input import ForwardBackwardInput
 
 from slime_core.registry import Registry
 from slime_tinker.app import asgi
 from slime_tinker.service import Service, running
 from slime_tinker.settings import Limits, Retention, Settings
-from tinker.proto import tinker_public_pb2 as pb
-from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types import Datum, ForwardBackwardRequest, ModelInput
-from tinker.types.forward_backward_input import ForwardBackwardInput
 
 
 def settings(folder: Path, **given: Any) -> Settings:

@@ -69,7 +69,8 @@ class ServedProcess:
 
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
-        os.killpg(self._process.pid, number)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
         return self._process.wait(timeout=60)
 
 

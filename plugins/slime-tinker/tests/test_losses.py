@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import Datum, ForwardBackwardRequest, ModelInput
+from tinker.types.forward_backward_input import ForwardBackwardInput
 
 from slime_core.registry import Registry
 from slime_tinker.errors import RequestError
 from slime_tinker.loss_calls import table_of
 from slime_tinker.loss_sum import loss_of
 from slime_tinker.training_data import training_data
-from tinker.proto import tinker_public_pb2 as pb
-from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types import Datum, ForwardBackwardRequest, ModelInput
-from tinker.types.forward_backward_input import ForwardBackwardInput
 
 LENGTHS = (5, 1, 9)
 CONFIGS = {

@@ -263,8 +263,7 @@ async def test_a_cancelled_sample_ends(tmp_path):
             "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="base"
         )
         request = await calls.sample(created.json()["sampling_session_id"], 0)
-        while not models.waiting:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(models.has_waiting.wait, 20)
         await calls.post("cancel_future", request_id=request)
         assert "cancelled" in (await calls.result(request))["error"]
         assert models.waiting[0].cancelled()

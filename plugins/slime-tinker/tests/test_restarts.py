@@ -17,12 +17,14 @@ class Killed(Exception):
 
 async def killed(models, chosen, script):
     """Runs `script(service, calls)` and ends the server without its last savings."""
-    with pytest.raises(BaseException) as ended:
+    found = []
+    try:
         async with serving(models, chosen) as (service, calls):
-            found = await script(service, calls)
+            found.append(await script(service, calls))
             raise Killed
-    assert ended.group_contains(Killed) if isinstance(ended.value, BaseExceptionGroup) else ended.type is Killed
-    return found
+    except* Killed:
+        pass
+    return found[0]
 
 
 @pytest.mark.parametrize("save_after_s", [0.0, 1e9], ids=["saved", "repeated"])
@@ -167,7 +169,7 @@ async def test_a_session_that_ends_leaves_what_was_saved_under_a_name(tmp_path):
 
 async def test_old_snapshots_without_a_name_are_deleted(tmp_path):
     models = ScriptedModels()
-    async with serving(models, settings(tmp_path, limits=limits(max_snapshots=2))) as (service, calls):
+    async with serving(models, settings(tmp_path, limits=limits(max_snapshots=2))) as (_, calls):
         model = await calls.model(await calls.session())
         samplers = []
         for seq in range(1, 5):

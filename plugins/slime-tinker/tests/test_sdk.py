@@ -3,7 +3,10 @@
 import json
 import math
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from served_process import client, finish
@@ -54,10 +57,8 @@ def test_the_reward_of_rl_loop_rises(served, cookbook, tmp_path):
 def test_a_server_that_is_killed_in_a_recipe_goes_on(new_server, cookbook, tmp_path):
     """With the result of one that was not."""
     words = ("rl_loop.py", "cispo", "3")
-    whole = new_server("--no-keys", folder="whole")
-    finish(client(whole.address, cookbook, *words, str(tmp_path / "one")))
-    whole.kill()
-    server = new_server("--no-keys", folder="killed")
+    whole, server = new_server("--no-keys", folder="whole"), new_server("--no-keys", folder="killed")
+    undisturbed = client(whole.address, cookbook, *words, str(tmp_path / "one"))
     process = client(server.address, cookbook, *words, str(tmp_path / "other"))
     file = tmp_path / "other/metrics.jsonl"
     while process.poll() is None and not (file.exists() and file.stat().st_size):
@@ -67,6 +68,7 @@ def test_a_server_that_is_killed_in_a_recipe_goes_on(new_server, cookbook, tmp_p
     server.start()
     assert time.monotonic() - began < 60
     finish(process)
+    finish(undisturbed)
     for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "other"), strict=True):
         for name in ("reward/total", "grad_norm", "step"):
             assert one.get(name) == other.get(name)
@@ -90,6 +92,16 @@ def test_two_tenants_get_what_each_gets_alone(new_server, cookbook, tmp_path):
     together = results(new_server(*options, folder="together"), ("1", first), ("2", second))
     assert together == separate
     assert separate[0] != separate[1]
+
+
+def test_the_way_through_the_sdk_costs_little(served, cookbook, model, tmp_path):
+    """forward_backward of 64 x 256 tokens, beside the same call without a server."""
+    through = float(re.search("SECONDS (.*)", finish(client(served.address, cookbook, "throughput.py")))[1])
+    command = [sys.executable, Path(__file__).parent / "direct_throughput.py", str(model), str(tmp_path)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+    direct = float(re.search("SECONDS (.*)", output)[1])
+    print(f"through the SDK {through:.3f} s, direct {direct:.3f} s: {direct / through:.2f}")
+    assert direct / through > 0.8
 
 
 def test_strangers_are_refused(new_server, cookbook, tmp_path):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from test_losses import parsed
-
-from slime_tinker.errors import RequestError
 from tinker import TensorData
 from tinker.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
+
+from slime_tinker.errors import RequestError
 
 
 def datum(tokens, **inputs):
@@ -107,7 +107,7 @@ IMAGE = Datum(
             "differ between tokens",
         ),
         (
-            [datum(list(range(1, 49)) * 2, target_tokens=[*range(1, 49)][1:] + [*range(1, 49), 1])],
+            [datum(list(range(1, 49)) * 2, target_tokens=[*range(2, 49), *range(1, 49), 1])],
             "cross_entropy",
             "takes 64",
         ),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from slime_tinker.command import DEFAULT_KEYS
+from slime_tinker.run_command import DEFAULT_KEYS
 
 app = typer.Typer(help="Keys of slime serve, stored as hashes.")
 File = Annotated[Path, typer.Option("--keys", help="File of keys.")]
