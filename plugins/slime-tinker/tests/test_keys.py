@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import ConfigError
-from slime_tinker.run_command import chosen
 from slime_tinker.keys import Keys
+from slime_tinker.run_command import chosen
 
 SLIME = Path(sys.executable).parent / "slime"
 
@@ -63,7 +63,7 @@ def test_a_tenant_may_have_two_keys():
         (("--no-keys", "--tls-certificate", "none.pem", "--tls-key", "run.toml"), "none.pem: no such file"),
         (("--no-keys", "--set", "train.lr"), "must be KEY=VALUE"),
         (("--no-keys", "--set", "rollout.n_samples_per_prompt=2"), "clients decide this"),
-        (("--no-keys", "--port", "0"), "model.hf_checkpoint"),
+        (("--no-keys", "--port", "0"), "model: is missing"),
     ],
 )
 def test_what_a_server_does_not_start_with(tmp_path, words, message):

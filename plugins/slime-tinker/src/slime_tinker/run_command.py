@@ -13,7 +13,7 @@ import typer
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime_tinker.serve import Tls
+    from slime_tinker.settings import Tls
 
 app = typer.Typer()
 
@@ -106,7 +106,7 @@ def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | No
     """ConfigError for what would let strangers in."""
     from slime_serving.listener import is_loopback
     from slime_tinker.keys import Keys
-    from slime_tinker.serve import Tls
+    from slime_tinker.settings import Tls
 
     if (certificate is None) != (key is None):
         raise ConfigError("--tls-certificate and --tls-key: one is missing; give both or none.")

@@ -6,8 +6,6 @@ import asyncio
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import uvicorn
@@ -17,19 +15,13 @@ from slime_tinker.app import asgi
 from slime_tinker.keys import Keys
 from slime_tinker.models import Models
 from slime_tinker.service import running
-from slime_tinker.settings import Settings
+from slime_tinker.settings import Settings, Tls
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_S: Final = 75
 """Longer than clients keep idle connections, so that clients close them first."""
 GRACE_S: Final = 1
 """For responses that are on their way when the server ends; fetches that wait are sent again by their clients."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    certificate: Path
-    key: Path
 
 
 def serve(

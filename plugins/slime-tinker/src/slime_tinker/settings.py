@@ -39,6 +39,14 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files."""
+
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     state: Path
     """Folder of everything that outlives the server."""
