@@ -1,4 +1,4 @@
-"""Several adapters in one session: each alone beside all together to the bit, snapshots while training goes on, the engine
+"""Several adapters in one session: each alone beside all together to the bit, snapshots while training continues, the engine
 beside the trainer, files, refusals."""
 
 from __future__ import annotations
