@@ -1,5 +1,6 @@
 """`python reproducible_server.py SECONDS_PER_TOKEN FAILING`: a server with SGLang's routes. Its tokens depend on the
-request's seed and their places alone: not on what else it serves, nor on how often a response is interrupted. It prints its port.
+request's seed and their places alone: not on what else it serves, nor on how often a response is interrupted. It prints
+its port.
 
 FAILING: the number of the one request that fails, 0 for none.
 """
