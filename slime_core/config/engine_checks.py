@@ -60,7 +60,7 @@ def rollout_workers(run: BoundRun) -> Iterable[str]:
     where = f"rollout.rollout_workers = {run.config.rollout.rollout_workers}"
     if not run.uses_rollout_workers:
         return
-    run.registry.find(groups.LIBRARY, "rollout_workers", where="rollout.rollout_workers")
+    run.registry.find(groups.LIBRARY, "rollout_workers", where=f"{where}, {groups.LIBRARY}")
     if not run.engine.driver.independent_requests:
         yield (
             f'{where}: engine "{run.engine.name}" generates in a process of the run, and what enters it together decides bits: '

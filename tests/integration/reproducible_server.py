@@ -1,5 +1,9 @@
-"""`python reproducible_server.py SECONDS_PER_TOKEN`: a server with SGLang's routes, whose tokens depend on the request's seed
-and their places alone: whatever else it serves, and however often a response is interrupted. It prints its port."""
+"""`python reproducible_server.py SECONDS_PER_TOKEN FAILING`: a server with SGLang's routes. Its tokens depend on the
+request's seed and their places alone: not on what else it serves, nor on how often a response is interrupted. It prints
+its port.
+
+FAILING: the number of the one request that fails, 0 for none.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,9 @@ def draw(seed: int, place: int) -> int:
 
 
 class Server:
-    def __init__(self, seconds_per_token: float) -> None:
+    def __init__(self, seconds_per_token: float, failing: int) -> None:
         self._pace = seconds_per_token
+        self._until_failure = failing
         self._version = "default"
         self._running: dict[str, asyncio.Event] = {}
 
@@ -55,6 +60,9 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self._until_failure -= 1
+        if not self._until_failure:
+            return web.json_response({"error": "out of memory"}, status=500)
         sampling, start = body["sampling_params"], len(body["input_ids"])
         version, seed, rid = self._version, sampling.get("sampling_seed", 0), body.get("rid", "")
         tokens, reason = [], "length"
@@ -85,7 +93,7 @@ class Server:
 
 
 async def main() -> None:
-    runner = web.AppRunner(Server(float(sys.argv[1])).app(), access_log=None)
+    runner = web.AppRunner(Server(float(sys.argv[1]), int(sys.argv[2])).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     print(runner.addresses[0][1], flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -63,14 +64,49 @@ class ClosedDriver(GeneratorDriver):
         return Closed()
 """
 
+FAULTY = """
+from slime_core.plugin import generator, reward
+from slime_core.types import Status
+
+@reward("strict")
+def strict(sample):
+    if sample.group_index == 8:
+        raise ValueError("no number")
+    return 0.0
+
+@generator("shaky")
+async def shaky(episode):
+    # Every first attempt at one prompt in four fails.
+    if episode.prompt.group_index % 4 == 1 and not episode.attempt:
+        raise KeyError("tool")
+    response = episode.trajectory()
+    response.append_completion(await episode.complete(response.tokens))
+    return [response.finish()]
+"""
+OWN_LOOP = """
+import json, sys
+import slime_core
+
+changes = {
+    "engine": {"name": "sglang", "external_engine_addrs": [sys.argv[2]]}, "plugin": ["even.py"], "reward": "even",
+    "rollout.rollout_batch_size": 6, "rollout.rollout_max_response_len": 40, "rollout.rollout_workers": int(sys.argv[1]),
+    "name": "own" + sys.argv[1],
+}
+if __name__ == "__main__":
+    with slime_core.open_session("run.toml", overrides=changes) as session:
+        groups = session.score(session.sample())
+        print(json.dumps([[sample.tokens.tolist(), sample.reward] for group in groups for sample in group.samples]))
+"""
+
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[float], tuple[str, ...]]]:
-    """Starts a server with these seconds for a token; returns the flags of a run that asks it."""
+def serve() -> Iterator[Callable[..., tuple[str, ...]]]:
+    """Starts a server (`reproducible_server.py`); returns the flags of a run that asks it."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(seconds_per_token: float = 0.0002) -> tuple[str, ...]:
-        command = [sys.executable, str(Path(__file__).with_name("reproducible_server.py")), str(seconds_per_token)]
+    def start(seconds_per_token: float = 0.0002, failing: int = 0) -> tuple[str, ...]:
+        server = Path(__file__).with_name("reproducible_server.py")
+        command = [sys.executable, str(server), str(seconds_per_token), str(failing)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
         return "--sglang-external-engine-addrs", f"127.0.0.1:{int(started[-1].stdout.readline())}"
@@ -254,3 +290,71 @@ def test_workers_whose_engines_are_actors(prepared: TinyRun, serve: Callable[...
         ended = prepared.run(*WORDS, *address, "--num-rollout", "2", *words)
         assert ended.code == 0, ended.err
     assert groups_of(prepared, "actors") == groups_of(prepared, "plain")
+
+
+def test_an_engine_that_fails_is_replaced_under_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    for words in (
+        (*serve(), "--name", "plain"),
+        # After the requests that the start makes.
+        (*serve(0.01, failing=30), "--name", "failing", "--rollout-workers", "2"),
+    ):
+        ended = prepared.run(*WORDS, *words)
+        assert ended.code == 0, ended.err
+    kinds = Counter(event["event"] for event in events(prepared, "failing"))
+    assert kinds["engine_lost"] == kinds["engine_recovered"] == 1
+    assert groups_of(prepared, "failing") == groups_of(prepared, "plain")
+
+
+def test_a_loop_of_ones_own_has_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    (_, address), printed = serve(), []
+    for count in (0, 2):
+        command = [sys.executable, "-c", OWN_LOOP, str(count), address]
+        done = subprocess.run(command, cwd=prepared.folder, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        printed.append(json.loads(done.stdout.splitlines()[-1]))
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 12
+    assert len({reward for _, reward in printed[0]}) == 2
+
+
+def test_ctrl_c_saves_and_ends_the_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """Ctrl-C reaches all processes of the terminal; the driver decides what ends when."""
+    address = serve(0.02)
+    ended = prepared.run(*WORDS, *address, "--name", "plain")
+    assert ended.code == 0, ended.err
+    words = "run", "run.toml", *WORDS, *address, "--name", "stopped", "--rollout-workers", "2"
+    process = prepared.start(*words)
+    wait_until((prepared.runs / "stopped" / "begun-1").exists, process)
+    workers = workers_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    ended = prepared.end(process)
+    assert ended.code == 130, ended.err
+    assert "Traceback" not in ended.err
+    assert len(workers) >= 2
+    assert not [worker for worker in workers if worker.is_running()]
+    ended = prepared.slime(*words)
+    assert ended.code == 0, ended.err
+    assert groups_of(prepared, "stopped") == groups_of(prepared, "plain")
+
+
+def test_errors_are_those_of_a_run_without_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    (prepared / "faulty.py").write_text(FAULTY)
+    address, found = serve(), []
+    for count in (0, 2):
+        words = "--plugin", "faulty.py", "--rollout-workers", str(count), "--name"
+        ended = prepared.run(*WORDS, *address, *words, f"reward-{count}", "--reward", "strict")
+        generated = prepared.run(*WORDS, *address, *words, f"generator-{count}", "--generate", "shaky")
+        assert generated.code == 0, generated.err
+        failed = Counter(
+            (event["prompt"], event["attempt"], event["will_retry"], event["error"])
+            for event in events(prepared, f"generator-{count}")
+            if event["event"] == "sample_failed"
+        )
+        found.append((ended.code, ended.error, failed, groups_of(prepared, f"generator-{count}")))
+    assert found[0] == found[1]
+    code, error, failed, _ = found[0]
+    assert code == 4
+    assert "train.jsonl, line" in error
+    assert "ValueError: no number" in error
+    assert len(failed) >= 3
+    assert all("KeyError: 'tool'" in text for *_, text in failed)

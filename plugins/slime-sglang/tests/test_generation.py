@@ -1,6 +1,7 @@
 """Bodies for /generate, checks of its responses, and how a response continues after a weight update."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
 from slime_serving.running import RequestIds
+from slime_sglang.connection import SglangConnection
 from slime_sglang.generation import SglangRunning
 
 
@@ -39,8 +41,16 @@ def reply(tokens, reason="length", spans=None, version="default", **meta):
     }
 
 
-def take(run, response, expected=None):
-    return run.take(response, expected_version=expected, server="engine 0 (http://x)")
+@pytest.fixture(params=["here", "elsewhere"])
+def take(request):
+    """Reads a response, as it is or as a rollout worker returns it."""
+
+    def read(run, response, expected=None):
+        if request.param == "elsewhere":
+            response = pickle.loads(pickle.dumps(SglangConnection.columns(response)))  # noqa: S301 - made here
+        return run.take(response, expected_version=expected, server="engine 0 (http://x)")
+
+    return read
 
 
 def test_body():
@@ -56,7 +66,7 @@ def test_body():
     assert not {"min_new_tokens", "stop_token_ids"} & set(params)
 
 
-def test_a_response_of_two_parts():
+def test_a_response_of_two_parts(take):
     run = running()
     assert take(run, reply([7, 8, 9], "abort", cached_tokens=2), expected=-1) is FinishReason.ABORT
     run.interrupt()
@@ -71,7 +81,7 @@ def test_a_response_of_two_parts():
     assert whole.cached_tokens == 2
 
 
-def test_a_grammar_begins_again_after_an_interruption():
+def test_a_grammar_begins_again_after_an_interruption(take):
     run = running(structural_tag="{}")
     take(run, reply([7, 8], "abort"))
     run.interrupt()
@@ -80,7 +90,7 @@ def test_a_grammar_begins_again_after_an_interruption():
     assert "structural_tag" not in running().body(room=100)["sampling_params"]
 
 
-def test_drafts_of_parts_add_up():
+def test_drafts_of_parts_add_up(take):
     """Rates of the whole response, by hand: 6 of 12 drafts accepted, 8 tokens in 4 passes."""
     run = running()
     take(run, reply([7, 8, 9], "abort", spec_verify_ct=2, spec_num_correct_drafts=1, spec_num_proposed_drafts=6))
@@ -94,7 +104,7 @@ def test_drafts_of_parts_add_up():
     assert run.completion(FinishReason.LENGTH, 0).extra == {}
 
 
-def test_a_stop_string_across_two_parts_is_not_missed():
+def test_a_stop_string_across_two_parts_is_not_missed(take):
     run = running(stop=("xyz", "q"))
     take(run, reply([7, 8, 9, 10, 11], "abort", spans=[("0", 0, 1), ("1", 1, 5)]))
     run.interrupt()
@@ -125,7 +135,7 @@ def test_a_stop_string_across_two_parts_is_not_missed():
         (reply([], "abort", finish_reason={"type": "abort", "status_code": 400, "message": "too long"}), "too long"),
     ],
 )
-def test_invalid_responses_are_errors(response, words):
+def test_invalid_responses_are_errors(take, response, words):
     with pytest.raises(EngineError, match="engine 0") as caught:
         take(running(), response, expected=3)
     assert words in str(caught.value)

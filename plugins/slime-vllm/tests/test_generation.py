@@ -1,10 +1,13 @@
 """Reading vLLM's responses, without a server."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason, GenerateRequest, SamplingParams
+from slime_vllm.connection import VllmConnection
 from slime_vllm.generation import VllmRunning
 
 
@@ -28,13 +31,21 @@ def reply(tokens, **changes):
     return {"request_id": "x", "choices": [choice | changes], "usage": usage}
 
 
-def take(response):
-    run = running()
-    reason = run.take(response, expected_version=3, server="engine 0")
-    return run.completion(reason, 0)
+@pytest.fixture(params=["here", "elsewhere"])
+def take(request):
+    """Reads a response, as it is or as a rollout worker returns it."""
+
+    def read(response):
+        if request.param == "elsewhere":
+            response = pickle.loads(pickle.dumps(VllmConnection.columns(response)))  # noqa: S301 - made here
+        run = running()
+        reason = run.take(response, expected_version=3, server="engine 0")
+        return run.completion(reason, 0)
+
+    return read
 
 
-def test_a_response_is_read():
+def test_a_response_is_read(take):
     completion = take(reply([7, 8]))
     assert completion.token_ids.tolist() == [7, 8]
     assert completion.token_ids.dtype == np.int32
@@ -59,7 +70,7 @@ def test_a_response_is_read():
         (reply([7], finish_reason="exploded"), "exploded"),
     ],
 )
-def test_invalid_responses_are_errors(response, words):
+def test_invalid_responses_are_errors(take, response, words):
     with pytest.raises(EngineError, match="engine 0") as caught:
         take(response)
     assert words in str(caught.value)
