@@ -39,6 +39,10 @@ def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[Mi
         table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
     else:
         table = whole_sequences(micro.cu_seqlens)
+    if config.fp8:
+        from slime_fsdp.float8_layers import padded
+
+        micro, table = padded(micro, table)
     plan = plan_attention(
         table,
         device=placement.device,
