@@ -8,12 +8,13 @@ import torch
 
 from slime_core.errors import ModelError
 from slime_fsdp.config import FsdpConfig
-from slime_fsdp.float8_layers import padded, use_float8
 from slime_fsdp.plugin import Fsdp
 from slime_fsdp.prefix_sharing import share_prompts
+from slime_fsdp.stream_padding import padded
 from slime_training.segment_table import whole_sequences
 
-FLOAT8 = {"fp8": True}
+pytestmark = pytest.mark.torchao
+FLOAT8 = {"fp8_recipe": "rowwise"}
 
 
 def rounded(matrix, dim):
@@ -27,13 +28,21 @@ def rounded(matrix, dim):
     return (torch.round(values / step) * step).clamp(-448, 448) / scale
 
 
+@pytest.fixture
+def use_float8():
+    from slime_fsdp.float8_layers import use_float8
+
+    return use_float8
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_the_rounded_numbers(bias):
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_products_are_those_of_the_rounded_numbers(recipe, bias, use_float8):
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(48, 32, bias=bias))
     weight = layer[0].weight.detach().double()
     shift = layer[0].bias.detach().double() if bias else 0.0
-    use_float8([layer], emulate=True)
+    use_float8([layer], recipe, emulate=True)
     # Rows of very different sizes, and one of zeros, as padding has.
     x = torch.randn(64, 48) * torch.logspace(-3, 3, 64)[:, None]
     x[5] = 0
@@ -42,14 +51,21 @@ def test_products_are_those_of_the_rounded_numbers(bias):
     y = layer(x)
     y.backward(gradient)
     exact, g = x.detach().double(), gradient.double()
+    if recipe == "rowwise":
+        of_weight, of_gradient = rounded(weight, 0), rounded(g, 0).T @ rounded(exact, 0)
+    else:
+        # One scale for the weight, which depends on no token.
+        of_weight, of_gradient = rounded(weight.view(1, -1), 1).view_as(weight), g.T @ exact
     expected = {
         "output": (y, rounded(exact, 1) @ rounded(weight, 1).T + shift, exact @ weight.T + shift),
-        "input": (x.grad, rounded(g, 1) @ rounded(weight, 0), g @ weight),
-        "weight": (layer[0].weight.grad, rounded(g, 0).T @ rounded(exact, 0), g.T @ exact),
+        "input": (x.grad, rounded(g, 1) @ of_weight, g @ weight),
+        "weight": (layer[0].weight.grad, of_gradient, g.T @ exact),
     }
     for name, (found, of_rounded, plain) in expected.items():
         error = (found.double() - of_rounded).norm() / of_rounded.norm()
         assert error < 1e-6, name
+        if recipe != "rowwise" and name == "weight":
+            continue
         # Rounding to four digits is seen: a few percent.
         assert 0.005 < (found.double() - plain).norm() / plain.norm() < 0.06, name
 
@@ -85,7 +101,7 @@ def test_padding_changes_no_log_prob(folders, start, pack, samples, monkeypatch)
     """Scales are of rows, so that a token's outputs are the same beside others."""
     backend = start(folders("qwen3"), FLOAT8)
     found = backend.forward_only([pack(samples)])[0].log_probs
-    monkeypatch.setattr("slime_fsdp.float8_layers.MULTIPLE", 1)
+    monkeypatch.setattr("slime_fsdp.stream_padding.MULTIPLE", 1)
     np.testing.assert_allclose(found, backend.forward_only([pack(samples)])[0].log_probs, atol=1e-6)
 
 
@@ -134,12 +150,12 @@ def test_a_resumed_run_has_the_same_bits(folders, start, weights_of, train, tmp_
 )
 def test_what_is_refused(options, model, named):
     problems = Fsdp.problems(FsdpConfig(**FLOAT8, **options), 2, {"model_type": "qwen3"} | model)
-    assert any(problem.startswith("backend.fp8 = true: ") and named in problem for problem in problems)
+    assert any(problem.startswith("backend.fp8_recipe = ") and named in problem for problem in problems)
     assert not Fsdp.problems(FsdpConfig(**FLOAT8), 1, {"model_type": "qwen3"})
     assert any("fp8" in problem for problem in Fsdp.true_on_policy_problems(FsdpConfig(**FLOAT8)))
 
 
-def test_sizes_that_do_not_divide_are_refused():
+def test_sizes_that_do_not_divide_are_refused(use_float8):
     layer = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(32, 40)})
     with pytest.raises(ModelError, match="up_proj of a layer has 32 inputs and 40 outputs"):
-        use_float8([layer], emulate=True)
+        use_float8([layer], "rowwise", emulate=True)

@@ -240,9 +240,10 @@ def test_images_split_over_ranks_take_the_step_of_one(ranks, one_vision_step):
     assert totals(parts) == pytest.approx(report.sums, rel=1e-5)
 
 
+@pytest.mark.torchao
 def test_a_step_in_float8_is_that_of_one_rank(ranks, start, folders, pack, samples, sequence_policy, sgd, weights_of):
     """In the same micro-batches: scales for the gradient of a weight are those of a micro-batch's tokens."""
-    alone = start(folders("qwen3"), {"fp8": True}, sgd)
+    alone = start(folders("qwen3"), {"fp8_recipe": "rowwise"}, sgd)
     scores, before = alone.forward_only([pack(samples)])[0], weights_of(alone)
     report = alone.train_step([pack(part) for part in (samples[:3], samples[3:5], samples[5:])], sequence_policy())
     after = weights_of(alone)

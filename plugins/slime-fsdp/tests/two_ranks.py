@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -226,7 +227,7 @@ def value_head_with(run, name, options, folder):
 
 def float8(run):
     samples = make_samples()
-    backend = run.begin("float8", {"fp8": True, "precision": "auto"}, SGD)
+    backend = run.begin("float8", {"fp8_recipe": "rowwise", "precision": "auto"}, SGD)
     mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
     scores = backend.forward_only([pack(samples)])[0]
     report = backend.train_step([pack(part) for part in mine], SequencePolicy())
@@ -352,7 +353,7 @@ def main(rank, device, *folders):
         value_head,
         value_head_rounded,
         half_precision,
-        float8,
+        *([float8] if find_spec("torchao") else []),
         adapters,
         half_precision_adapters,
         vision,

@@ -37,9 +37,9 @@ class FsdpConfig(DriverConfig):
     """Dtype in which Adam's first moment is kept."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
     """Dtype in which Adam's second moment is kept; bf16 is rounded stochastically, so that it can decay."""
-    fp8: bool = False
-    """Compute the linear layers of dense decoders in float8 (torchao's rowwise scales): all but the output head. On a CPU they
-    are emulated, which is slow. Requires slime-fsdp[fp8]."""
+    fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
+    """Compute the products of linear layers in a dense decoder, but not of the output head, in float8 by torchao's recipe of
+    this name; the second one leaves gradients of weights in bfloat16. On a CPU it is emulated. Requires slime-fsdp[fp8]."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
@@ -127,7 +127,7 @@ def problems_of(config: FsdpConfig, world_size: int, model_config: Mapping[str, 
     problems = option_problems(config, world_size)
     if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
         problems += linear_attention_problems(config)
-    if config.fp8:
+    if config.fp8_recipe is not None:
         problems += float8_problems(config, model_config)
     return problems + adapter_problems(config) + model_problems(model_config)
 
@@ -191,7 +191,7 @@ def float8_problems(config: FsdpConfig, model_config: Mapping[str, Any]) -> list
         problems.append(
             f"the experts of {model_type} would stay in bfloat16, and they are most of its work. Leave it out."
         )
-    return [f"backend.fp8 = true: {problem}" for problem in problems]
+    return [f'backend.fp8_recipe = "{config.fp8_recipe}": {problem}' for problem in problems]
 
 
 def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
@@ -240,8 +240,10 @@ def true_on_policy_problems(config: FsdpConfig) -> list[str]:
         problems.append('linear = "onednn" is not batch-invariant; set "auto"')
     if config.compile:
         problems.append("compile = true fuses operations, which changes their rounding; leave it out")
-    if config.fp8:
-        problems.append("fp8 = true rounds in the trainer what the engine does not; leave it out")
+    if config.fp8_recipe is not None:
+        problems.append(
+            f'fp8_recipe = "{config.fp8_recipe}" rounds in the trainer what the engine does not; leave it out'
+        )
     if config.trains_adapters:
         problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
     return problems

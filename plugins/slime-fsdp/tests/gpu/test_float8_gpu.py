@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from slime_fsdp.float8_layers import use_float8
-
 pytestmark = pytest.mark.gpu
 
 
-def test_products_are_those_of_the_emulation():
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_products_are_those_of_the_emulation(recipe):
+    from slime_fsdp.float8_layers import use_float8
+
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False)).cuda().bfloat16()
     x, gradient = torch.randn(48, 256).cuda().bfloat16(), torch.randn(48, 512).cuda().bfloat16()
     found = []
     for emulate in (False, True):
         layer, given = deepcopy(plain), x.clone().requires_grad_()
-        use_float8([layer], emulate=emulate)
+        use_float8([layer], recipe, emulate=emulate)
         out = layer(given)
         out.backward(gradient)
         found.append([out, given.grad, layer[0].weight.grad])
@@ -26,9 +27,10 @@ def test_products_are_those_of_the_emulation():
         assert (real - emulated).float().norm() < 1e-2 * emulated.float().norm()
 
 
-def test_streams_of_any_length_train(folders, start, pack, samples, sequence_policy):
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_streams_of_any_length_train(recipe, folders, start, pack, samples, sequence_policy):
     """The emulation would take a stream that is not padded."""
-    backend = start(folders("qwen3"), {"fp8": True}, device="cuda")
+    backend = start(folders("qwen3"), {"fp8_recipe": recipe}, device="cuda")
     plain = start(folders("qwen3"), device="cuda")
     for count in (1, 3, 7):
         micro = pack(samples[:count])
