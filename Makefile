@@ -16,6 +16,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS
 
 .PHONY: venv demo page record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 .PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-tinker test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-torchao test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -26,7 +27,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-optimizers[torchao] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -65,6 +66,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 
 suites: .venv/.test
 	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not tinker and not vllm"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not torchao and not vllm"
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
@@ -78,7 +80,7 @@ test-faults: .venv/.test  ## Kills runs at random instants and compares with the
 	$(SINGLE) $(BIN)/pytest --numprocesses 3 --dist worksteal -rP --durations 10 tests/integration/test_resume.py tests/integration -m "faults and not hand"
 
 test-bits: .venv/.test  ## What compares to the bit, once more as a processor without AVX-512 computes it.
-	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-optimizers/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang"
+	$(SINGLE) $(AVX2) $(BIN)/pytest $(FILES) tests/integration plugins/slime-fsdp/tests plugins/slime-local/tests plugins/slime-optimizers/tests plugins/slime-training/tests tests/unit -m "bits and not gpu and not megatron and not sglang and not torchao"
 
 test-bench: .venv/.test  ## How many times as fast as plain implementations, in one process; benchmarks/ has the figures in seconds.
 	$(SINGLE) $(BIN)/pytest tests/benches -rP -m bench
@@ -109,6 +111,16 @@ test-tinker: .venv-tinker/.installed .venv/.test  ## The Tinker SDK and its cook
 
 test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 	$(SINGLE) $(BIN)/pytest $(FILES) --every-test-runs megatron plugins/slime-megatron/tests plugins/slime-compat/tests/test_translate.py -m megatron
+
+# Where torchao is installed, transformers imports it into every process, which then prints four lines: after the other suites.
+.venv/.torchao: .venv/.test
+	$(UV) torchao
+	touch $@
+
+test-torchao: .venv/.torchao  ## What torchao computes, emulated on a CPU: linear layers in float8, and the codes of 8-bit moments.
+	$(SINGLE) $(BIN)/pytest --every-test-runs torchao plugins/slime-fsdp/tests plugins/slime-optimizers/tests -m torchao
+	$(BIN)/uv pip uninstall --quiet --python $(BIN)/python torchao
+	rm $@
 
 test-wheels: .venv/.test  ## Each wheel installs into an empty environment of its own, imports, and is listed.
 	$(BIN)/python tests/wheels/each_alone.py $(FLAGS)

@@ -277,3 +277,19 @@ def test_images_split_over_ranks_take_the_step_of_one(ranks, one_vision_step):
         np.testing.assert_allclose(joined, one.log_probs, rtol=1e-5, atol=1e-5)
     assert_same_step(parts[0]["weights"], (report, before, expected))
     assert totals(parts) == pytest.approx(report.sums, rel=1e-5)
+
+
+@pytest.mark.torchao
+def test_a_step_in_float8_is_that_of_one_rank(ranks, start, folders, pack, samples, sequence_policy, sgd, weights_of):
+    """In the same micro-batches: scales for the gradient of a weight are those of a micro-batch's tokens."""
+    alone = start(folders("qwen3"), {"fp8_recipe": "rowwise"}, sgd)
+    scores, before = alone.forward_only([pack(samples)])[0], weights_of(alone)
+    report = alone.train_step([pack(part) for part in (samples[:3], samples[3:5], samples[5:])], sequence_policy())
+    after = weights_of(alone)
+    saved = ranks("float8")
+    for part in saved:
+        np.testing.assert_allclose(part["log_probs"], scores.log_probs, rtol=1e-5, atol=1e-5)
+        assert part["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-4)
+    for name, tensor in after.items():
+        apart = float((saved[0]["weights"][name] - tensor).norm())
+        assert apart < 1e-3 * max(float((tensor - before[name]).norm()), 1e-3), name

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +227,16 @@ def value_head_with(run, name, options, folder):
     backend.close()
 
 
+def float8(run):
+    samples = make_samples()
+    backend = run.begin("float8", {"fp8_recipe": "rowwise", "precision": "auto"}, SGD)
+    mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
+    scores = backend.forward_only([pack(samples)])[0]
+    report = backend.train_step([pack(part) for part in mine], SequencePolicy())
+    run.keep("float8", backend, **numbers(report), log_probs=scores.log_probs)
+    backend.close()
+
+
 def adapters(run):
     """The reference is the folder that the adapters are trained on, `other` a copy with weights of its own."""
     samples = make_samples()
@@ -419,6 +430,7 @@ def main(rank, device, *folders):
         value_head,
         value_head_rounded,
         half_precision,
+        *([float8] if find_spec("torchao") else []),
         adapters,
         held_adapters,
         held_adapters_elsewhere,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torchao.optim import AdamW8bit
 
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_optimizers.adamw_8bit import EightBitAdamW
 from slime_optimizers.blocks import block_of
+from slime_optimizers.byte_codes import code_map
 from slime_optimizers.config import EightBitConfig
 
 KEYS = {"lr": 0.01, "weight_decay": 0.1}
@@ -30,8 +30,11 @@ def steps(weight, step, count):
     return weight.detach()
 
 
+@pytest.mark.torchao
 def test_steps_are_torchaos():
     """Where a value lies between two codes, rounding of the last bit decides, so a few codes differ by one."""
+    from torchao.optim import AdamW8bit
+
     one, other = (torch.nn.Parameter(drawn(0)) for _ in range(2))
     mine, theirs = ours(one), AdamW8bit([other], lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
     # Otherwise it compiles.
@@ -72,6 +75,35 @@ def test_pieces_change_nothing(monkeypatch):
     monkeypatch.setattr("slime_optimizers.adamw_8bit.PIECES", {"cpu": 1024})
     steps(other, ours(other).step, 2)
     assert torch.equal(one, other)
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_have_torchaos_values(signed):
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    found = code_map(signed=signed, device=torch.device("cpu"))
+    assert torch.equal(found.values, torch.tensor(create_dynamic_map(signed=signed)))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_the_nearest(signed):
+    """Of a block of 64; by hand: the smallest positive values are 0.55e-6 and, with a sign, the same."""
+    found = code_map(signed=signed, device=torch.device("cpu"))
+    assert len(found.values.unique()) == 256
+    assert found.values[-1] == 1
+    positive = found.values[found.values > 0]
+    assert positive[0] == pytest.approx(0.55e-6 if signed else 0.325e-6)
+    draw = torch.Generator().manual_seed(0)
+    moment = torch.randn((3, 128), generator=draw) * torch.logspace(-4, 0, 128)
+    moment = moment if signed else moment.abs()
+    codes, scales = torch.zeros((3, 128), dtype=torch.uint8), torch.zeros((3, 2))
+    found.encode(moment, codes, scales)
+    assert torch.equal(scales, moment.view(3, 2, 64).abs().amax(-1))
+    distance = (moment.view(3, 2, 64, 1) / scales[..., None, None] - found.values).abs()
+    decoded = found.decoded(codes, scales)
+    apart = (decoded - moment).abs() / scales.repeat_interleave(64, 1)
+    torch.testing.assert_close(apart, distance.amin(-1).view(3, 128), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

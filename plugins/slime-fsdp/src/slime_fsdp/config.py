@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -15,8 +15,10 @@ from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import ModelError
-from slime_fsdp.supported_models import WITH_LINEAR_ATTENTION, model_problems
+from slime_fsdp.supported_models import WITH_IMAGES, WITH_LINEAR_ATTENTION, model_problems
 
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config.json with the number of experts."""
 StoredDtype = Literal["fp32", "bf16"]
 
 
@@ -35,6 +37,9 @@ class FsdpConfig(DriverConfig):
     """Dtype in which Adam's first moment is kept."""
     exp_avg_sq_dtype: StoredDtype = "fp32"
     """Dtype in which Adam's second moment is kept; bf16 is rounded stochastically, so that it can decay."""
+    fp8_recipe: Literal["rowwise", "rowwise_with_gw_hp"] | None = None
+    """Compute the products of linear layers in a dense decoder, but not of the output head, in float8 by torchao's recipe of
+    this name; the second one leaves gradients of weights in bfloat16. On a CPU it is emulated. Requires slime-fsdp[fp8]."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward: less memory, about a third slower."""
     fsdp_cpu_offload: bool = False
@@ -131,6 +136,8 @@ def problems_of(config: FsdpConfig, world_size: int, model_config: Mapping[str, 
     problems = option_problems(config, world_size)
     if model_config.get("model_type") in WITH_LINEAR_ATTENTION:
         problems += linear_attention_problems(config)
+    if config.fp8_recipe is not None:
+        problems += float8_problems(config, model_config)
     return problems + adapter_problems(config) + held_adapter_problems(config) + model_problems(model_config)
 
 
@@ -174,6 +181,26 @@ def linear_attention_problems(config: FsdpConfig) -> list[str]:
     if config.share_prompts:
         problems.append("backend.share_prompts = true: linear attention has one state per sequence. Leave it out.")
     return problems
+
+
+def float8_problems(config: FsdpConfig, model_config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if find_spec("torchao") is None:
+        problems.append('requires torchao, which is not installed. Install it: pip install "slime-fsdp[fp8]".')
+    if config.precision == "float32":
+        problems.append('what is not in float8 is bfloat16. Leave precision = "float32" out.')
+    if config.trains_adapters:
+        problems.append("the base of adapters is not computed in float8. Leave the adapters out.")
+    if config.context_parallel_size > 1:
+        problems.append("parts of sequences are not padded to multiples of 16 tokens. Leave context_parallel_size out.")
+    model_type = model_config.get("model_type")
+    if model_type in WITH_IMAGES or model_type in WITH_LINEAR_ATTENTION:
+        problems.append(f"{model_type} has other layers than a dense decoder. Leave it out.")
+    if any(model_config.get(key) for key in EXPERTS):
+        problems.append(
+            f"the experts of {model_type} would stay in bfloat16, and they are most of its work. Leave it out."
+        )
+    return [f'backend.fp8_recipe = "{config.fp8_recipe}": {problem}' for problem in problems]
 
 
 def optimizer_problems(config: FsdpConfig, name: str, optimizer: type[OptimizerDriver]) -> list[str]:
@@ -245,6 +272,10 @@ def true_on_policy_problems(config: FsdpConfig) -> list[str]:
         problems.append('linear = "onednn" is not batch-invariant; set "auto"')
     if config.compile:
         problems.append("compile = true fuses operations, which changes their rounding; leave it out")
+    if config.fp8_recipe is not None:
+        problems.append(
+            f'fp8_recipe = "{config.fp8_recipe}" rounds in the trainer what the engine does not; leave it out'
+        )
     if config.trains_adapters:
         problems.append("adapters are merged for the engine, which rounds; train the weights themselves")
     return problems

@@ -246,6 +246,10 @@ def build_model(
     store_parameters(model, kept, frozen, wide)
     # The same weights give the same bits, in any file.
     align(model)
+    if config.fp8_recipe is not None:
+        from slime_fsdp.float8_layers import use_float8
+
+        use_float8(decoder_layers(model), config.fp8_recipe, emulate=placement.device.type == "cpu")
     if placement.true_on_policy:
         if delta_nets(model):
             raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")

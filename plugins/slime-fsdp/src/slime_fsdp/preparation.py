@@ -11,6 +11,7 @@ from slime_core.types.microbatch import MicroBatch
 from slime_fsdp.attention import AttentionPlan, plan_attention
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.prefix_sharing import share_prompts
+from slime_fsdp.stream_padding import padded
 from slime_fsdp.trainer import Trainer
 from slime_fsdp.vision import held_images, rope_positions
 from slime_training.attention_runs import long_on
@@ -39,6 +40,8 @@ def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[Mi
         table = zigzag_part(micro.cu_seqlens, layout.cp_rank, layout.cp_size)
     else:
         table = whole_sequences(micro.cu_seqlens)
+    if config.fp8_recipe is not None:
+        micro, table = padded(micro, table)
     plan = plan_attention(
         table,
         device=placement.device,

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv 2110.02861), in the format of torchao.
+"""AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv 2110.02861), with the codes of torchao.
 
 A moment is a code of one byte per element, and a float32 scale for each block of up to 256 elements. Blocks lie inside rows, so
 that ranks which hold rows of a parameter have the blocks of the whole one; in torchao, which divides what a rank holds, the
@@ -16,11 +16,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
-from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
 from slime_core.contracts.optimizer import OptimizerConfig
 from slime_optimizers.blocks import block_of
+from slime_optimizers.byte_codes import CodeMap, code_map
 from slime_optimizers.config import EightBitConfig
 from slime_training.rounded_adamw import local, numbers_of, update
 
@@ -85,7 +84,7 @@ def step_on(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, salts:
     mean_codes, mean_scales, square_codes, square_scales = (
         rows(state[f"{moment}_{suffix}"]) for moment in ("exp_avg", "exp_avg_sq") for suffix in SUFFIXES
     )
-    maps = maps_on(weight.device)
+    maps = [code_map(signed=signed, device=weight.device) for signed in (True, False)]
     compute = compiled_update() if weight.is_cuda else update_quantized
     size = max(PIECES["cuda" if weight.is_cuda else "cpu"] // weight.shape[1], 1)
     for start in range(0, len(weight), size):
@@ -110,40 +109,22 @@ def update_quantized(
     mean_scales: Tensor,
     square_codes: Tensor,
     square_scales: Tensor,
-    signed: Tensor,
-    unsigned: Tensor,
+    signed: CodeMap,
+    unsigned: CodeMap,
     numbers: Tensor,
     salts: Tensor,
 ) -> None:
-    """Updates in place: weight and codes (N, C), scales (N, B). `signed`, `unsigned`: (256,) values of codes."""
-    mean = dequantized(mean_codes, mean_scales, signed)
-    square = dequantized(square_codes, square_scales, unsigned)
+    """Updates in place: weight and codes (N, C), scales (N, B)."""
+    mean = signed.decoded(mean_codes, mean_scales)
+    square = unsigned.decoded(square_codes, square_scales)
     update(weight, gradient, mean, square, numbers, salts)
-    quantize(mean, mean_codes, mean_scales, signed)
-    quantize(square, square_codes, square_scales, unsigned)
-
-
-def dequantized(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
-    found: Tensor = dequant_with_qmap(codes, values, scales.reshape(-1))
-    return found
-
-
-def quantize(moment: Tensor, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """(N, C) float32, to codes and scales in place."""
-    scaled, found = scale_tensor(moment, codes.shape[1] // scales.shape[1])
-    codes.copy_(quantize_8bit_with_qmap(scaled, values))
-    scales.copy_(found.view_as(scales))
+    signed.encode(mean, mean_codes, mean_scales)
+    unsigned.encode(square, square_codes, square_scales)
 
 
 @cache
 def compiled_update() -> Callable[..., None]:
     return torch.compile(update_quantized, dynamic=True)
-
-
-@cache
-def maps_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of the 256 codes, of moments with and without a sign."""
-    return torch.tensor(get_qmap_signed(), device=device), torch.tensor(get_qmap_unsigned(), device=device)
 
 
 def rows(tensor: Tensor | None) -> Tensor:

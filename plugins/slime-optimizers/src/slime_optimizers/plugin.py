@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.optimizer import OptimizerConfig, OptimizerDriver, OptimizerFactory, RoundedState
-from slime_core.errors import PluginError
 from slime_optimizers.config import EightBitConfig, MuonConfig
 from slime_optimizers.memory import of_8bit, of_muon
 from slime_training.memory_plan import MemoryItem, OptimizerPlanner, SteppedTensor
@@ -51,18 +49,13 @@ class MuonDriver(OptimizerPlanner, OptimizerDriver):
 
 
 class EightBitDriver(OptimizerPlanner, OptimizerDriver):
-    """AdamW with moments of 8 bits, in torchao's format."""
+    """AdamW with moments of 8 bits, with torchao's codes."""
 
     Config: ClassVar[type[DriverConfig]] = EightBitConfig
     state_before_steps: ClassVar[bool] = True
 
     @classmethod
     def build(cls, options: EightBitConfig) -> OptimizerFactory:
-        if find_spec("torchao") is None:
-            raise PluginError(
-                "train.optimizer: adamw_8bit requires torchao, which is not installed. Install it: pip install "
-                '"slime-optimizers[torchao]".'
-            )
         from slime_optimizers.adamw_8bit import EightBitAdamW
 
         def make(
