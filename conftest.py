@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "plugins/slime-plugin-kit/tests/test_shipped_plugins.py",
     "plugins/slime-plugin-kit/tests/test_kit.py",
     "tests/integration/test_critic.py",
+    "tests/integration/test_rollout_workers.py",
     "tests/integration/test_ray_launcher.py",
     "tests/integration/test_bad_input.py",
     "tests/integration/test_middlewares.py",

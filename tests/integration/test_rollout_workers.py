@@ -176,6 +176,7 @@ def eval_metrics(tiny: TinyRun, run: str) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.endswith(("time", "seconds"))} for line in lines]
 
 
+@pytest.mark.faults
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
     address = serve(0.02)
     ended = prepared.run(*WORDS, *address, "--name", "plain")
@@ -199,6 +200,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serv
     assert not [event for event in events(prepared, "killed") if event["event"] == "engine_lost"]
 
 
+@pytest.mark.faults
 def test_a_killed_run_resumes_and_equals_the_uninterrupted_one(
     prepared: TinyRun, serve: Callable[..., tuple[str, ...]]
 ):
@@ -244,6 +246,7 @@ def test_partial_rollouts_in_workers(prepared: TinyRun, serve: Callable[..., tup
     assert all(row["tokens"] == whole[row["index"]] for row in compared)
 
 
+@pytest.mark.faults
 def test_a_worker_that_dies_again_and_again_ends_the_run(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
     (prepared / "deadly.py").write_text(DEADLY)
     words = "--plugin", "deadly.py", "--generate", "deadly", "--rollout-workers", "2", "--max-retries", "1"
@@ -292,6 +295,7 @@ def test_workers_whose_engines_are_actors(prepared: TinyRun, serve: Callable[...
     assert groups_of(prepared, "actors") == groups_of(prepared, "plain")
 
 
+@pytest.mark.faults
 def test_an_engine_that_fails_is_replaced_under_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
     for words in (
         (*serve(), "--name", "plain"),
@@ -317,6 +321,7 @@ def test_a_loop_of_ones_own_has_workers(prepared: TinyRun, serve: Callable[..., 
     assert len({reward for _, reward in printed[0]}) == 2
 
 
+@pytest.mark.faults
 def test_ctrl_c_saves_and_ends_the_workers(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
     """Ctrl-C reaches all processes of the terminal; the driver decides what ends when."""
     address = serve(0.02)
@@ -346,7 +351,7 @@ def test_errors_are_those_of_a_run_without_workers(prepared: TinyRun, serve: Cal
         generated = prepared.run(*WORDS, *address, *words, f"generator-{count}", "--generate", "shaky")
         assert generated.code == 0, generated.err
         failed = Counter(
-            (event["prompt"], event["attempt"], event["will_retry"], event["error"])
+            (event["group"], event["sample"], event["tries"], event["will_retry"], event["error"])
             for event in events(prepared, f"generator-{count}")
             if event["event"] == "sample_failed"
         )
