@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo page record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo page screenshots record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -55,6 +55,12 @@ FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # The bundle is in git, so that installing slime-viewer takes no node. The same sources give the same bytes.
 page:  ## Build the page of slime view, and run its unit tests; node 20.19 or later.
 	cd plugins/slime-viewer/page && npm ci --silent --no-audit --no-fund && npm run --silent build && npm test --silent
+
+# Chromium is Debian's; the pictures are those of the run that `make demo` trains.
+screenshots: .venv/.run  ## The pictures of slime view in README.md and docs/: trains the demo's run first.
+	$(UV) playwright
+	$(BIN)/slime run examples/arithmetic/run.toml --fresh --dump-rollouts
+	$(BIN)/python docs/images/make_screenshots.py runs/arithmetic
 
 record: .venv/.test  ## What a user sees of this checkout, as text files: make record OUT=folder, then diff -r OTHER folder.
 	$(BIN)/python tests/recorder/record.py $(OUT)
