@@ -1,8 +1,6 @@
 """The screenshots of `slime view` in README.md and docs/watching.md: `make screenshots`, or by hand for another run.
 
     python docs/images/make_screenshots.py runs/NAME [--chromium /usr/bin/chromium]
-
-The run needs dumped rollouts (`--dump-rollouts`).
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ def settle(page: Page) -> None:
 
 
 def main(
-    run: Annotated[Path, typer.Argument(help="Folder of a run with dumped rollouts.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     chromium: Annotated[Path, typer.Option(help="The browser.")] = Path("/usr/bin/chromium"),
 ) -> None:
     """Write the screenshots beside this script."""
