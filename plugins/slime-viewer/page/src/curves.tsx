@@ -55,6 +55,7 @@ export function Curves({ runs }: { runs: readonly Run[] }) {
       <Toolbar>
         <TextField label="Filter" main value={filter} placeholder="name, or /expression/" onChange={(value) => adjust({ filter: value }, { replace: true })} />
       </Toolbar>
+      <RunLegend runs={runs} />
       {names.error ? <Notice problem>{names.error}</Notice> : null}
       {groups === undefined ? names.error ? null : <Waiting /> : null}
       {charts?.length === 0 ? <Notice>No metrics yet. They appear with the first step.</Notice> : null}
@@ -63,6 +64,20 @@ export function Curves({ runs }: { runs: readonly Run[] }) {
         <Group key={group.title} title={group.title} charts={group.charts} runs={runs} />
       ))}
     </>
+  );
+}
+
+/** Which number is which run, where the list of runs is closed. */
+function RunLegend({ runs }: { runs: readonly Run[] }) {
+  if (runs.length < 2) return null;
+  return (
+    <p class="run-legend">
+      {runs.map(({ id }, place) => (
+        <span key={id}>
+          <b style={{ color: seriesColor(place, theme.value) }}>{place + 1}</b> {id}{" "}
+        </span>
+      ))}
+    </p>
   );
 }
 
