@@ -80,7 +80,7 @@ export function Chart(props: ChartProps) {
   useEffect(() => {
     const chart = plot.current;
     if (!chart) return;
-    // New points of a live run: whoever looks at a part of the x axis keeps that part.
+    // New points of a live run: a part of the x axis that was zoomed into stays in view.
     const x = chart.data[0];
     const zoomed = x.length > 0 && chart.scales.x!.min !== undefined && (chart.scales.x!.min > x[0]! || chart.scales.x!.max! < x[x.length - 1]!);
     const range = { min: chart.scales.x!.min!, max: chart.scales.x!.max! };

@@ -81,7 +81,7 @@ function RunLegend({ runs }: { runs: readonly Run[] }) {
   );
 }
 
-/** Metrics of all runs; asks again while runs go on. */
+/** Metrics of all runs; asks again when a run has more. */
 function useMetricNames(runs: readonly Run[]): { metrics: ReturnType<typeof merged> | undefined; error: string | null } {
   // Runs that are laid over mostly have the metrics of the first: more requests at once would only make the page late.
   const first = useReply<MetricNames>(runs[0] ? metricsOf(runs[0]) : null, { hold: true });
