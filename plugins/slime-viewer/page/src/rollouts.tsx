@@ -229,7 +229,7 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
     <>
       {group !== null ? (
         <p class="crumbs">
-          <a href={hrefOf({ group: null, rows: null })}>‹ all groups</a> <strong>group {grouped(group)}</strong>{" "}
+          <a href={hrefOf({ group: null, rows: null })}>‹ all groups</a> <strong>group {group}</strong>{" "}
           {everyStep ? null : (
             <a href={hrefOf({ step: "all" })}>this prompt in all steps</a>
           )}

@@ -149,7 +149,7 @@ function Siblings({ sample }: { sample: SampleReply }) {
   return (
     <nav class="siblings" aria-label={`Samples of group ${sample.group}`}>
       <a class="quiet" href={href(sample.set === "train" ? "rollouts" : "evaluation", { set: sample.set === "train" ? null : sample.set, step: sample.at.step, group: sample.group })}>
-        group {grouped(sample.group)}
+        group {sample.group}
       </a>
       {sample.siblings.map(({ at, reward, tokens, status }) => (
         <a key={`${at.index}.${at.part}`} href={sampleHref(sample, at)} aria-current={own(at) ? "true" : undefined} title={`sample ${at.index}: ${rewardText(reward)}, ${grouped(tokens)} tokens, ${status}`}>
