@@ -56,7 +56,7 @@ SCREENSHOTS: Final = (
 @contextmanager
 def served(run: Path) -> Iterator[str]:
     """The address with its token, while `slime view` runs."""
-    command = [Path(sys.executable).with_name("slime"), "view", run, "--page", "--no-browser"]
+    command = [str(Path(sys.executable).with_name("slime")), "view", str(run), "--page", "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
