@@ -96,7 +96,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-plugin-kit": ("new", "plugins.algorithms", "plugins.check", "plugins.show"),
         "slime-preflight": ("config", "doctor", "plan"),
         "slime-session": ("eval",),
-        "slime-viewer": ("view",),
+        "slime-viewer": ("compare", "view"),
     },
     groups.LIBRARY: {"slime-session": ("open_session", "run")},
     "slime_training.hooks": {"slime-compat": ("compat",)},
