@@ -1,6 +1,6 @@
-"""The screenshots of `slime view` in README.md and docs/watching.md: `make screenshots`, or by hand for another run.
+"""The screenshots of `slime view` in README.md and docs/watching.md: `make screenshots`.
 
-    python docs/images/make_screenshots.py runs/NAME [--chromium /usr/bin/chromium]
+For another run: `python docs/images/make_screenshots.py runs/NAME`.
 """
 
 from __future__ import annotations
