@@ -17,6 +17,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS
 .PHONY: venv demo page record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 .PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-tinker test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 .PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-torchao test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo page screenshots record test suites test-bench test-bits test-browser test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -27,7 +28,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling hypothesis import-linter mypy openai openai-agents psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling httpx hypothesis import-linter mypy openai openai-agents playwright psutil pytest pytest-asyncio pytest-xdist ruff trl
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.
@@ -58,6 +59,12 @@ FILES := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 page:  ## Build the page of slime view, and run its unit tests; node 20.19 or later.
 	cd plugins/slime-viewer/page && npm ci --silent --no-audit --no-fund && npm run --silent build && npm test --silent
 
+# Chromium is Debian's; the pictures are those of the run that `make demo` trains.
+screenshots: .venv/.run  ## The pictures of slime view in README.md and docs/: trains the demo's run first.
+	$(UV) playwright
+	$(BIN)/slime run examples/arithmetic/run.toml --fresh --dump-rollouts
+	$(BIN)/python docs/images/make_screenshots.py runs/arithmetic
+
 record: .venv/.test  ## What a user sees of this checkout, as text files: make record OUT=folder, then diff -r OTHER folder.
 	$(BIN)/python tests/recorder/record.py $(OUT)
 
@@ -67,6 +74,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 suites: .venv/.test
 	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not tinker and not vllm"
 	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not torchao and not vllm"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not browser and not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not vllm"
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.
@@ -74,6 +82,11 @@ test-examples: .venv/.test  ## Every example in short form: does it learn what i
 
 seeds: .venv/.test  ## Launch scripts with the flags of upstream's commands, translated and run in small; by hand.
 	$(BIN)/python tests/seeds/run.py $(FLAGS)
+
+# Chromium is the system's (Debian: apt-get install chromium). That the bundle in git is the one of its sources is checked first.
+test-browser: .venv/.test page  ## The page of slime view in Chromium.
+	git diff --exit-code --stat -- plugins/slime-viewer/src/slime_viewer/static
+	$(SINGLE) $(BIN)/pytest tests/integration/test_view_page.py -m browser
 
 # Half of the time is waiting: three at once on two cores.
 test-faults: .venv/.test  ## Kills runs at random instants and compares with the uninterrupted one; signals, full disks.

@@ -98,7 +98,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "slime-preflight": ("config", "doctor", "plan"),
         "slime-session": ("eval",),
         "slime-tinker": ("serve", "serve.keys", "serve.run"),
-        "slime-viewer": ("view",),
+        "slime-viewer": ("compare", "view"),
     },
     groups.LIBRARY: {"slime-rollout-workers": ("rollout_workers",), "slime-session": ("open_session", "run")},
     "slime_training.hooks": {"slime-compat": ("compat",)},

@@ -23,6 +23,8 @@ export default defineConfig({
   base: "./",
   oxc: { jsx: { runtime: "automatic", importSource: "preact" } },
   plugins: [licenses()],
+  // `npm run dev` shows the sources over the data of `slime view RUN --page --no-browser --port 8000`.
+  server: { proxy: { "/api": "http://127.0.0.1:8000", "/panels": "http://127.0.0.1:8000" } },
   build: {
     outDir: "../src/slime_viewer/static",
     emptyOutDir: true,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from written_runs import make_groups
 
+import slime_viewer.recording
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.data.table import dump_file, dumped_steps, read_groups
 from slime_core.types.batch import TokenColumns
@@ -59,6 +60,22 @@ def test_the_size_is_bounded_and_old_steps_become_sparse(tmp_path: Path) -> None
     gaps = np.diff(kept)
     assert gaps[-1] == 1
     assert gaps[:5].mean() > 4 * gaps[-5:].mean()
+
+
+def test_writing_takes_a_hundredth_of_the_runs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 3 s were spent, of which 2 s are free; so the next step is written after 100 s. Tokens follow the groups."""
+    now = 0.0
+    monkeypatch.setattr(slime_viewer.recording.time, "monotonic", lambda: now)
+    recording = Recording(tmp_path, attempt=1)
+    assert recording.takes(0)
+    recording._spent = 3.0
+    now = 99.0
+    assert not recording.takes(1)
+    assert recording.takes(0)
+    now = 101.0
+    assert recording.takes(2)
+    assert not recording.takes(1)
+    recording.end()
 
 
 def test_the_newest_step_stays(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { spread } from "./label-places";
 import { compact } from "./number-format";
 import { type Theme, translucent } from "./palette";
 
@@ -80,7 +81,7 @@ export function Chart(props: ChartProps) {
   useEffect(() => {
     const chart = plot.current;
     if (!chart) return;
-    // New points of a live run: whoever looks at a part of the x axis keeps that part.
+    // New points of a live run: a part of the x axis that was zoomed into stays in view.
     const x = chart.data[0];
     const zoomed = x.length > 0 && chart.scales.x!.min !== undefined && (chart.scales.x!.min > x[0]! || chart.scales.x!.max! < x[x.length - 1]!);
     const range = { min: chart.scales.x!.min!, max: chart.scales.x!.max! };
@@ -230,29 +231,41 @@ function drawBreaks(chart: uPlot, breaks: readonly number[], color: string): voi
   ctx.restore();
 }
 
+/** Pixels between the numbers of lines. */
+const APART = 10;
+
 /** The number of each line, behind its last point in view. */
 function drawMarks(chart: uPlot, lines: readonly Line[], main: readonly number[]): void {
-  const { ctx } = chart;
+  const { ctx, bbox } = chart;
   const scale = devicePixelRatio;
-  const placed: number[] = [];
+  const marks = lines.flatMap((line, place) => {
+    const end = line.mark ? endOf(chart, main[place]!) : null;
+    return end ? [{ line, ...end }] : [];
+  });
+  marks.sort((one, other) => one.y - other.y);
+  const heights = spread(
+    marks.map(({ y }) => y),
+    APART * scale,
+    bbox.top + bbox.height,
+  );
   ctx.save();
   ctx.font = `600 ${10 * scale}px system-ui, sans-serif`;
+  ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  lines.forEach((line, place) => {
-    if (!line.mark) return;
-    const values = chart.data[main[place]!]!;
-    const [from, to] = chart.series[0]!.idxs ?? [0, values.length - 1];
-    for (let at = to; at >= from; at--) {
-      const value = values[at];
-      if (value === null || value === undefined) continue;
-      let y = chart.valToPos(value, "y", true);
-      const shift = (y - chart.bbox.top > 9 * scale * lines.length ? -9 : 9) * scale;
-      while (placed.some((other) => Math.abs(other - y) < 8 * scale)) y += shift;
-      placed.push(y);
-      ctx.fillStyle = line.color;
-      ctx.fillText(line.mark, chart.valToPos(chart.data[0][at]!, "x", true) + 4 * scale, y);
-      break;
-    }
+  marks.forEach(({ line, x }, place) => {
+    ctx.fillStyle = line.color;
+    ctx.fillText(line.mark, x + 4 * scale, heights[place]!);
   });
   ctx.restore();
+}
+
+/** Where a series ends in view, in pixels of the canvas. */
+function endOf(chart: uPlot, series: number): { x: number; y: number } | null {
+  const values = chart.data[series]!;
+  const [from, to] = chart.series[0]!.idxs ?? [0, values.length - 1];
+  for (let at = to; at >= from; at--) {
+    const value = values[at];
+    if (value !== null && value !== undefined) return { x: chart.valToPos(chart.data[0][at]!, "x", true), y: chart.valToPos(value, "y", true) };
+  }
+  return null;
 }

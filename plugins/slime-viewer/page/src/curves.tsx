@@ -55,6 +55,7 @@ export function Curves({ runs }: { runs: readonly Run[] }) {
       <Toolbar>
         <TextField label="Filter" main value={filter} placeholder="name, or /expression/" onChange={(value) => adjust({ filter: value }, { replace: true })} />
       </Toolbar>
+      <RunLegend runs={runs} />
       {names.error ? <Notice problem>{names.error}</Notice> : null}
       {groups === undefined ? names.error ? null : <Waiting /> : null}
       {charts?.length === 0 ? <Notice>No metrics yet. They appear with the first step.</Notice> : null}
@@ -66,7 +67,21 @@ export function Curves({ runs }: { runs: readonly Run[] }) {
   );
 }
 
-/** Metrics of all runs; asks again while runs go on. */
+/** Which number is which run, where the list of runs is closed. */
+function RunLegend({ runs }: { runs: readonly Run[] }) {
+  if (runs.length < 2) return null;
+  return (
+    <p class="run-legend">
+      {runs.map(({ id }, place) => (
+        <span key={id}>
+          <b style={{ color: seriesColor(place, theme.value) }}>{place + 1}</b> {id}{" "}
+        </span>
+      ))}
+    </p>
+  );
+}
+
+/** Metrics of all runs; asks again when a run has more. */
 function useMetricNames(runs: readonly Run[]): { metrics: ReturnType<typeof merged> | undefined; error: string | null } {
   // Runs that are laid over mostly have the metrics of the first: more requests at once would only make the page late.
   const first = useReply<MetricNames>(runs[0] ? metricsOf(runs[0]) : null, { hold: true });
@@ -160,6 +175,9 @@ export function xOf(curve: LoadedCurve["curve"], axis: XAxis): { x: (number | nu
 /** Curves with fewer points, such as those of evaluations, are drawn as they are: an average would only lag behind. */
 const FEW = 20;
 
+/** Bands of more runs would hide each other. */
+const BANDED_RUNS = 2;
+
 /** Lines of one chart: of each run the metric, with the band of its distribution or of its buckets. */
 export function linesOf(plan: Pick<ChartPlan, "main" | "median" | "low" | "high">, curves: readonly LoadedCurve[], runs: readonly Run[], drawing: Drawing, colors: "light" | "dark"): { lines: Line[]; breaks: number[]; unknown: boolean } {
   const lines: Line[] = [];
@@ -181,7 +199,7 @@ export function linesOf(plan: Pick<ChartPlan, "main" | "median" | "low" | "high"
     const weight = values.length < FEW ? 0 : drawing.weight;
     const low = of(plan.low)?.value ?? curve.low;
     const high = of(plan.high)?.value ?? curve.high;
-    const banded = low !== null && high !== null && low.length === curve.step.length && high.length === curve.step.length;
+    const banded = runs.length <= BANDED_RUNS && low !== null && high !== null && low.length === curve.step.length && high.length === curve.step.length;
     lines.push({
       title,
       color,
@@ -274,8 +292,11 @@ function kept(asked: Readonly<Record<string, string>>): Record<string, string | 
   return { x: asked.x ?? null, smooth: asked.smooth ?? null, y: asked.y ?? null, filter: asked.filter ?? null, open: asked.open ?? null, closed: asked.closed ?? null };
 }
 
-/** Numbers beside a chart's title: at the cursor, or the last ones. */
-function Values({ lines, at, last }: { lines: readonly Line[]; at: { x: number; values: (number | null)[] } | null; last: number | null }) {
+/** Beside the title of a small chart there is room for the numbers of so many runs. */
+const FEW_RUNS = 3;
+
+/** Numbers beside a chart's title: at the cursor, or the last ones. `whole`: of all runs, however many. */
+function Values({ lines, at, last, whole = false }: { lines: readonly Line[]; at: { x: number; values: (number | null)[] } | null; last: number | null; whole?: boolean }) {
   if (lines.length <= 1 || (lines.length === 2 && lines[1]!.dashed)) {
     const end = lines[0]?.y.findLast((value) => value !== null) ?? last;
     return at ? (
@@ -286,6 +307,16 @@ function Values({ lines, at, last }: { lines: readonly Line[]; at: { x: number; 
       <span class="value">{short(end)}</span>
     );
   }
+  const numbers = lines.map((line, place) => (at ? (at.values[place] ?? null) : (line.y.findLast((value) => value !== null) ?? null)));
+  if (!whole && lines.length > FEW_RUNS) {
+    const known = numbers.filter((value) => value !== null);
+    return (
+      <span class="value">
+        {at ? <span class="quiet">{compact(at.x)} </span> : null}
+        {known.length === 0 ? "–" : `${short(Math.min(...known))} to ${short(Math.max(...known))}`}
+      </span>
+    );
+  }
   return (
     <span class="value">
       {at ? <span class="quiet">{compact(at.x)}</span> : null}
@@ -293,7 +324,7 @@ function Values({ lines, at, last }: { lines: readonly Line[]; at: { x: number; 
         line.dashed ? null : (
           <span key={place} style={{ color: line.color }}>
             {" "}
-            <b>{line.mark}</b> {short(at ? at.values[place] : line.y.findLast((value) => value !== null))}
+            <b>{line.mark}</b> {short(numbers[place])}
           </span>
         ),
       )}
@@ -317,7 +348,7 @@ function MetricView({ plan, runs }: { plan: ChartPlan; runs: readonly Run[] }) {
       <figure class="metric large">
         <figcaption>
           <h2>{plan.name}</h2>
-          <Values lines={lines} at={at} last={plan.last} />
+          <Values lines={lines} at={at} last={plan.last} whole />
         </figcaption>
         {plan.meaning ? <p class="quiet">{plan.meaning}</p> : null}
         {error ? <Notice problem>{error}</Notice> : null}

@@ -10,7 +10,7 @@ const SERIES: Record<Theme, readonly string[]> = {
   dark: ["#5fb3ec", "#f08c4a", "#3cc79d", "#e08bbd", "#dcb53c", "#a99bf5", "#9db8c6", "#ee8080"],
 };
 
-/** The color of a run's lines; after eight they repeat, and numbers tell lines apart. */
+/** The color of a run's lines; after eight they repeat, and the numbers are what differs. */
 export function seriesColor(place: number, theme: Theme): string {
   const colors = SERIES[theme];
   return colors[place % colors.length]!;

@@ -1,4 +1,4 @@
-/** A panel that a plugin brings: its module draws into an element of the page. */
+/** A panel of a plugin: its module draws into an element of the page. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { PanelData, PanelInfo, PanelModule, Run } from "./api";

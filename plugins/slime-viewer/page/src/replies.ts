@@ -18,7 +18,7 @@ export function api(): ApiClient {
 
 // ---------------------------------------------------------------- what changed
 
-/** Counts changes of a part of a run; `*` stands for the list of runs. */
+/** Counts changes of a part of a run; `*` is the list of runs. */
 const versions = new Map<string, Signal<number>>();
 
 function versionOf(run: string, part: Part): Signal<number> {

@@ -61,8 +61,8 @@ function samplesUnfinished({ indexed, rows }: Samples): boolean {
   return indexed < rows;
 }
 
-const NO_SAMPLES = "This run has no dumped rollouts. A run writes them with --dump-rollouts.";
-const NO_EVALS = "This run has no dumped evaluation samples.";
+const NO_SAMPLES = "No samples yet. A run records them while slime-viewer is installed, the newest up to 1 GiB; --dump-rollouts keeps those of all steps.";
+const NO_EVALS = "No samples of evaluations yet. A run records them while slime-viewer is installed.";
 
 function StepRows({
   run,
@@ -229,7 +229,7 @@ function SampleRows({ run, set, step, group, hrefOf }: Listing & { group: number
     <>
       {group !== null ? (
         <p class="crumbs">
-          <a href={hrefOf({ group: null, rows: null })}>‹ all groups</a> <strong>group {grouped(group)}</strong>{" "}
+          <a href={hrefOf({ group: null, rows: null })}>‹ all groups</a> <strong>group {group}</strong>{" "}
           {everyStep ? null : (
             <a href={hrefOf({ step: "all" })}>this prompt in all steps</a>
           )}

@@ -120,13 +120,13 @@ function Facts({ sample }: { sample: SampleReply }) {
     ["tokens", grouped(sample.tokens.ids.length)],
     ...(trained !== undefined && trained !== sample.tokens.ids.length ? [["trained", grouped(trained)] as const] : []),
     ...Object.entries(sample.counts).map(([name, value]) => [name, short(value)] as const),
-    ...(sample.origin ? [["from", sample.origin] as const] : []),
+    ...(sample.origin ? [["from", sample.origin.slice(sample.origin.lastIndexOf("/") + 1)] as const] : []),
   ];
   return (
     <>
       <dl class="facts">
         {facts.map(([name, value], place) => (
-          <div key={`${name}${place}`} class={place === 0 ? "main" : ""}>
+          <div key={`${name}${place}`} class={place === 0 ? "main" : ""} title={name === "from" ? sample.origin : undefined}>
             <dt>{name}</dt>
             <dd>{value}</dd>
           </div>
@@ -149,7 +149,7 @@ function Siblings({ sample }: { sample: SampleReply }) {
   return (
     <nav class="siblings" aria-label={`Samples of group ${sample.group}`}>
       <a class="quiet" href={href(sample.set === "train" ? "rollouts" : "evaluation", { set: sample.set === "train" ? null : sample.set, step: sample.at.step, group: sample.group })}>
-        group {grouped(sample.group)}
+        group {sample.group}
       </a>
       {sample.siblings.map(({ at, reward, tokens, status }) => (
         <a key={`${at.index}.${at.part}`} href={sampleHref(sample, at)} aria-current={own(at) ? "true" : undefined} title={`sample ${at.index}: ${rewardText(reward)}, ${grouped(tokens)} tokens, ${status}`}>

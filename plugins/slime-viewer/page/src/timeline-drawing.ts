@@ -4,8 +4,11 @@ import type { Timeline } from "./api";
 import { isStriped, kindColor, kindTitle, type Theme } from "./palette";
 import { clock, ticks } from "./timeline-scale";
 
-/** Pixels: names of lanes, the axis, one lane. */
-export const LEFT = 120;
+/** Pixels of the names of lanes. */
+export function leftOf(width: number): number {
+  return width < 500 ? 66 : 120;
+}
+/** Pixels: the axis, one lane. */
 export const HEAD = 22;
 export const LANE_HEIGHT = 30;
 const BAR = 22;
@@ -36,9 +39,10 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
   ctx.font = "11px system-ui, sans-serif";
   ctx.textBaseline = "middle";
   const ink = INK[theme];
-  const xOf = (time: number) => LEFT + ((time - start) / (end - start)) * (width - LEFT);
+  const left = leftOf(width);
+  const xOf = (time: number) => left + ((time - start) / (end - start)) * (width - left);
 
-  const at = ticks(start, end, timeline.first, Math.max(2, Math.floor((width - LEFT) / 90)));
+  const at = ticks(start, end, timeline.first, Math.max(2, Math.floor((width - left) / 90)));
   const step = at.length > 1 ? at[1]! - at[0]! : 1;
   ctx.fillStyle = ink.quiet;
   ctx.strokeStyle = ink.grid;
@@ -53,7 +57,7 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
 
   ctx.save();
   ctx.beginPath();
-  ctx.rect(LEFT, 0, width - LEFT, height);
+  ctx.rect(left, 0, width - left, height);
   ctx.clip();
   const stripes = stripePattern(ctx, ink.stripe, scale);
   // Long spans first: what lies inside of others stays visible.
@@ -62,7 +66,7 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
     const from = timeline.from[span]!;
     const to = timeline.to[span]!;
     if (to < start || from > end) continue;
-    const x = Math.max(xOf(from), LEFT - 2);
+    const x = Math.max(xOf(from), left - 2);
     const length = Math.max(Math.min(xOf(to), width + 2) - x, 0.75);
     const y = HEAD + timeline.lane[span]! * LANE_HEIGHT + (LANE_HEIGHT - BAR) / 2;
     const kind = timeline.kind[span]!;
@@ -80,7 +84,7 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
       ctx.strokeStyle = ink.outline;
       ctx.strokeRect(x + 0.5, y + 0.5, Math.max(length - 1, 1), BAR - 1);
     }
-    label(ctx, kind, timeline.step[span], x, y, length, ink.onBar);
+    label(ctx, kind, timeline.step[span], Math.max(x, left), y, length, ink.onBar);
   }
   ctx.fillStyle = ink.mark;
   for (const { time } of timeline.marks) {
@@ -97,9 +101,9 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
   timeline.lanes.forEach(({ name, devices }, lane) => {
     const y = HEAD + lane * LANE_HEIGHT + LANE_HEIGHT / 2;
     ctx.fillStyle = ink.text;
-    ctx.fillText(fitted(ctx, name, LEFT - 8), 0, devices ? y - 6 : y);
+    ctx.fillText(fitted(ctx, name, left - 8), 0, devices ? y - 6 : y);
     ctx.fillStyle = ink.quiet;
-    if (devices) ctx.fillText(fitted(ctx, devices, LEFT - 8), 0, y + 7);
+    if (devices) ctx.fillText(fitted(ctx, devices, left - 8), 0, y + 7);
   });
 }
 
@@ -111,7 +115,7 @@ function label(ctx: CanvasRenderingContext2D, kind: string, step: number | null 
   const text = [long, title].find((candidate) => ctx.measureText(candidate).width < length - 8);
   if (text === undefined) return;
   ctx.fillStyle = color;
-  ctx.fillText(text, Math.max(x, LEFT) + 4, y + BAR / 2 + 0.5);
+  ctx.fillText(text, x + 4, y + BAR / 2 + 0.5);
 }
 
 function fitted(ctx: CanvasRenderingContext2D, text: string, width: number): string {

@@ -11,7 +11,7 @@ import { duration, grouped, moment, percent } from "./number-format";
 import { isStriped, kindColor, kindOrder, kindTitle, seriesColor } from "./palette";
 import { useReply } from "./replies";
 import { theme } from "./theme";
-import { drawTimeline, HEAD, LANE_HEIGHT, LEFT } from "./timeline-drawing";
+import { drawTimeline, HEAD, LANE_HEIGHT, leftOf } from "./timeline-drawing";
 import { spanAt, sumsOf } from "./timeline-scale";
 
 export function Timeline({ run }: { run: Run }) {
@@ -19,7 +19,7 @@ export function Timeline({ run }: { run: Run }) {
   const start = timeOf(asked.start);
   const end = timeOf(asked.end);
   const range = start !== null && end !== null && start < end ? { start, end } : null;
-  // A range that was chosen does not move while a run goes on; the last steps do.
+  // A range that was chosen stays; the last steps move with a live run.
   const reply = useReply<TimelineReply>(
     { path: `/api/runs/${encodeURIComponent(run.id)}/timeline`, parameters: range ?? {}, run: run.id, parts: ["timeline"] },
     { hold: true },
@@ -42,6 +42,7 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
   const [width, setWidth] = useState(0);
   const [pointed, setPointed] = useState<{ span: number; x: number; y: number } | null>(null);
   const drag = useRef<{ x: number; start: number; end: number; moved: boolean } | null>(null);
+  const left = leftOf(width);
   const height = HEAD + timeline.lanes.length * LANE_HEIGHT + 4;
   const kinds = useMemo(() => kindOrder(timeline.kind), [timeline]);
   const sums = useMemo(() => sumsOf(timeline, start, end), [timeline, start, end]);
@@ -56,7 +57,7 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
   const zoom = (factor: number, at = (start + end) / 2) => show(at - (at - start) * factor, at + (end - at) * factor, true);
   const pan = (share: number) => show(start + (end - start) * share, end + (end - start) * share, true);
   const everything = () => adjust({ start: timeline.first.toFixed(3), end: timeline.last.toFixed(3) });
-  const timeAt = (x: number) => start + ((x - LEFT) / (width - LEFT)) * (end - start);
+  const timeAt = (x: number) => start + ((x - left) / (width - left)) * (end - start);
 
   useShortcuts([
     { keys: "+", title: "zoom in", run: () => zoom(0.5) },
@@ -95,13 +96,13 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
 
   const point = (event: PointerEvent) => {
     if (drag.current) {
-      const shift = ((drag.current.x - event.offsetX) / (width - LEFT)) * (drag.current.end - drag.current.start);
+      const shift = ((drag.current.x - event.offsetX) / (width - left)) * (drag.current.end - drag.current.start);
       if (Math.abs(drag.current.x - event.offsetX) > 3) drag.current.moved = true;
       if (drag.current.moved) show(drag.current.start + shift, drag.current.end + shift, true);
       return;
     }
     const lane = Math.floor((event.offsetY - HEAD) / LANE_HEIGHT);
-    const span = event.offsetX < LEFT ? -1 : spanAt(timeline, lane, timeAt(event.offsetX), ((end - start) / (width - LEFT)) * 2);
+    const span = event.offsetX < left ? -1 : spanAt(timeline, lane, timeAt(event.offsetX), ((end - start) / (width - left)) * 2);
     setPointed(span < 0 ? null : { span, x: event.offsetX, y: HEAD + (lane + 1) * LANE_HEIGHT });
   };
 

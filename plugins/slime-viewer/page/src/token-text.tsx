@@ -16,7 +16,7 @@ import { classOf, extremes, type Scale } from "./token-scale";
 const BLOCK = 400;
 /** Milliseconds after which the token of the keyboard is in the address. */
 const SETTLED = 300;
-/** Tokens that "next notable token" visits. */
+/** Tokens that "next notable token" visits: at most so many, and at most one in ten. */
 const NOTABLE = 20;
 
 export function TokenText({ sample, column, scale, numbers }: { sample: Sample; column: TokenColumn | undefined; scale: Scale | null; numbers: boolean }) {
@@ -57,7 +57,7 @@ function ColoredTurns({ sample, texts, column, scale, numbers }: { sample: Sampl
   const active = useRef(0);
   const { turns } = sample;
   const settle = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
-  const notable = useMemo(() => (column ? extremes(column, NOTABLE) : []), [column]);
+  const notable = useMemo(() => (column ? extremes(column, Math.max(1, Math.min(NOTABLE, Math.floor(texts.length / 10)))) : []), [column]);
 
   useEffect(() => {
     elements.current = [];
@@ -69,7 +69,7 @@ function ColoredTurns({ sample, texts, column, scale, numbers }: { sample: Sampl
     elements.current[0]?.setAttribute("tabindex", "0");
     setShown(null);
     const linked = whole(query.peek(), "place");
-    if (linked !== null) moveTo(linked);
+    if (linked !== null) moveTo(linked, "center");
     return () => clearTimeout(settle.current);
   }, [sample]);
 
@@ -84,14 +84,14 @@ function ColoredTurns({ sample, texts, column, scale, numbers }: { sample: Sampl
     });
   }, [sample, column, scale, numbers]);
 
-  const moveTo = (place: number) => {
+  const moveTo = (place: number, block: ScrollLogicalPosition = "nearest") => {
     const next = elements.current[place];
     if (!next) return;
     elements.current[active.current]?.setAttribute("tabindex", "-1");
     active.current = place;
     next.setAttribute("tabindex", "0");
     next.focus({ preventScroll: true });
-    next.scrollIntoView({ block: "nearest" });
+    next.scrollIntoView({ block });
     setShown({ place, by: "keyboard" });
     clearTimeout(settle.current);
     settle.current = setTimeout(() => adjust({ place }, { replace: true }), SETTLED);
@@ -104,8 +104,8 @@ function ColoredTurns({ sample, texts, column, scale, numbers }: { sample: Sampl
     moveTo(Math.min(elements.current.length - 1, Math.max(0, active.current + by)));
   };
   useShortcuts([
-    { keys: "e", title: "next notable token (largest numbers)", run: () => notable.length > 0 && moveTo(notable.find((place) => place > active.current) ?? notable[0]!) },
-    { keys: "E", title: "notable token before", run: () => notable.length > 0 && moveTo(notable.findLast((place) => place < active.current) ?? notable[notable.length - 1]!) },
+    { keys: "e", title: "next notable token (largest numbers)", run: () => notable.length > 0 && moveTo(notable.find((place) => place > active.current) ?? notable[0]!, "center") },
+    { keys: "E", title: "notable token before", run: () => notable.length > 0 && moveTo(notable.findLast((place) => place < active.current) ?? notable[notable.length - 1]!, "center") },
   ]);
 
   return (

@@ -15,7 +15,6 @@ from slime_core.contracts.hookspecs import (
     BatchReady,
     CheckpointSaved,
     EvalDone,
-    Event,
     RolloutEnd,
     RolloutStart,
     RunEnd,
@@ -62,13 +61,15 @@ class Recorder:
     def rollout_end(self, event: RolloutEnd) -> None:
         now = time.time()
         self._span(ENGINES, "rollout", self._rollouts.pop(event.rollout_id, now - event.seconds), now, event.rollout_id)
-        if self._recording is not None and event.groups and not dumps_rollouts(event):
+        dumped = event.run.config["rollout"]["dump_rollouts"]
+        if self._recording is not None and event.groups and not dumped and self._recording.takes(event.rollout_id):
             self._recording.do(partial(self._recording.write_groups, event.rollout_id, event.groups))
         self._measure()
 
     @hookimpl
     def batch_ready(self, event: BatchReady) -> None:
-        if self._recording is not None and not event.run.config["debug"]["save_debug_train_data"]:
+        dumped = event.run.config["debug"]["save_debug_train_data"]
+        if self._recording is not None and not dumped and self._recording.takes(event.rollout_id):
             self._recording.do(partial(self._recording.write_tokens, event.rollout_id, event.batch, event.columns))
 
     @hookimpl
@@ -130,7 +131,3 @@ class Recorder:
     def _measure(self) -> None:
         if self._recording is not None:
             self._recording.do(self._recording.write_memory)
-
-
-def dumps_rollouts(event: Event) -> bool:
-    return bool(event.run.config["rollout"]["dump_rollouts"])

@@ -30,6 +30,10 @@ MOST_WAITING: Final = 64
 """Things that wait to be written; more, and the run waits."""
 MEASURED_EVERY_S: Final = 5.0
 CLOSING_S: Final = 60.0
+CREDIT_S: Final = 2.0
+MOST_SHARE: Final = 0.01
+"""Of the run's time, after the first CREDIT_S: seconds of the processor that writing steps may take. Where steps are short, not
+all of them are written."""
 
 
 class Recording:
@@ -43,8 +47,20 @@ class Recording:
         self._times: IO[str] | None = None
         self._measured = 0.0
         self._has_failed = False
+        self._began = time.monotonic()
+        self._spent = 0.0
+        """Seconds of the processor that the thread has used."""
+        self._chosen: dict[int, bool] = {}
         self._thread = threading.Thread(target=self._work, name="slime-viewer records", daemon=True)
         self._thread.start()
+
+    def takes(self, step: int) -> bool:
+        """Whether this step is written: the same for its groups and its tokens."""
+        if step not in self._chosen:
+            allowed = CREDIT_S + MOST_SHARE * (time.monotonic() - self._began)
+            self._chosen[step] = self._spent <= allowed
+            self._chosen.pop(step - MOST_WAITING, None)
+        return self._chosen[step]
 
     def do(self, write: Callable[[], None]) -> None:
         """Does it in the thread, after everything before it."""
@@ -64,6 +80,7 @@ class Recording:
             except (StorageError, DataError, OSError, pa.ArrowException) as error:
                 self._has_failed = True
                 print(f"slime-viewer records nothing more of this run for `slime view`: {error}", file=sys.stderr)
+            self._spent = time.thread_time()
         if self._times is not None:
             self._times.close()
 

@@ -23,7 +23,7 @@ from slime_viewer.trigrams import by_bit, folded, signatures
 NUMBERS: Final = "numbers"
 BITS: Final = "bits"
 TEXT: Final = "text"
-FORM: Final = "2"
+FORM: Final = "3"
 """In the names of files: another form of the index is another file."""
 TEXT_COLUMNS: Final = ("prompt", "response", "raw_response", "messages")
 PLACES: Final = ("prompt_start", "prompt_end", "response_start", "response_end")

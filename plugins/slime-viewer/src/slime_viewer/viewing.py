@@ -24,6 +24,7 @@ from slime_core.data.model_folder import load_tokenizer
 from slime_core.data.table import dump_file, dumped_steps, read_groups
 from slime_core.errors import ConfigError, DataError
 from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_viewer.dumps import train_places
 from slime_viewer.order import Order
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ def show(
 
 def find_dumps(folder: Path) -> tuple[Path, list[int]]:
     """Where they are, and of which steps."""
-    rollouts = RunFolder(folder).rollouts
-    if not rollouts.is_dir():
-        rollouts = folder
+    rollouts = next((place for place in train_places(folder) if dumped_steps(place)), folder)
     steps = dumped_steps(rollouts)
     if not steps:
         raise DataError(f"{folder}: no dumped rollouts there (step_*.parquet). A run writes them with --dump-rollouts.")

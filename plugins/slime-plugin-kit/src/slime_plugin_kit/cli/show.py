@@ -54,7 +54,7 @@ def show_entry(console: Console, registry: Registry, entry: Entry) -> None:
     if entry.group == groups.HOOKS:
         show_hooks(console, registry.load(entry, where=entry.qualified))
         return
-    if entry.group == groups.COMMANDS:
+    if entry.group in (groups.COMMANDS, groups.PANELS):
         console.print(paragraph(docstring(entry.module)))
         return
     resolved = registry.resolve(entry.group, entry.qualified, where="NAME")
