@@ -14,10 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo page record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
-.PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-tinker test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
-.PHONY: venv demo record test suites test-bench test-bits test-examples seeds test-faults test-megatron test-sglang test-torchao test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
-.PHONY: venv demo page screenshots record test suites test-bench test-bits test-browser test-examples seeds test-faults test-megatron test-sglang test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo page screenshots record test suites test-bench test-bits test-browser test-examples seeds test-faults test-megatron test-sglang test-tinker test-torchao test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -72,9 +69,7 @@ test: .venv/.test  ## Unit, contract and plugin tests, and small whole runs; lin
 	$(MAKE) --jobs 3 lint types suites
 
 suites: .venv/.test
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not tinker and not vllm"
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not torchao and not vllm"
-	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not browser and not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not vllm"
+	$(SINGLE) $(BIN)/pytest $(FILES) tests/integration $(wildcard plugins/*/tests) tests/unit -m "not browser and not faults and not gpu and not megatron and not mooncake and not runs and not sglang and not tinker and not torchao and not vllm"
 
 # In this order in CI: SGLang brings triton, which every later start of a run imports (0.3 s).
 test-examples: .venv/.test  ## Every example in short form: does it learn what its README says? And small whole runs.

@@ -75,8 +75,8 @@ class Recorder:
     @hookimpl
     def step_trained(self, event: StepTrained) -> None:
         now, perf, step = time.time(), event.report.perf, event.rollout_id
-        began = max(self._free, now - perf["perf/train_time"])
-        scored = min(now, began + perf["perf/score_time"])
+        began = max(self._free, now - perf.get("perf/train_time", 0.0))
+        scored = min(now, began + perf.get("perf/score_time", 0.0))
         self._span(TRAINER, "wait", self._free, began, step)
         self._span(TRAINER, "score", began, scored, step)
         self._span(TRAINER, "train", scored, now, step)
