@@ -44,7 +44,12 @@ def optimizer_of(
     matrices, decay = [p for p in trained if p.ndim > 1], config.weight_decay
     groups = [
         {"params": [p for p in matrices if id(p) in hidden], "weight_decay": decay, "hidden": True, "decays": True},
-        {"params": [p for p in matrices if id(p) not in hidden], "weight_decay": decay, "hidden": False, "decays": True},
+        {
+            "params": [p for p in matrices if id(p) not in hidden],
+            "weight_decay": decay,
+            "hidden": False,
+            "decays": True,
+        },
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "hidden": False, "decays": False},
     ]
     # torch refuses an optimizer without groups.
