@@ -1,4 +1,4 @@
-"""Several adapters in one session: each alone beside all together to the bit, snapshots while training goes on, the engine
+"""Several adapters in one session: each alone beside all together to the bit, snapshots while training continues, the engine
 beside the trainer, files, refusals."""
 
 from __future__ import annotations
@@ -281,6 +281,28 @@ def test_generate_runs_beside_other_calls(tiny: TinyRun, opened: Callable[..., T
         running = session.start_generating(PROMPTS, long, seeds=[0, 1, 2, 3], snapshot=snapshot)
         snapshot.drop()
         assert {one.finish_reason for one in running.result(60)} <= {FinishReason.ABORT, FinishReason.LENGTH}
+
+
+@pytest.mark.ray
+def test_with_two_ranks_under_ray(tiny: TinyRun, opened: Callable[..., TrainingSession], tmp_path: Path) -> None:
+    with opened("one") as session:
+        adapter = session.add_adapter("a", **OPTIONS["a"])
+        (expected,) = (part for part in list(steps(session, adapter, 0))[:4] if part)
+    ray = {"launcher": {"name": "ray", "actor_num_gpus_per_node": 2}}
+    with opened("ray", ray) as session:
+        adapter, other = (session.add_adapter(name, **OPTIONS[name]) for name in "ab")
+        train(session, other, 3)
+        parts = steps(session, adapter, 0)
+        next(parts)
+        train(session, other, 4)
+        (found,) = (part for part in (next(parts) for _ in range(3)) if part)
+        adapter.save(tmp_path / "a")
+        assert session.load_adapter("again", tmp_path / "a", optimizer=True).step == 1
+    for place in (0, 2, 3):
+        assert found[place] == pytest.approx(expected[place], rel=1e-4)
+    assert found[4:7] == expected[4:7], "the snapshot is of a new adapter: its samples are those of the base"
+    for place in (1, 7):
+        np.testing.assert_allclose(*(np.frombuffer(one[place], np.float32) for one in (found, expected)), atol=1e-4)
 
 
 def test_what_is_refused(tiny: TinyRun, opened: Callable[..., TrainingSession], tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from transformers import (
 
 from slime_core.algorithm.packing import pack_micro_batch
 from slime_core.contracts.backend import ObjectiveOutput
-from slime_core.contracts.optimizer import OptimizerConfig
+from slime_core.contracts.optimizer import OptimizerConfig, StepSettings
 from slime_core.contracts.setup import TrainerSetup
 from slime_core.types.batch import TokenColumns
 from slime_core.types.microbatch import LossColumns, MicroBatch
@@ -44,6 +44,7 @@ from slime_fsdp.plugin import Fsdp
 from slime_models.media.image_processor import ImageProcessor
 from slime_models.media.pack_images import PixelCache
 from slime_plugin_kit.tiny_vision import image_batch, image_samples, make_tiny_vision_model
+from slime_training.adapters.shape import AdapterShape
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 transformers.logging.disable_progress_bar()
@@ -370,6 +371,20 @@ def one_step(folders):
     report = backend.train_step([micro], SequencePolicy())
     (score_after,) = backend.forward_only([micro])
     return report, before, weights_of(backend), score_before, score_after
+
+
+@pytest.fixture(scope="session")
+def one_held(folders):
+    """Adapter `a` as two_ranks.py trains it: the second report, its log-probs, and those of the base."""
+    samples, backend = make_samples(), start(folders("qwen3"), {"max_adapters": 1})
+    backend.add_adapter("a", AdapterShape(rank=3, alpha=6), 7)
+    backend.use_adapter("a")
+    for _ in range(2):
+        backend.forward_backward([pack(samples[:3]), pack(samples[3:5]), pack(samples[5:])], SequencePolicy())
+        report = backend.optim_step(StepSettings(lr=0.02, clip_grad=0.3))
+    log_probs = backend.forward_only([pack(samples)])[0].log_probs
+    backend.use_adapter(None)
+    return report, log_probs, backend.forward_only([pack(samples)])[0].log_probs
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,45 @@ def test_a_step_on_two_ranks_is_the_step_on_one(name, ranks, one_step):
     assert saved[0]["grad_norm"] == saved[1]["grad_norm"] == pytest.approx(one_step[0].grad_norm, rel=1e-5)
 
 
+@pytest.mark.bits
+def test_held_adapters_on_two_ranks(ranks, one_held):
+    report, log_probs, base = one_held
+    saved = ranks("held_a")
+    assert totals(saved) == pytest.approx(report.sums, rel=1e-4)
+    for rank in saved:
+        assert rank["grad_norm"] == saved[0]["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-4)
+        np.testing.assert_allclose(rank["log_probs"], log_probs, rtol=1e-3, atol=1e-3)
+        assert np.array_equal(rank["log_probs"], saved[0]["log_probs"])
+    for name in "ab":
+        for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+            one, other = (load_file(ranks.folder / f"held_{name}{kind}" / file) for kind in ("", "_alone"))
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    for rank in ranks("held"):
+        np.testing.assert_allclose(rank["base"], base, rtol=1e-5, atol=1e-5)
+        assert np.array_equal(rank["base"], rank["reference"])
+        # The base is sharded, once.
+        assert 0.4 * rank["whole"] < rank["local"] < 0.6 * rank["whole"]
+        assert rank["failure"].startswith("/proc/nowhere/adapter: cannot be written")
+        assert rank["same"]
+
+
+def test_adapters_with_shared_tokens_and_over_half_precision(ranks, one_held):
+    report, log_probs, _ = one_held
+    saved = ranks("held_cp")
+    assert totals(saved) == pytest.approx(report.sums, rel=1e-4)
+    found = np.full(len(log_probs), np.nan, np.float32)
+    for rank in saved:
+        assert rank["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-4)
+        found[rank["rows"]] = rank["log_probs"]
+    np.testing.assert_allclose(found, log_probs, rtol=1e-3, atol=1e-3)
+    first, second = ranks("held_half")
+    assert first["losses"][2] < first["losses"][0]
+    assert set(first["kept"]) == {"torch.float32"}
+    assert set(first["sent"]) == {"bfloat16"}
+    assert second["sent"] == []
+
+
 def test_scores_follow_the_step_and_the_copy_does_not(ranks, one_step):
     for part in ranks("dp"):
         np.testing.assert_allclose(part["before"], one_step[3].log_probs, rtol=1e-5, atol=1e-5)
@@ -40,7 +79,7 @@ def test_scores_follow_the_step_and_the_copy_does_not(ranks, one_step):
         assert np.abs(part["after"] - part["before"]).max() > 1e-2
 
 
-def test_one_ranks_nan_makes_both_skip(ranks):
+def test_one_helds_nan_makes_both_skip(ranks):
     for after, skipped in zip(ranks("dp"), ranks("skip"), strict=True):
         assert skipped["skipped"]
         np.testing.assert_array_equal(skipped["refreshed"], after["after"])
@@ -71,7 +110,7 @@ def test_two_ranks_write_files_of_one_model(ranks):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-def test_a_file_that_one_rank_cannot_write_is_an_error_on_both(ranks):
+def test_a_file_that_one_held_cannot_write_is_an_error_on_both(ranks):
     assert all("no space left to write it" in part["failure"] for part in ranks("shards"))
     assert not list((ranks.folder / "hf_refused").iterdir())
 
@@ -129,7 +168,7 @@ def test_two_ranks_write_the_same_checkpoint_while_they_train(prefix, ranks, con
     assert staged == saved
 
 
-def test_one_rank_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
+def test_one_held_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
     middle, straight = ranks("middle")[0]["weights"], ranks("straight")[0]["weights"]
     backend = start(folders("qwen3"))
     backend.load(ranks.folder / "checkpoint")

@@ -19,10 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
 from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.errors import ModelError, StorageError
 from slime_fsdp import export
 from slime_fsdp.gather import gathered
 from slime_training import saved_model
+from slime_training.adapters.shape import AdapterShape
 
 ROUNDED = {
     "precision": "bfloat16",
@@ -264,6 +266,81 @@ def adapters(run):
     backend.close()
 
 
+def held_adapters(run):
+    """Two over one base, alone and together; rank 1 has a micro-batch less, and computes an empty one instead. `reference` is
+    the base."""
+    samples = make_samples()
+    mine = [samples[:3], samples[3:5]] if run.rank == 0 else [samples[5:], []]
+    shapes = {"a": AdapterShape(rank=3, alpha=6), "b": AdapterShape(rank=2, mlp=False)}
+    options = {"max_adapters": 2}
+
+    def step(backend, name):
+        backend.use_adapter(name)
+        backend.forward_backward([pack(part) for part in mine], SequencePolicy())
+        return backend.optim_step(StepSettings(lr=0.02, clip_grad=0.3))
+
+    for name in shapes:
+        backend = run.begin(f"held_{name}", options)
+        backend.add_adapter(name, shapes[name], 7)
+        reports = [step(backend, name) for _ in range(2)]
+        backend.save_adapter(name, run.out / f"held_{name}_alone", True)
+        run.save(f"held_{name}", **numbers(reports[1]), log_probs=backend.forward_only([pack(samples)])[0].log_probs)
+        backend.close()
+    backend = run.begin("held", options, frozen_models={"reference": run.model})
+    base = backend.forward_only([pack(samples)])[0].log_probs
+    for name, shape in shapes.items():
+        backend.add_adapter(name, shape, 7)
+    for _ in range(2):
+        for name in shapes:
+            step(backend, name)
+    for name in shapes:
+        backend.save_adapter(name, run.out / f"held_{name}", True)
+    reference = backend.forward_only([pack(samples)], weights="reference")[0].log_probs
+    whole = sum(parameter.numel() for parameter in backend._ready.model.parameters())
+    local = sum(parameter.to_local().numel() for parameter in backend._ready.model.parameters())
+    try:
+        backend.save_adapter("a", Path("/proc/nowhere/adapter"), False)
+    except StorageError as error:
+        failure = str(error)
+    backend.remove_adapter("b")
+    backend.load_adapter("c", run.out / "held_a", True)
+    step(backend, "c")
+    step(backend, "a")
+    resumed = [backend._ready.adapters.held[name].low_rank.tensors() for name in "ac"]
+    same = all(torch.equal(one, other) for one, other in zip(*(found.values() for found in resumed), strict=True))
+    bucket = backend.export_adapter_of("a")
+    assert (bucket is None) == (run.rank == 1)
+    run.save("held", base=base, reference=reference, whole=whole, local=local, failure=failure, same=same)
+    backend.close()
+
+
+def held_adapters_elsewhere(run):
+    """Over tokens that both ranks share, and over a bfloat16 base whose layers are recomputed."""
+    samples = make_samples()
+    backend = run.begin("held_cp", {"max_adapters": 1, "context_parallel_size": 2})
+    backend.add_adapter("a", AdapterShape(rank=3, alpha=6), 7)
+    backend.use_adapter("a")
+    for _ in range(2):
+        backend.forward_backward([pack(samples[:3]), pack(samples[3:5]), pack(samples[5:]), pack([])], SequencePolicy())
+        report = backend.optim_step(StepSettings(lr=0.02, clip_grad=0.3))
+    scores = backend.forward_only([pack(samples)])[0]
+    run.save("held_cp", **numbers(report), log_probs=scores.log_probs, rows=scores.rows)
+    backend.close()
+    options = {"precision": "bfloat16", "max_adapters": 1, "gradient_checkpointing": True}
+    backend = run.begin("held_half", options, model_path=run.out / "half")
+    backend.add_adapter("a", AdapterShape(rank=3), 7)
+    backend.use_adapter("a")
+    reports = [backend.train_step([pack(samples)], SequencePolicy()) for _ in range(3)]
+    bucket = backend.export_adapter_of("a")
+    run.save(
+        "held_half",
+        losses=[report.sums["loss"] for report in reports],
+        kept=[str(one.dtype) for one in backend._ready.adapters.held["a"].tensors() if one.ndim],
+        sent=[] if bucket is None else list(bucket.dtypes),
+    )
+    backend.close()
+
+
 def half_precision_adapters(run):
     """Adapters in float32 over a bfloat16 base, sharded together; the critic's head too."""
     samples = make_samples()
@@ -343,6 +420,8 @@ def main(rank, device, *folders):
         value_head_rounded,
         half_precision,
         adapters,
+        held_adapters,
+        held_adapters_elsewhere,
         half_precision_adapters,
         vision,
         vision_context_parallel,

@@ -245,6 +245,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "a_micro_batch_without_memory_changes_nothing",
             "saved_and_loaded_it_continues_to_the_bit",
             "sleep_loses_nothing",
+            "the_settings_of_a_step_are_those_of_its_call",
             "what_is_staged_is_of_that_instant",
         },
         "careless_state": {
@@ -258,6 +259,7 @@ FAULTY_MODELS: dict[str, dict[str, set[str]]] = {
             "a_critic_learns",
             "a_step_that_is_not_finite_changes_nothing",
             "an_incomplete_checkpoint_is_refused",
+            "the_settings_of_a_step_are_those_of_its_call",
             "weights_that_overflow_are_reported",
             "copies_stay_frozen",
             "what_is_staged_is_of_that_instant",

@@ -83,6 +83,11 @@ class FsdpConfig(DriverConfig):
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     @property
+    def freezes_base(self) -> bool:
+        """Adapters alone are trained."""
+        return self.trains_adapters or self.max_adapters > 0
+
+    @property
     def rounds_state(self) -> bool:
         return "bf16" in (self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
 

@@ -56,6 +56,8 @@ def memory_of(config: FsdpConfig, load: TrainerLoad) -> TrainerMemory:
         *activations(config, load, sharding, model),
     )
     not_estimated = not_estimated_activations(folder.config.to_dict())
+    if config.max_adapters:
+        not_estimated = (*not_estimated, "adapters, whose ranks are chosen when they are added")
     if chosen_optimizer(setup).driver.moments is None:
         not_estimated = (
             *not_estimated,
@@ -71,7 +73,7 @@ def parameters_of(
     in_layers = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
     main = STORED[config.main_params_dtype]
     placement = Placement(device=torch.device("meta"), mesh=None, compute_dtype=sharding.compute, cpu_offload=False)
-    frozen = frozen_dtype(folder, placement, main, trained=True, adapters=config.trains_adapters)
+    frozen = frozen_dtype(folder, placement, main, trained=True, adapters=config.freezes_base)
     wide = fp32_params(model, folder)
     for name, parameter in model.named_parameters():
         trained = is_trained(name, parameter, config)
@@ -126,7 +128,7 @@ def frozen_models(
     """Frozen models, in the compute dtype. For copies of the folder that adapters are trained on, only the adapters."""
     setup = load.setup
     for name, path in setup.frozen_models.items():
-        if config.trains_adapters and setup.head == "lm" and path.resolve() == setup.model_path.resolve():
+        if config.freezes_base and setup.head == "lm" and path.resolve() == setup.model_path.resolve():
             adapters = (parameter for name, parameter in model.named_parameters() if is_trained_with_adapters(name))
             size = 4 * sum(shard_of(parameter, sharding.world_size) for parameter in adapters)
         else:
@@ -221,7 +223,7 @@ def activations(
             asked_chunk=config.log_probs_chunk_size,
             element=element,
             fused=config.compile,
-            trained=not config.trains_adapters,
+            trained=not config.freezes_base,
         )
         size = work.loss if moment is MemoryPhase.LOSS else work.forward
         yield MemoryItem(component="head in chunks", num_bytes=size, moments=frozenset({moment}), estimate=True)

@@ -242,8 +242,7 @@ def build_model(
         parameter.requires_grad_(trained and is_trained(name, parameter, config))
     kept = STORED[config.main_params_dtype] if trained else torch.float32
     wide = fp32_params(model, folder)
-    on_base = has_adapters or (trained and config.max_adapters > 0)
-    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=on_base)
+    frozen = frozen_dtype(folder, placement, kept, trained=trained, adapters=config.freezes_base)
     store_parameters(model, kept, frozen, wide)
     # The same weights give the same bits, in any file.
     align(model)

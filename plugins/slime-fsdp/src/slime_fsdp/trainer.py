@@ -89,9 +89,7 @@ def make_trainer(config: FsdpConfig, setup: TrainerSetup) -> Trainer:
     on_base = {
         name
         for name, copy in copy_folders.items()
-        if (model.adapters is not None or config.max_adapters)
-        and setup.head == "lm"
-        and copy.path.resolve() == folder.path.resolve()
+        if config.freezes_base and setup.head == "lm" and copy.path.resolve() == folder.path.resolve()
     }
     chosen = chosen_optimizer(setup)
     return Trainer(

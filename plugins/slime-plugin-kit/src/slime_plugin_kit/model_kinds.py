@@ -61,6 +61,10 @@ BACKENDS: Final = Kind(
             "gradients_add_up_until_the_optimizer_steps",
             "a step after several calls of forward_backward is that of one call with all their micro-batches",
         ),
+        alone(
+            "the_settings_of_a_step_are_those_of_its_call",
+            "optim_step takes the lr of its call, and the step after it the schedule's; so the others in `step_settings`",
+        ),
         alone("weights_that_overflow_are_reported", "a step that leaves weights that are not finite is reported"),
         alone("copies_stay_frozen", "a frozen model keeps its weights until it is updated"),
         alone("sleep_loses_nothing", "after sleep and wake_up it continues as without them"),

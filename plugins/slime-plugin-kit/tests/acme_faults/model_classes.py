@@ -72,7 +72,10 @@ class CarelessState(FsdpBackend):
 
 
 class CarelessChecks(FsdpBackend):
-    """Takes any checkpoint, stages none, hides what it skips and what overflows, refreshes no copy, and teaches no critic."""
+    """Takes any checkpoint, stages none, hides what it skips and what overflows, refreshes no copy, teaches no critic, and
+    keeps the settings of an earlier step."""
+
+    kept = StepSettings()
 
     def stage(self, folder):
         return lambda: self.save(folder)
@@ -85,7 +88,8 @@ class CarelessChecks(FsdpBackend):
         super().forward_backward(micros, scaled(objective, 0.0) if objective.reads_values else objective)
 
     def optim_step(self, settings=StepSettings()):
-        return replace(super().optim_step(settings), skipped=False, nonfinite=None)
+        self.kept = self.kept if settings.lr is None else settings
+        return replace(super().optim_step(self.kept), skipped=False, nonfinite=None)
 
     def update_frozen_model(self, name):
         pass

@@ -42,11 +42,13 @@ line_decoder: Final = msgspec.json.Decoder(Line)
 
 
 def key_of(request: GenerateRequest) -> str:
-    """Hash of a request: prompt and images, sampling, seed, requested expert ids, and all other fields that came over HTTP.
-    The request's id is not part of it, because a retry changes it."""
+    """Hash of a request: prompt and images, sampling, seed, requested expert ids, adapter, and all other fields that came over
+    HTTP. The request's id is not part of it, because a retry changes it."""
     asked: list[Any] = [request.text, request.token_ids.tolist(), asdict(request.sampling), request.seed]
     if request.routed_experts_from is not None:
         asked.append(request.routed_experts_from)
+    if request.adapter is not None:
+        asked.append({"adapter": request.adapter})
     if request.images:
         asked.append([[xxhash.xxh3_128_hexdigest(image.data), image.places, image.frames] for image in request.images])
     if isinstance(request, WireRequest) and (unread := request.unread):

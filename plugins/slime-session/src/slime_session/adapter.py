@@ -73,7 +73,7 @@ class Adapter:
         return self._live.do(lambda: self._loop.optim_step(self._state, settings))
 
     def snapshot(self) -> Snapshot:
-        """Its weights now, in every engine, for `sample` and `generate` while training goes on. It is held until
+        """Its weights now, in every engine, for `sample` and `generate` while training continues. It is held until
         `Snapshot.drop`. Raises ConfigError if the engines hold `engine.max_adapters` already."""
         held = self._live.do(lambda: self._loop.snapshot(self._state))
         return Snapshot(self._live, self._loop, held)

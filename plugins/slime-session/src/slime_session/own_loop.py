@@ -111,7 +111,8 @@ class OwnLoop:
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
         else:
             items = []
-            scope, first = self._numbers.next_prompts(session.state.rollout_id, held and held.adapter, len(prompts))
+            adapter = None if held is None else held.adapter
+            scope, first = self._numbers.next_prompts(session.state.rollout_id, adapter, len(prompts))
             own = rendered(session, self._renderer, prompts, first)
         runner = own_runner(session.runner, scope, n_samples, held)
         await session.colocation.rollout()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from slime_core.algorithm.loss import TokenObjective
 from slime_core.contracts.backend import REFERENCE, OutOfDeviceMemory
 from slime_core.contracts.example import BackendExample
+from slime_core.contracts.optimizer import StepSettings
 from slime_core.errors import CheckpointError, TrainingError
 from slime_plugin_kit.case import Case
 from slime_plugin_kit.compare import require_same, require_same_sums
@@ -36,6 +38,8 @@ from slime_plugin_kit.tiny_training import (
     opened,
 )
 
+KEY_OF_SETTING: Final = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay", "clip_grad": "clip_grad"}
+"""Fields of `StepSettings` and the keys of `OptimizerConfig`, where a value is one key."""
 FLOAT32 = 2e-5
 """What sums in another order may differ by, relative to the largest number; in log-probs, nats."""
 
@@ -306,6 +310,34 @@ def test_gradients_add_up_until_the_optimizer_steps(case: Case, model: Path, tra
         require_close("weights after steps of several calls", one.weights(), weights, tolerance=1e-3)
         with pytest.raises(TrainingError, match="forward_backward first"):
             one.backend.optim_step()
+
+
+def test_the_settings_of_a_step_are_those_of_its_call(case: Case, model: Path, training: TrainingBatch) -> None:
+    given = StepSettings(lr=0.03, betas=(0.6, 0.7), eps=1e-3, weight_decay=0.3, clip_grad=0.05)
+    kept = case.driver.step_settings
+    assert "lr" in kept, f"step_settings = {sorted(kept)}: every backend takes lr from a call"
+    settings = StepSettings(**{name: getattr(given, name) for name in kept})
+    as_given = {KEY_OF_SETTING[name]: value for name, value in asdict(settings).items() if name in KEY_OF_SETTING}
+    as_given |= {} if settings.betas is None else {"adam_beta1": settings.betas[0], "adam_beta2": settings.betas[1]}
+    as_given = {name: value for name, value in as_given.items() if value is not None}
+    plain = ADAM.model_copy(update={"lr_warmup_iters": 0, "lr_decay_style": "constant"})
+    with opened(case.build(), Place(model=model), optimizer=plain.model_copy(update=as_given)) as one:
+        one.backend.train_step(training.micros(), objective_of())
+        expected = one.weights()
+    with opened(case.build(), Place(model=model), optimizer=plain) as one:
+        one.backend.forward_backward(training.micros(), objective_of())
+        report = one.backend.optim_step(settings)
+        assert report.lr == pytest.approx(0.03), f"the report of a step with lr = 0.03 has {report.lr}"
+        require_same_weights(f"a step with {settings}, beside a run with these settings", one.weights(), expected)
+        before = one.weights()
+        one.backend.forward_backward(training.micros(), objective_of())
+        assert one.backend.optim_step(StepSettings(lr=0.0)).lr == 0, "the report of a step with lr = 0 has another"
+        require_same_weights("a step with lr = 0", one.weights(), before)
+        one.backend.forward_backward(training.micros(), objective_of())
+        lr = one.backend.optim_step().lr
+        assert lr == pytest.approx(plain.lr), (
+            f"after steps with a lr of their own the schedule's is {lr}, not {plain.lr}"
+        )
 
 
 def test_weights_that_overflow_are_reported(case: Case, model: Path, training: TrainingBatch) -> None:

@@ -1,4 +1,4 @@
-"""What drivers of backends and engines say about adapters. Nothing heavy is imported here."""
+"""What drivers of backends and engines declare of adapters. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
