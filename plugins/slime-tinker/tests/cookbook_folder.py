@@ -27,7 +27,12 @@ WORDS: Final = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 def make_cookbook_folder(folder: Path) -> Path:
     make_chat_model(folder / MODEL)
     talks = [
-        {"messages": [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} {word}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Twice {word}."},
+                {"role": "assistant", "content": f"{word} {word}"},
+            ]
+        }
         for word in WORDS
     ]
     dataset(folder / "HuggingFaceH4/no_robots", "default", talks * 8)

@@ -1,4 +1,4 @@
-"""Keys, and what a command that would let strangers in says."""
+"""Keys, and the errors of a command that would let strangers in."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Losses by name against the published formulas in float64: value and gradient."""
+"""Losses by name against the documented formulas in float64: value and gradient."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ CONFIGS = {
 }
 
 
-def published(name, log_probs, inputs, config):
+def documented(name, log_probs, inputs, config):
     """One datum's loss, by the formulas of the documentation."""
     if name == "cross_entropy":
         return (-log_probs * inputs["weights"]).sum()
@@ -76,20 +76,20 @@ def parsed(datums, name, config, **limits):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_loss_is_the_published_one(name):
+def test_a_loss_is_the_documented_one(name):
     datums, log_probs = case(name)
     data = parsed(datums, name, CONFIGS[name])
     found = loss_of(Registry.from_environment(), data.loss, data.datums, np.concatenate(log_probs))
     start = 0
     for own, datum, length in zip(log_probs, datums, LENGTHS, strict=True):
         inputs = {key: torch.from_numpy(np.array(value.data)).double() for key, value in datum.loss_fn_inputs.items()}
-        expected = published(name, torch.from_numpy(own).double(), inputs, CONFIGS[name])
+        expected = documented(name, torch.from_numpy(own).double(), inputs, CONFIGS[name])
         assert found[start : start + length].sum() == pytest.approx(float(expected), rel=1e-12, abs=1e-12)
         start += length
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_its_gradient_is_the_published_one(name):
+def test_its_gradient_is_the_documented_one(name):
     """The plugin's own, on one datum at a time, in float64."""
     from slime_core import groups
     from slime_core.config.part import BoundPlugin
@@ -106,7 +106,7 @@ def test_its_gradient_is_the_published_one(name):
     for datum, sent, own in zip(data.datums, datums, log_probs, strict=True):
         inputs = {key: torch.from_numpy(np.array(value.data)).double() for key, value in sent.loss_fn_inputs.items()}
         leaf = torch.from_numpy(own).double().requires_grad_()
-        published(name, leaf, inputs, CONFIGS[name]).backward()
+        documented(name, leaf, inputs, CONFIGS[name]).backward()
         ours = torch.from_numpy(own).double().requires_grad_()
         mask = torch.from_numpy(np.asarray(datum.mask, np.bool_))
         given = LossInputs(
@@ -124,7 +124,7 @@ def test_its_gradient_is_the_published_one(name):
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("stable_reinforce", {}, "not published"),
+        ("stable_reinforce", {}, "not public"),
         ("custom", {}, "forward_backward_custom"),
         ("mine", {}, "There are cross_entropy, importance_sampling, ppo, cispo, dro, gspo"),
         ("ppo", {"clip": 0.2}, 'loss_fn_config["clip"]: not an option of ppo'),

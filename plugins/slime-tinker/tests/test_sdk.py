@@ -54,7 +54,7 @@ def test_the_reward_of_rl_loop_rises(served, cookbook, tmp_path):
     assert rewards[-1] > 0.5, rewards
 
 
-def test_a_server_that_is_killed_in_a_recipe_goes_on(new_server, cookbook, tmp_path):
+def test_a_server_that_is_killed_in_a_recipe_continues(new_server, cookbook, tmp_path):
     """With the result of one that was not."""
     words = ("rl_loop.py", "cispo", "3")
     whole, server = new_server("--no-keys", folder="whole"), new_server("--no-keys", folder="killed")

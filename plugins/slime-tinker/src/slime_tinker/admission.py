@@ -42,7 +42,7 @@ class Admission:
         self._admit()
 
     def _admit(self) -> None:
-        """The tenant that holds the fewest places is next; nobody overtakes it, so that large requests get their turn."""
+        """The tenant that holds the fewest places is next; none overtakes it, so that large requests get their turn."""
         while True:
             waiting = [tenant for tenant, line in self._waiting.items() if line]
             if not waiting:

@@ -14,7 +14,7 @@ from slime_tinker.records import Outcome, RequestRecord
 
 class Futures:
     def __init__(self, journal: Journal, *, poll_s: float) -> None:
-        """`poll_s`: how long a fetch waits before the client is told to try again."""
+        """`poll_s`: how long a fetch waits before the client has to try again."""
         self._journal = journal
         self._poll_s = poll_s
         self._pending: dict[str, asyncio.Future[Outcome]] = {}

@@ -154,7 +154,7 @@ def finished(request_id: str, outcome: Outcome) -> Statement:
 
 
 def body_dropped(owner: str, through: int) -> Statement:
-    """What is needed no more to bring a model back to where it is."""
+    """Bodies that are needed no more to repeat what the model's state does not hold."""
     return Statement(
         "update requests set body = null where owner = ? and seq <= ? and done is not null", (owner, through)
     )
@@ -169,5 +169,5 @@ def forgotten(owner: str) -> Statement:
 
 
 def expired_results(before: float) -> Statement:
-    """Results nobody can be waiting for; bodies that a model still needs stay."""
+    """Results that no client can be waiting for; bodies that a model still needs stay."""
     return Statement("delete from requests where done < ? and body is null", (before,))

@@ -76,7 +76,7 @@ class Keys:
         return sorted({key.tenant for key in self.keys})
 
     def tenant_of(self, text: str) -> str | None:
-        """None: nobody has this key."""
+        """None: it is no key."""
         found = hashed(text)
         return next((key.tenant for key in self.keys if secrets.compare_digest(key.hash, found)), None)
 

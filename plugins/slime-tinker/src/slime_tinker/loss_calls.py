@@ -12,7 +12,7 @@ Config: TypeAlias = Mapping[str, float | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedLoss:
+class DocumentedLoss:
     """One loss of the SDK's documentation."""
 
     table: Callable[[Mapping[str, float]], Mapping[str, Any]]
@@ -39,29 +39,29 @@ def clip_options(config: Mapping[str, float]) -> dict[str, float]:
 
 
 THRESHOLDS: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-LOSSES: Final[Mapping[str, PublishedLoss]] = {
-    "cross_entropy": PublishedLoss(table=lambda config: {"name": "sft"}, policy=False),
-    "importance_sampling": PublishedLoss(table=lambda config: {"name": "importance_sampling"}),
-    "ppo": PublishedLoss(table=lambda config: {"name": "clip", **clip_options(config)}, options=THRESHOLDS),
-    "cispo": PublishedLoss(table=lambda config: {"name": "cispo", **clip_options(config)}, options=THRESHOLDS),
-    "dro": PublishedLoss(
+LOSSES: Final[Mapping[str, DocumentedLoss]] = {
+    "cross_entropy": DocumentedLoss(table=lambda config: {"name": "sft"}, policy=False),
+    "importance_sampling": DocumentedLoss(table=lambda config: {"name": "importance_sampling"}),
+    "ppo": DocumentedLoss(table=lambda config: {"name": "clip", **clip_options(config)}, options=THRESHOLDS),
+    "cispo": DocumentedLoss(table=lambda config: {"name": "cispo", **clip_options(config)}, options=THRESHOLDS),
+    "dro": DocumentedLoss(
         table=lambda config: {"name": "dro", "beta": config["beta"]},
         options={"beta": 0.05},
         zero_without_advantage=False,
     ),
-    "gspo": PublishedLoss(
+    "gspo": DocumentedLoss(
         table=lambda config: {"name": "sequence_clip", "token_level": True, **clip_options(config)},
         options=THRESHOLDS,
         masked=True,
     ),
 }
 REFUSED: Final = {
-    "stable_reinforce": "its objective is not published. Pass importance_sampling, ppo or cispo",
+    "stable_reinforce": "its objective is not public. Pass importance_sampling, ppo or cispo",
     "custom": "custom losses run in the client: call forward_backward_custom, which sends cross_entropy",
 }
 
 
-def published(name: str) -> PublishedLoss:
+def documented(name: str) -> DocumentedLoss:
     """RequestError for a loss that there is none of here."""
     if name in REFUSED:
         raise RequestError(f'loss_fn "{name}": not served here, since {REFUSED[name]}.')
@@ -72,7 +72,7 @@ def published(name: str) -> PublishedLoss:
 
 def table_of(name: str, config: Config) -> Mapping[str, Any]:
     """The table of name and options that `forward_backward` of a session takes."""
-    loss = published(name)
+    loss = documented(name)
     numbers = dict(loss.options)
     for key, value in config.items():
         if key not in numbers:

@@ -1,4 +1,4 @@
-"""The losses that are published for the SDK and that no other plugin has."""
+"""The losses that are documented for the SDK and that no other plugin has."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Sampling:
             self._start(record)
 
     async def cancel(self, request_id: str, why: str) -> None:
-        """Ends the work; the result says why."""
+        """Ends the work; the result has the reason."""
         task = self._running.pop(request_id, None)
         if task is not None and not task.done():
             task.cancel()

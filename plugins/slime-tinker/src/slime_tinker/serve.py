@@ -1,4 +1,4 @@
-"""serve: runs the app until the process is told to end."""
+"""serve: runs the app until the process gets a signal to end."""
 
 from __future__ import annotations
 

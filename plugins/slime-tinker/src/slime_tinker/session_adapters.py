@@ -130,7 +130,7 @@ def base_model(folder: Path, name: str) -> BaseModel:
     length = context_length(config)
     if length is None:
         raise ConfigError(
-            f"{folder}/config.json: has no max_position_embeddings, so nothing says how long its texts may be."
+            f"{folder}/config.json: has no max_position_embeddings, so the length of its texts is not known."
         )
     return BaseModel(
         name=name,

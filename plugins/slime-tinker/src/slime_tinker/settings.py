@@ -51,7 +51,7 @@ class Settings:
     state: Path
     """Folder of everything that outlives the server."""
     poll_s: float = 20.0
-    """How long a fetch waits before the client is told to try again; the SDK's own limit is 45."""
+    """How long a fetch waits before the client has to try again; the SDK's own limit is 45."""
     sampling_places: int = 512
     """Sequences sampled at a time."""
     limits: Limits = field(default_factory=Limits)

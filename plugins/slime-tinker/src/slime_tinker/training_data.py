@@ -18,7 +18,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from slime_core.types.batch import Bool, Float32, Int32, Int64
 from slime_session import Datum
 from slime_tinker.errors import RequestError
-from slime_tinker.loss_calls import PublishedLoss, published, table_of
+from slime_tinker.loss_calls import DocumentedLoss, documented, table_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -72,7 +72,7 @@ def training_data(request: pb.ForwardBackwardRequest, *, vocab_size: int, max_le
     if not request.data:
         raise RequestError("data: empty; send one datum or more.")
     columns = [Columns.of(datum, f"data[{place}]") for place, datum in enumerate(request.data)]
-    loss = published(request.loss_fn)
+    loss = documented(request.loss_fn)
     config |= per_token_options(loss, columns)
     table = table_of(request.loss_fn, config)
     found = [datum_of(column, loss, request.loss_fn, vocab_size, max_length) for column in columns]
@@ -169,7 +169,7 @@ def dense(tensor: pb.Tensor, where: str) -> Array:
     return full
 
 
-def per_token_options(loss: PublishedLoss, columns: Sequence[Columns]) -> dict[str, float]:
+def per_token_options(loss: DocumentedLoss, columns: Sequence[Columns]) -> dict[str, float]:
     """Thresholds that were sent with the datums. RequestError unless they are the same everywhere."""
     found: dict[str, float] = {}
     for name in PER_TOKEN_OPTIONS:
@@ -183,12 +183,12 @@ def per_token_options(loss: PublishedLoss, columns: Sequence[Columns]) -> dict[s
                     f'{column.where}.loss_fn_inputs["{name}"]: thresholds that differ between tokens are not served here. Send '
                     "one in loss_fn_config."
                 )
-        # The float32 that stands for 0.2 is another number than the float64 of a config.
+        # The float32 nearest to 0.2 is another number than the float64 of a config.
         found[name] = float(np.format_float_positional(np.float32(first), unique=True))
     return found
 
 
-def datum_of(columns: Columns, loss: PublishedLoss, name: str, vocab_size: int, max_length: int) -> tuple[Datum, Bool]:
+def datum_of(columns: Columns, loss: DocumentedLoss, name: str, vocab_size: int, max_length: int) -> tuple[Datum, Bool]:
     """The datum, and which of its response tokens are the targets."""
     where, tokens = columns.where, columns.tokens
     if len(tokens) + 1 > max_length:
@@ -213,7 +213,7 @@ def datum_of(columns: Columns, loss: PublishedLoss, name: str, vocab_size: int, 
     return datum, natural[datum.prompt_length - 1 :]
 
 
-def counted(columns: Columns, loss: PublishedLoss, name: str, text: Int32, natural: Bool) -> tuple[Bool, Datum]:
+def counted(columns: Columns, loss: DocumentedLoss, name: str, text: Int32, natural: Bool) -> tuple[Bool, Datum]:
     """(N,) which positions count in the loss, and the datum."""
     start = int(np.argmax(natural))
     own = slice(start, None)

@@ -149,8 +149,8 @@ def refusal(call):
     raise AssertionError("accepted")
 
 
-# Errors name what is wrong, and the model goes on.
-for name, word in (("stable_reinforce", "not published"), ("nope", "unknown"), ("custom", "in the client")):
+# Errors name what is wrong, and the model continues.
+for name, word in (("stable_reinforce", "not public"), ("nope", "unknown"), ("custom", "in the client")):
     assert word in refusal(lambda name=name: training.forward_backward(data, name).result())
 outside = [datum([3, 100_000, 4], weights=[1.0, 1.0])]
 assert "data[0].model_input[1] = 100000" in refusal(

@@ -5,7 +5,7 @@ import sys
 from tinker_cookbook.recipes import rl_loop
 
 
-def letters(response: str, answer: str) -> float:
+def letters(response: str, _: str) -> float:
     return sum(character in "aei" for character in response) / 8
 
 
