@@ -21,6 +21,8 @@ LARGE_CLASSES: Final = {
     "FsdpBackend": "the backend contract over one trainer: a method for each call",
     "LocalEngine": "the engine contract over one task that runs the decoders: a method for each call",
     "TrainingSession": "the calls of a loop of one's own: a docstring and a line each",
+    "Endpoints": "the endpoints of an API that is given: a few lines each",
+    "Training": "a model's requests: what each kind does, over one record of what is in the trainers",
     "MegatronBackend": "the backend contract over one trainer: a method for each call",
 }
 """Class to why it is not two."""

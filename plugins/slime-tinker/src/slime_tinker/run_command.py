@@ -65,7 +65,7 @@ def serve(
     tls = check_access(host, keys, no_keys=no_keys, certificate=tls_certificate, key=tls_key)
     from slime_core.config.load import read_run_file
     from slime_core.registry import Registry
-    from slime_serving.listener import listen
+    from slime_serving.listener import listen, shown
     from slime_session import open_session
     from slime_tinker.keys import Keys
     from slime_tinker.serve import BACKLOG
@@ -83,13 +83,8 @@ def serve(
             limits=Limits(max_models=max_models, max_tokens=max_tokens, max_body_bytes=max_body_mib * 2**20),
             retention=Retention(session_s=60.0 * session_minutes),
         )
-        scheme, number = "http" if tls is None else "https", listener.getsockname()[1]
-        shown = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
-
-        def ready() -> None:
-            who = "no key required" if no_keys else f"keys in {keys}"
-            print(f"slime serves {models.base.name} at {shown}, {who}", flush=True)
-
+        who = "no key required" if no_keys else f"keys in {keys}"
+        address = shown(listener, host) if tls is None else shown(listener, host).replace("http", "https", 1)
         run(
             models,
             settings,
@@ -98,7 +93,7 @@ def serve(
             # Read again for each request, so that keys come and go while it serves.
             keys=None if no_keys else lambda: Keys.read(keys),
             tls=tls,
-            ready=ready,
+            ready=lambda: print(f"slime serves {models.base.name} at {address}, {who}", flush=True),
         )
 
 
