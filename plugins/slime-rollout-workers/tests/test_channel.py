@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from slime_core.errors import ConfigError, EngineUnavailable
 from slime_rollout_workers.channel import READ_AHEAD, Channel
 from slime_rollout_workers.travelling_error import WorkerError, packed, raised_here
+from slime_rollout_workers.worker_requests import WorkerCaller
 
 
 async def test_messages_arrive_in_order_also_large_ones():
@@ -63,3 +65,12 @@ async def test_an_error_is_raised_where_it_is_awaited(error: Exception, kind: ty
     assert text in str(arrived)
     assert "test_an_error_is_raised_where_it_is_awaited" in str(arrived.__cause__)
     await receiver.close()
+
+
+def test_in_a_third_process_a_request_has_no_caller():
+    """An engine that is an actor makes its calls itself."""
+
+    async def call(asked: object) -> object:
+        return asked
+
+    assert pickle.loads(pickle.dumps(WorkerCaller(call))) is None  # noqa: S301 - made here
