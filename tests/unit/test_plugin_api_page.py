@@ -65,7 +65,12 @@ def test_a_module_of_a_distribution_has_drivers_that_are_whole(name, text, tmp_p
     for driver in drivers:
         group = next(group for cls, group in group_of.items() if issubclass(driver, cls))
         assert not kind_problem(Entry(group, "example", "acme", "1", f"{module.__name__}:{driver.__name__}"), driver)
-    assert drivers or recipes or "typer.Typer()" in text or any(isinstance(thing, Panel) for thing in vars(module).values())
+    assert (
+        drivers
+        or recipes
+        or "typer.Typer()" in text
+        or any(isinstance(thing, Panel) for thing in vars(module).values())
+    )
 
 
 def test_every_extension_point_has_a_page():

@@ -48,10 +48,17 @@ def view(
     """Look at runs, on a page in the browser or in the terminal.
 
     The page has curves, rollouts, samples, timeline and health. It is served on this machine only, behind the token in its
-    address; a run that goes on is shown live. If the output is no terminal, or with --text or an option for it, the rollouts of
+    address; a run that continues is shown live. If the output is no terminal, or with --text or an option for it, the rollouts of
     one run are printed.
     """
-    for_text = {"--step": step, "--sort": sort, "--limit": limit, "--group": group, "--sample": sample, "--text": text or None}
+    for_text = {
+        "--step": step,
+        "--sort": sort,
+        "--limit": limit,
+        "--group": group,
+        "--sample": sample,
+        "--text": text or None,
+    }
     if prints_text(folders, [name for name, value in for_text.items() if value is not None], page, export):
         from slime_viewer.viewing import show
 
