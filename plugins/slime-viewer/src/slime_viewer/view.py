@@ -47,9 +47,8 @@ def view(
 ) -> None:
     """Look at runs, on a page in the browser or in the terminal.
 
-    The page has curves, rollouts, samples, timeline and health. It is served on this machine only, behind the token in its
-    address; a run that continues is shown live. If the output is no terminal, or with --text or an option for it, the rollouts of
-    one run are printed.
+    The page is served on this machine only, behind the token in its address, and follows a run that continues. If the output is
+    no terminal, or with --text or an option for it, the rollouts of one run are printed.
     """
     for_text = {
         "--step": step,
