@@ -1,4 +1,4 @@
-"""The page of `slime view` over real runs: what a run records for it, while it goes on and afterwards; and in a browser."""
+"""The page of `slime view` over real runs: what a run records for it, while it continues and afterwards; and in a browser."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_a_run_records_its_samples_and_the_trainers_numbers(
         assert page.get("/api/runs/tiny/sample?index=1")["calls"][0]["tokens"] > 0
         evaluated = page.get("/api/runs/tiny/steps?set=a/b")
         assert (evaluated["sets"], evaluated["step"]) == (["train", "a/b"], [0, 1, 2, 3])
-        answers = page.get("/api/runs/tiny/samples?set=a/b&step=last")
-        assert len(answers["excerpt"]) == 3
+        evaluated_samples = page.get("/api/runs/tiny/samples?set=a/b&step=last")
+        assert len(evaluated_samples["excerpt"]) == 3
         timeline = page.get("/api/runs/tiny/timeline")
         assert timeline["source"] == "recorded"
         for kind in ("rollout", "score", "train", "weights", "eval"):
@@ -248,7 +248,7 @@ def test_each_view_of_a_real_run_has_no_serious_fault(recorded: Path, browser: B
 
 
 @pytest.mark.browser
-def test_a_run_is_shown_while_it_goes_on(
+def test_a_run_is_shown_while_it_continues(
     make_tiny: Callable[[Path], Any], context: BrowserContext, tmp_path: Path
 ) -> None:
     tiny = make_tiny(tmp_path)

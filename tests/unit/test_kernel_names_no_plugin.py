@@ -18,6 +18,7 @@ PLAIN_WORDS = {
     "adam",
     "chat",
     "clip",
+    "compare",
     "config",
     "convert",
     "delta",

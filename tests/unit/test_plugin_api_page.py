@@ -16,6 +16,7 @@ from slime_core.registry import Registry
 from slime_core.registry.entry import Entry
 from slime_core.registry.hooks import Hooks
 from slime_core.registry.validation import ACCEPTED, kind_problem
+from slime_viewer.panel import Panel
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "plugin-api.md", *sorted((DOCS / "how-to").glob("*.md")))
@@ -64,12 +65,17 @@ def test_a_module_of_a_distribution_has_drivers_that_are_whole(name, text, tmp_p
     for driver in drivers:
         group = next(group for cls, group in group_of.items() if issubclass(driver, cls))
         assert not kind_problem(Entry(group, "example", "acme", "1", f"{module.__name__}:{driver.__name__}"), driver)
-    assert drivers or recipes or "typer.Typer()" in text
+    assert (
+        drivers
+        or recipes
+        or "typer.Typer()" in text
+        or any(isinstance(thing, Panel) for thing in vars(module).values())
+    )
 
 
 def test_every_extension_point_has_a_page():
     pages = "\n".join(page.read_text() for page in PAGES)
-    groups_used = (*groups.DRIVER_GROUPS, groups.COMMANDS)
+    groups_used = (*groups.DRIVER_GROUPS, groups.COMMANDS, groups.PANELS)
     assert not [group for group in groups_used if f'entry-points."{group}"]' not in pages and f"`{group}`" not in pages]
 
 

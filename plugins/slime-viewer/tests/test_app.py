@@ -112,7 +112,7 @@ def test_a_broken_folder_is_named_and_the_rest_is_shown(run_folder: Path, ask: A
     assert asking(f"{RUN}/groups", step=1)["group"] == [10]
 
 
-def test_a_run_that_goes_on(run_folder: Path, ask: Ask) -> None:
+def test_a_run_that_continues(run_folder: Path, ask: Ask) -> None:
     asking = ask(run_folder)
     asking(f"{RUN}/steps")
     cursor = asking("/api/changes")["cursor"]

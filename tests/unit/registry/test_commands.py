@@ -116,6 +116,7 @@ def test_help_imports_no_plugin_and_nothing_heavy(hello):
 def test_every_command_of_this_checkout_is_listed_with_its_line():
     assert help_lines() == {
         "run": "Train: slime run run.toml [--flag value ...]",
+        "compare": "Compare runs: what they reached, and where their configs differ.",
         "eval": "Evaluate a model on the run file's evaluation sets.",
         "plugins": "List, check and describe plugins.",
         "compat": "Translate a launch line of another trainer into a run file:...",
@@ -125,7 +126,7 @@ def test_every_command_of_this_checkout_is_listed_with_its_line():
         "models": "Shapes of public models, and models with random weights.",
         "new": "Write a distribution that passes the contract kit: slime new...",
         "plan": "What a run would do and whether it fits, before anything is...",
-        "view": "Read rollouts that a run has dumped: a step's groups, one group,...",
+        "view": "Look at runs, on a page in the browser or in the terminal.",
     }
     assert list(help_lines("plugins")) == ["algorithms", "check", "show"]
 

@@ -47,7 +47,7 @@ SMALL: Final = 2_000
 
 
 def make_app(page: Page, token: str) -> Starlette:
-    """`token`: what requests for anything of a run must bring."""
+    """`token`: what requests for anything of a run must have."""
 
     def of_page(reply: Callable[[Parameters], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:

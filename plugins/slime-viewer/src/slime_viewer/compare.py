@@ -1,4 +1,4 @@
-"""Compare runs: a table of their last rewards, evaluations, times and of what differs in their configs."""
+"""Compare runs: what they reached, and where their configs differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Compare runs: what they reached, how long they took, and where their configs differ.
+    """Compare runs: what they reached, and where their configs differ.
 
     "last 10" is the mean of a metric's last ten values. The best value of a row is marked where one direction is better.
     """

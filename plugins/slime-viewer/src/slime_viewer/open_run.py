@@ -25,8 +25,8 @@ from slime_viewer.sample_set import SampleSet
 from slime_viewer.token_text import Decoder, open_decoder
 from slime_viewer.view_folder import TRAIN, ViewFolder
 
-ATTEMPT_GOES_ON_S: Final = 900
-"""A run on another host goes on if any of its files changed in the last seconds."""
+ATTEMPT_CONTINUES_S: Final = 900
+"""A run on another host continues if any of its files changed in the last seconds."""
 
 
 class State(StrEnum):
@@ -128,7 +128,7 @@ class OpenRun:
         if starts:
             last = starts[-1]
             if last["event"] == "run_start":
-                return State.RUNNING if self._goes_on(last) else State.STOPPED
+                return State.RUNNING if self._continues(last) else State.STOPPED
             error = last.get("error")
             if error is None:
                 return State.FINISHED
@@ -139,7 +139,7 @@ class OpenRun:
             return State.FINISHED
         return State.EMPTY
 
-    def _goes_on(self, start: Mapping[str, Any]) -> bool:
+    def _continues(self, start: Mapping[str, Any]) -> bool:
         """Whether the process of the last attempt is there."""
         try:
             holder = json.loads((self.path / ".lock").read_text())
@@ -149,7 +149,7 @@ class OpenRun:
         if host == socket.gethostname():
             return process_exists(pid)
         newest = self.changed()
-        return newest is not None and datetime.now().timestamp() - newest < ATTEMPT_GOES_ON_S
+        return newest is not None and datetime.now().timestamp() - newest < ATTEMPT_CONTINUES_S
 
     def changed(self) -> float | None:
         """When the newest of its files changed, in seconds since the epoch."""
@@ -199,7 +199,7 @@ class OpenRun:
             "events": (self.folder.events,),
         }
         marks = {part: ".".join(mark_of(file) for file in paths) for part, paths in files.items()}
-        marks["run"] += str(self._goes_on({}))
+        marks["run"] += str(self._continues({}))
         return marks
 
 

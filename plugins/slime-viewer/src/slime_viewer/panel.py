@@ -1,4 +1,4 @@
-"""Panel: a part of the page that a plugin brings, in the entry-point group `slime.panels`."""
+"""Panel: a part of the page that a plugin provides, in the entry-point group `slime.panels`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Panel:
     title: str
     """A few words for the menu of a run."""
     data: Callable[[Path], Any]
-    """From the folder of a run to what JSON can hold. It is called in a thread, again while a run goes on; a file may be
+    """From the folder of a run to what JSON can hold. It is called in a thread, again while a run continues; a file may be
     missing, or be written at the moment."""
     module: str
     """The text of an ES module. Its default export draws: `(element, data) => undefined | (() => void)`; what it returns is

@@ -157,7 +157,7 @@ def sample_set(run: OpenRun, parameters: Parameters) -> SampleSet:
 
 
 def steps(run: OpenRun, parameters: Parameters) -> dict[str, Any]:
-    """A set that is not there, in a run without any, is an empty reply: the page says so."""
+    """A set that is not there, in a run without any, is an empty reply: the page states it."""
     sets = run.sets()
     if not sets and parameters.text("set", TRAIN) == TRAIN:
         none: dict[str, list[Any]] = {"step": [], "samples": [], "groups": [], "reward": []}

@@ -54,8 +54,12 @@ MASK: Final = Kind("mask", "Trained", "category")
 VERSION: Final = Kind("version", "Weight version", "category")
 
 
+class NoRow(DataError):
+    """A file has fewer rows."""
+
+
 def read_row(path: Any, row: int, columns: Sequence[str] | None = None, *, all_but: Sequence[str] = ()) -> pa.Table:
-    """One row of a Parquet file. DataError if it cannot be read or has no such row."""
+    """One row of a Parquet file. DataError if it cannot be read, NoRow if it has no such row."""
     try:
         with pq.ParquetFile(path) as file:
             names = [name for name in file.schema_arrow.names if name not in all_but]
@@ -67,7 +71,7 @@ def read_row(path: Any, row: int, columns: Sequence[str] | None = None, *, all_b
                 first += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-    raise DataError(f"{path}: has {first} rows, and row {row} is asked for.")
+    raise NoRow(f"{path}: has {first} rows, and row {row} is asked for.")
 
 
 def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step: int | None) -> dict[str, Any]:
@@ -153,7 +157,10 @@ def trainer_row(file: StepFile, place: int, index: int) -> Mapping[str, npt.NDAr
     if file.tokens is None:
         return {}
     known = {*TRAINER, *(f"column_{name}" for name in TRAINER), "index"}
-    row = trainer_columns(read_row(file.tokens, place, sorted(known)))
+    try:
+        row = trainer_columns(read_row(file.tokens, place, sorted(known)))
+    except NoRow:
+        return {}
     if "index" not in row.column_names or row["index"][0].as_py() != index:
         return {}
     return {name: np.asarray(row[name][0].values.to_numpy()) for name in TRAINER if name in row.column_names}

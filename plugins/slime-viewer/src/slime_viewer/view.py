@@ -1,8 +1,9 @@
-"""Look at runs: a page with curves, rollouts, samples, timeline and health; or their dumped rollouts in the terminal."""
+"""Look at runs, on a page in the browser or in the terminal."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,9 +45,9 @@ def view(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Look at runs: a page with curves, rollouts, samples, timeline and health.
+    """Look at runs, on a page in the browser or in the terminal.
 
-    The page is served on this machine only, behind the token in its address; a run that goes on is shown live. If the output is
+    The page is served on this machine only, behind the token in its address, and follows a run that continues. If the output is
     no terminal, or with --text or an option for it, the rollouts of one run are printed.
     """
     for_text = {
@@ -57,25 +58,12 @@ def view(
         "--sample": sample,
         "--text": text or None,
     }
-    asked = [name for name, value in for_text.items() if value is not None]
-    if asked and (page or export):
-        raise typer.BadParameter(
-            f"{asked[0]} is for the terminal: leave it out, or leave out {'--page' if page else '--export'}."
-        )
-    if asked or not (page or export or sys.stdout.isatty()):
-        if len(folders) > 1:
-            raise typer.BadParameter(f"one run can be printed, and there are {len(folders)}. --page shows several.")
+    if prints_text(folders, [name for name, value in for_text.items() if value is not None], page, export):
         from slime_viewer.viewing import show
 
-        show(
-            folders[0],
-            step=step,
-            order=sort or Order.DRAWN,
-            limit=limit or 20,
-            group=group,
-            sample=sample,
-            hf_checkpoint=hf_checkpoint,
-        )
+        order = sort or Order.DRAWN
+        numbers = {"step": step, "group": group, "sample": sample}
+        show(folders[0], order=order, limit=limit or 20, hf_checkpoint=hf_checkpoint, **numbers)
         return
     from slime_viewer.page_server import open_page, serve_page
 
@@ -87,3 +75,14 @@ def view(
 
     write_export(opened, export)
     typer.echo(f"written: {export}")
+
+
+def prints_text(folders: Sequence[Path], asked: Sequence[str], page: bool, export: Path | None) -> bool:
+    """Whether the terminal was asked for; `asked`: the flags for it that were typed. BadParameter if flags contradict."""
+    if asked and (page or export):
+        other = "--page" if page else "--export"
+        raise typer.BadParameter(f"{asked[0]} is for the terminal: leave it out, or leave out {other}.")
+    printed = bool(asked) or not (page or export or sys.stdout.isatty())
+    if printed and len(folders) > 1:
+        raise typer.BadParameter(f"one run can be printed, and there are {len(folders)}. --page shows several.")
+    return printed
