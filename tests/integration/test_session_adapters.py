@@ -283,6 +283,28 @@ def test_generate_runs_beside_other_calls(tiny: TinyRun, opened: Callable[..., T
         assert {one.finish_reason for one in running.result(60)} <= {FinishReason.ABORT, FinishReason.LENGTH}
 
 
+def test_a_restarted_engine_has_the_snapshots(tiny: TinyRun, opened: Callable[..., TrainingSession]) -> None:
+    options = {"rollout.use_fault_tolerance": True, "rollout.rollout_health_check_interval": 0.1}
+    with opened("restarted", options) as session:
+        adapter = session.add_adapter("a", **OPTIONS["a"])
+        train(session, adapter, 0)
+        snapshot, dropped = adapter.snapshot(), adapter.snapshot()
+        expected = session.generate(PROMPTS, SAMPLING, seeds=range(4), snapshot=snapshot)
+        dropped.drop()
+        client = session._session.client
+        assert client is not None
+        engine = client.engine(0)
+        assert engine is not None
+        session._live.do(lambda: engine.call("stop"))
+        again = session.generate(PROMPTS, SAMPLING, seeds=range(4), snapshot=snapshot)
+        for one, other in zip(again, expected, strict=True):
+            # Perhaps in other batches than before.
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+        assert client.engine(0) is not engine
+        assert len(session.prompt_log_probs([PROMPTS[0]], snapshot=snapshot)) == 1
+
+
 @pytest.mark.ray
 def test_with_two_ranks_under_ray(tiny: TinyRun, opened: Callable[..., TrainingSession], tmp_path: Path) -> None:
     with opened("one") as session:

@@ -264,6 +264,25 @@ def test_an_error_of_memory_keeps_what_was_added_up(
     assert results[0] == results[1]
 
 
+def test_gradients_of_several_calls_add_up(folders, start, samples, pack, sequence_policy):
+    micros = [pack(samples[:3]), pack(samples[3:5]), pack(samples[5:])]
+    reports = []
+    for calls in ([micros], [micros[:1], micros[1:]], [[micro] for micro in micros]):
+        backend = start(folders("qwen3"), HOLDS, ADAM)
+        backend.add_adapter("one", SHAPE, 1)
+        backend.use_adapter("one")
+        for call in calls:
+            backend.forward_backward(call, sequence_policy())
+        gradients = [parameter.grad.clone() for parameter in backend._ready.adapters.held["one"].trained()]
+        reports.append((backend.optim_step(), gradients))
+    (whole, expected), *others = reports
+    for report, gradients in others:
+        assert report.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+        assert report.sums == pytest.approx(whole.sums, rel=1e-5)
+        for found, one in zip(gradients, expected, strict=True):
+            assert (found - one).norm() <= 1e-5 * whole.grad_norm
+
+
 class TooLarge:
     reads_values, needs_entropy, entropy_has_gradient = False, True, True
 

@@ -170,8 +170,12 @@ class AdapterLoop:
     async def _training(self, adapter: AdapterState) -> AsyncIterator[None]:
         """Around what changes its gradients or weights."""
         adapter.is_lost = True
-        async with self._using(adapter), self.session.colocation.train():
-            yield
+        try:
+            async with self._using(adapter), self.session.colocation.train():
+                yield
+        finally:
+            # The base is a policy version all the time: an engine that was lost may be restarted with it.
+            self.session.optimizer_idle.set()
         adapter.is_lost = False
 
     @contextlib.asynccontextmanager

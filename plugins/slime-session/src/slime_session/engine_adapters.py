@@ -127,15 +127,17 @@ class EngineAdapters:
             raise
 
     async def _ask(self, client: EngineClient, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
-        try:
-            return await client.generate(request)
-        except EngineRefused:
-            if held is not None and held.is_dropped:
-                return Completion.empty(request, FinishReason.ABORT)
-        # An engine refuses all requests that come to it together, and others' may be the cause; or it was restarted.
-        async with self._refused:
+        # The second time, if the engine was restarted and had no snapshot: those of its requests that it lost come together.
+        for _ in range(1 if held is None else 2):
+            try:
+                return await client.generate(request)
+            except EngineRefused:
+                if held is not None and held.is_dropped:
+                    return Completion.empty(request, FinishReason.ABORT)
             if held is not None:
                 await self.ensure(held)
+        # An engine refuses all requests that come to it together: the cause may be one of the others.
+        async with self._refused:
             return await client.generate(request)
 
     async def prompt_log_probs(

@@ -140,6 +140,8 @@ def override_words(overrides: Mapping[str, Any]) -> tuple[str, ...]:
 
     >>> override_words({"train.lr": 1e-3, "algo": "grpo", "train.num_epoch": None})
     ('--set', 'train.lr=0.001', '--set', 'algo="grpo"', '--train.num_epoch', 'none')
+    >>> override_words({"rollout.use_fault_tolerance": True})
+    ('--set', 'rollout.use_fault_tolerance=true')
     """
     words: list[str] = []
     for key, value in overrides.items():
@@ -151,5 +153,7 @@ def override_words(overrides: Mapping[str, Any]) -> tuple[str, ...]:
 def toml_text(value: Any) -> str:
     table = tomlkit.inline_table()
     table.append("value", str(value) if isinstance(value, Path) else value)
-    text: str = table["value"].as_string()
+    # By its key a table gives a plain bool, and an item of everything else.
+    item = table["value"]
+    text: str = str(item).lower() if isinstance(item, bool) else item.as_string()
     return text
