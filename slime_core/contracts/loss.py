@@ -78,5 +78,7 @@ class LossDriver(Driver[PolicyLoss]):
     """False: no advantages are computed and no reward is needed (supervised learning)."""
     sequence_level: ClassVar[bool] = False
     """True: its ratio is one number per sequence."""
+    regularized: ClassVar[bool] = False
+    """True: its gradient is not 0 where advantages are, such as by a penalty on the log-ratio."""
     trains_values: ClassVar[bool] = False
     """True: it is a critic's loss, which reads `values` instead of `log_probs`."""

@@ -70,7 +70,7 @@ LOSSES: Final = Kind(
         prop(
             "zero_advantages_give_zero_gradient",
             "advantages of 0 give a gradient of exactly 0",
-            applies=uses_advantages,
+            applies=lambda case: uses_advantages(case) and not case.driver.regularized,
         ),
         UNDECLARED,
         READ,

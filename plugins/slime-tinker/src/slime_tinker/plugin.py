@@ -40,6 +40,7 @@ class Dro(LossDriver):
     """DRO: -(l A - beta/2 (l - old)^2), a policy gradient with a quadratic penalty on the log-ratio."""
 
     Config = DroConfig
+    regularized = True
 
     @classmethod
     def build(cls, config: DroConfig) -> PolicyLoss:
