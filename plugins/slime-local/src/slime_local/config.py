@@ -41,8 +41,8 @@ class LocalConfig(DriverConfig):
     fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
 
     max_adapters: int | None = Field(default=None, ge=0)
-    """LoRA adapters that it holds at a time beside its weights, for a loop of one's own (`Adapter.snapshot`); 0: none. By default
-    64."""
+    """LoRA adapters that it holds at a time beside its weights, for a loop of one's own (`Adapter.snapshot`); 0: none. By
+    default 64."""
 
     @property
     def most_adapters(self) -> int:
