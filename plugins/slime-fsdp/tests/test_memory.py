@@ -158,6 +158,14 @@ def test_bytes_of_states_are_those_of_a_trainer(family, options, folders, start,
         assert of(memory, "weights") == counted.weights
 
 
+def test_a_base_of_adapters_has_weights_alone(folders):
+    memory = estimated(load_of(folders("qwen3")), max_adapters=2)
+    for component in ("gradients", "first moment", "second moment"):
+        assert of(memory, component) == 0
+    assert of(memory, "weights") > 0
+    assert any("adapters, whose ranks" in part for part in memory.not_estimated)
+
+
 def test_a_copy_of_another_model_is_counted_as_that_one(folders):
     memory = estimated(load_of(folders("qwen3"), device="cpu", frozen_models={"teacher": folders("llama")}))
     whole = AutoModelForCausalLM.from_pretrained(folders("llama"))

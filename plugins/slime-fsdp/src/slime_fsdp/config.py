@@ -79,9 +79,9 @@ class FsdpConfig(DriverConfig):
     """Folder of a LoRA adapter in peft's format to resume from; its adapter_config.json sets rank, alpha and target
     modules."""
 
-    max_adapters: int = Field(0, ge=0)
+    max_adapters: int | None = Field(None, ge=0)
     """Freeze the weights and hold up to this many LoRA adapters over them, each with its own optimizer, for a loop of one's
-    own (`session.add_adapter`); 0: none."""
+    own (`session.add_adapter`). By default 0: none."""
 
     @property
     def trains_adapters(self) -> bool:
@@ -90,7 +90,7 @@ class FsdpConfig(DriverConfig):
     @property
     def freezes_base(self) -> bool:
         """Adapters alone are trained."""
-        return self.trains_adapters or self.max_adapters > 0
+        return self.trains_adapters or bool(self.max_adapters)
 
     @property
     def rounds_state(self) -> bool:

@@ -126,7 +126,7 @@ class HeldAdapters:
             base=base,
             layers=LowRankLayers(model),
             sizes={name: (one.out_features, one.in_features) for name, one in linear.items()},
-            most=config.max_adapters,
+            most=config.max_adapters or 0,
             device=device,
             new_optimizer=lambda parameters: optimizer_of(parameters, chosen, keys, config),
             driver=chosen.driver,

@@ -69,7 +69,7 @@ class Fsdp(TrainerPlanner, AdapterHolder, BackendDriver):
 
     @classmethod
     def max_adapters(cls, config: FsdpConfig) -> int:
-        return config.max_adapters
+        return config.max_adapters or 0
 
     @classmethod
     def adapter_rank(cls, config: FsdpConfig) -> int:

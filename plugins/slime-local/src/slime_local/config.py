@@ -40,8 +40,13 @@ class LocalConfig(DriverConfig):
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
     fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
 
-    max_adapters: int = Field(default=64, ge=0)
-    """LoRA adapters that it holds at a time beside its weights, for a loop of one's own (`Adapter.snapshot`); 0: none."""
+    max_adapters: int | None = Field(default=None, ge=0)
+    """LoRA adapters that it holds at a time beside its weights, for a loop of one's own (`Adapter.snapshot`); 0: none. By
+    default 64."""
+
+    @property
+    def most_adapters(self) -> int:
+        return 64 if self.max_adapters is None else self.max_adapters
 
     threads: int = Field(default=0, ge=0)
     """CPU threads of a decode step. 0: one for models of under ten million parameters, else torch's own number."""

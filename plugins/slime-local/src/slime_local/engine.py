@@ -71,7 +71,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._adapters = LoadedAdapters(
             self._model,
             lambda: self._new_decoder(setup),
-            most=0 if setup.true_on_policy else self._config.max_adapters,
+            most=0 if setup.true_on_policy else self._config.most_adapters,
             engine=f"engine {setup.index}",
         )
         self._gate = Gate(self._decoder, records=setup.records)
@@ -83,7 +83,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         capabilities = CAPABILITIES
         if setup.true_on_policy:
             capabilities |= {Capability.BATCH_INVARIANT, Capability.TRUE_ON_POLICY}
-        elif self._config.max_adapters:
+        elif self._config.most_adapters:
             capabilities |= {Capability.ADAPTERS}
         if self._model.images is not None:
             capabilities |= {Capability.IMAGES, Capability.VIDEOS}

@@ -31,7 +31,7 @@ class Local(EnginePlanner, AdapterSampler, EngineDriver):
 
     @classmethod
     def max_adapters(cls, config: LocalConfig) -> int:
-        return config.max_adapters
+        return config.most_adapters
 
     @classmethod
     def memory(cls, config: LocalConfig, load: EngineLoad) -> EngineMemory:
