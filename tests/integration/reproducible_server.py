@@ -76,7 +76,9 @@ class Server:
         try:
             async with asyncio.timeout(len(tokens) * self._pace):
                 await aborted.wait()
-            tokens, reason = tokens[: int((asyncio.get_running_loop().time() - began) / self._pace)], "abort"
+            written = int((asyncio.get_running_loop().time() - began) / self._pace)
+            # An abort that comes late finds a response that has ended.
+            tokens, reason = tokens[:written], "abort" if written < len(tokens) else reason
         except TimeoutError:
             pass
         finally:
