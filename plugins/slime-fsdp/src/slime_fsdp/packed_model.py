@@ -246,16 +246,7 @@ def build_model(
     store_parameters(model, kept, frozen, wide)
     # The same weights give the same bits, in any file.
     align(model)
-    if config.fp8_recipe is not None:
-        from slime_fsdp.float8_layers import use_float8
-
-        use_float8(decoder_layers(model), config.fp8_recipe, emulate=placement.device.type == "cpu")
-    if placement.true_on_policy:
-        if delta_nets(model):
-            raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
-        require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
-    elif uses_onednn(config, placement):
-        use_onednn(model)
+    choose_kernels(model, config, placement)
     packed = PackedModel(
         model,
         head=folder.head,
@@ -278,6 +269,20 @@ def build_model(
         shard(packed, layers, config, placement, trained=trained)
         fill(packed, loaded, placement)
     return packed
+
+
+def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placement) -> None:
+    """Replaces the products of linear layers, or checks that those of torch are batch-invariant where that is required."""
+    if config.fp8_recipe is not None:
+        from slime_fsdp.float8_layers import use_float8
+
+        use_float8(decoder_layers(model), config.fp8_recipe, emulate=placement.device.type == "cpu")
+    if placement.true_on_policy:
+        if delta_nets(model):
+            raise ModelError("true_on_policy_mode: linear attention is not batch-invariant. Leave the mode off.")
+        require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
+    elif uses_onednn(config, placement):
+        use_onednn(model)
 
 
 def uses_onednn(config: FsdpConfig, placement: Placement) -> bool:

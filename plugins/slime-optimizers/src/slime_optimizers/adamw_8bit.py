@@ -84,7 +84,7 @@ def step_on(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, salts:
     mean_codes, mean_scales, square_codes, square_scales = (
         rows(state[f"{moment}_{suffix}"]) for moment in ("exp_avg", "exp_avg_sq") for suffix in SUFFIXES
     )
-    maps = [code_map(signed=signed, device=weight.device) for signed in (True, False)]
+    signed, unsigned = (code_map(signed=signed, device=weight.device) for signed in (True, False))
     compute = compiled_update() if weight.is_cuda else update_quantized
     size = max(PIECES["cuda" if weight.is_cuda else "cpu"] // weight.shape[1], 1)
     for start in range(0, len(weight), size):
@@ -96,7 +96,8 @@ def step_on(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, salts:
             mean_scales[part],
             square_codes[part],
             square_scales[part],
-            *maps,
+            signed,
+            unsigned,
             numbers,
             salts,
         )
