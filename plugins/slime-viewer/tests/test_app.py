@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,8 +196,15 @@ def test_a_panel(run_folder: Path, ask: Ask) -> None:
     panel = Panel(
         title="Sizes", data=lambda folder: {"files": len(list(folder.iterdir()))}, module="export default () => {}"
     )
-    asking = ask(run_folder, panels={"sizes": InstalledPanel("sizes", "acme 1.0", panel)})
-    assert asking("/api/runs")["panels"] == [{"name": "sizes", "title": "Sizes", "from": "acme 1.0"}]
+    broken = replace(panel, data=lambda folder: {}["missing"])
+    panels = {
+        "sizes": InstalledPanel("sizes", "acme 1.0", panel),
+        "broken": InstalledPanel("broken", "acme 1.0", broken),
+    }
+    asking = ask(run_folder, panels=panels)
+    error = asking(f"{RUN}/panels/broken", 422)["error"]
+    assert error.startswith("panel \"broken\" of acme 1.0: KeyError: 'missing' (")
+    assert asking("/api/runs")["panels"][0] == {"name": "sizes", "title": "Sizes", "from": "acme 1.0"}
     assert asking(f"{RUN}/panels/sizes") == {"data": {"files": 3}}
     module = asking.client.get("/panels/sizes.js")
     assert (module.text, module.headers["content-type"].partition(";")[0]) == (panel.module, "text/javascript")

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from slime_core.errors import ConfigError, DataError
+from slime_core.errors import ConfigError, DataError, PluginError
+from slime_core.registry.boundary import error_text, held
 from slime_viewer.comparison import compare_page
 from slime_viewer.config_keys import config_difference, config_page
 from slime_viewer.health import health
@@ -104,10 +105,16 @@ class Page:
         return compare_page(self.runs.named(parameters.text("runs")))
 
     def panel(self, run: OpenRun, name: str) -> dict[str, Any]:
-        """NotThere, with what there is."""
+        """NotThere, with what there is; PluginError if the panel's function fails."""
         if name not in self.panels:
             raise NotThere(f"no panel {name!r}; there are {', '.join(self.panels) or 'none'}.")
-        return {"data": self.panels[name].panel.data(run.path)}
+        installed = self.panels[name]
+        data = None
+        with held() as failed:
+            data = installed.panel.data(run.path)
+        if failed.raised is not None:
+            raise PluginError(f'panel "{name}" of {installed.origin}: {error_text(failed.raised)}.') from failed.raised
+        return {"data": data}
 
 
 def metric_names(run: OpenRun, _: Parameters) -> dict[str, Any]:

@@ -21,7 +21,7 @@ STEP_SHIFT: Final = 2**32
 """A sample's `uid`: its step x this + its place among the step's samples."""
 READ_TOGETHER: Final = 2**26
 """Bytes of texts that are searched at once."""
-FEW: Final = 16
+FEW: Final = 200
 """Less than one text of so many is read by itself; else all texts of the step are."""
 
 
