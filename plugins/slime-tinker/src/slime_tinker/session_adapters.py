@@ -35,8 +35,8 @@ class SessionAdapters:
         self._session = session
         config = session.run.config
         backend, engine = session.run.backend.config, session.run.engine
-        self.max_models = int(getattr(backend, "max_adapters", 0))
-        self.max_weights = 0 if engine is None else int(getattr(engine.config, "max_adapters", 0))
+        self.max_models = int(getattr(backend, "max_adapters", 0) or 0)
+        self.max_weights = 0 if engine is None else int(getattr(engine.config, "max_adapters", 0) or 0)
         if not self.max_models or not self.max_weights:
             raise ConfigError(
                 "backend.max_adapters and engine.max_adapters: not set, and each model of a client is an adapter. Set both in "
