@@ -530,11 +530,11 @@ from slime_core.plugin import driver
 
 
 class MuonConfig(DriverConfig):
-    muon_momentum: float = 0.95
+    lion_momentum: float = 0.95
     \"\"\"Decay of the momentum.\"\"\"
 
 
-@driver("slime.optimizers", "muon")
+@driver("slime.optimizers", "lion")
 class Muon(OptimizerDriver):
     Config = MuonConfig
 
@@ -545,22 +545,22 @@ class Muon(OptimizerDriver):
 
 
 def test_an_optimizer_is_a_name_with_options_beside_it(bound, complaints, tmp_path):
-    (tmp_path / "muon.py").write_text(OPTIMIZERS)
-    plugin = ("--plugin", str(tmp_path / "muon.py"))
-    (role,) = bound(*plugin, "--optimizer", "muon", "--muon-momentum", "0.9", "--lr", "0.5").roles
-    assert (role.optimizer.optimizer, role.optimizer.lr) == ("muon", 0.5)
-    assert role.chosen_optimizer.options.muon_momentum == 0.9
-    table = 'train.optimizer={ name = "muon", muon_momentum = 0.8 }'
+    (tmp_path / "lion.py").write_text(OPTIMIZERS)
+    plugin = ("--plugin", str(tmp_path / "lion.py"))
+    (role,) = bound(*plugin, "--optimizer", "lion", "--lion-momentum", "0.9", "--lr", "0.5").roles
+    assert (role.optimizer.optimizer, role.optimizer.lr) == ("lion", 0.5)
+    assert role.chosen_optimizer.options.lion_momentum == 0.9
+    table = 'train.optimizer={ name = "lion", lion_momentum = 0.8 }'
     run = bound(*plugin, "--set", table)
     written = build_manifest(run, data_fingerprint="d").config["train"]["optimizer"]
-    assert written == {"name": "muon", "muon_momentum": 0.8}
+    assert written == {"name": "lion", "lion_momentum": 0.8}
     only(
         complaints(*plugin, "--train.optimizer", "moun"), r'^train\.optimizer\.name = "moun": unknown optimizer; close'
     )
-    only(complaints("--muon-momentum", "1"), r"^--muon-momentum: unknown flag")
+    only(complaints("--lion-momentum", "1"), r"^--lion-momentum: unknown flag")
     only(
         complaints(*plugin, "--set", table.replace("momentum", "momentun")),
-        r"^train\.optimizer\.muon_momentun: unknown option; close match: muon_momentum",
+        r"^train\.optimizer\.lion_momentun: unknown option; close match: lion_momentum",
     )
 
 

@@ -61,20 +61,20 @@ class Valued(BackendDriver):
 def mine(inputs, segments):
     raise AssertionError
 """
-MUON = """
+LION = """
 from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.optimizer import OptimizerDriver
 from slime_core.plugin import driver
 
 
-class MuonConfig(DriverConfig):
-    muon_momentum: float = 0.95
+class LionConfig(DriverConfig):
+    lion_momentum: float = 0.95
     \"\"\"Decay of the momentum.\"\"\"
 
 
-@driver("slime.optimizers", "muon")
-class Muon(OptimizerDriver):
-    Config = MuonConfig
+@driver("slime.optimizers", "lion")
+class Lion(OptimizerDriver):
+    Config = LionConfig
 
     @classmethod
     def build(cls, config):
@@ -230,14 +230,14 @@ def test_a_warm_up_has_one_length(ppo):
 
 
 def test_a_critic_may_have_an_optimizer_of_its_own(ppo, tmp_path):
-    (tmp_path / "muon.py").write_text(MUON)
-    words = ("--plugin", *(str(tmp_path / f"{name}.py") for name in ("fakes", "valued", "muon")))
-    run = ppo(*words, "--critic-optimizer", "muon", "--critic-muon-momentum", "0.7")
-    assert [role.optimizer.optimizer for role in run.roles] == ["adam", "muon"]
-    assert run.roles[1].chosen_optimizer.options.muon_momentum == 0.7
+    (tmp_path / "lion.py").write_text(LION)
+    words = ("--plugin", *(str(tmp_path / f"{name}.py") for name in ("fakes", "valued", "lion")))
+    run = ppo(*words, "--critic-optimizer", "lion", "--critic-lion-momentum", "0.7")
+    assert [role.optimizer.optimizer for role in run.roles] == ["adam", "lion"]
+    assert run.roles[1].chosen_optimizer.options.lion_momentum == 0.7
     written = build_manifest(run, data_fingerprint="d").config
     assert written["train"]["optimizer"] == "adam"
-    assert written["roles"]["critic"]["optimizer"] == {"name": "muon", "muon_momentum": 0.7}
+    assert written["roles"]["critic"]["optimizer"] == {"name": "lion", "lion_momentum": 0.7}
 
 
 def test_places(ppo):

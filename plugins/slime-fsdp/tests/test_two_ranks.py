@@ -79,7 +79,7 @@ def test_scores_follow_the_step_and_the_copy_does_not(ranks, one_step):
         assert np.abs(part["after"] - part["before"]).max() > 1e-2
 
 
-def test_one_helds_nan_makes_both_skip(ranks):
+def test_one_ranks_nan_makes_both_skip(ranks):
     for after, skipped in zip(ranks("dp"), ranks("skip"), strict=True):
         assert skipped["skipped"]
         np.testing.assert_array_equal(skipped["refreshed"], after["after"])
@@ -110,7 +110,7 @@ def test_two_ranks_write_files_of_one_model(ranks):
     assert all(torch.equal(saved[name], weights[name]) for name in weights)
 
 
-def test_a_file_that_one_held_cannot_write_is_an_error_on_both(ranks):
+def test_a_file_that_one_rank_cannot_write_is_an_error_on_both(ranks):
     assert all("no space left to write it" in part["failure"] for part in ranks("shards"))
     assert not list((ranks.folder / "hf_refused").iterdir())
 
@@ -168,7 +168,7 @@ def test_two_ranks_write_the_same_checkpoint_while_they_train(prefix, ranks, con
     assert staged == saved
 
 
-def test_one_held_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
+def test_one_rank_continues_what_two_ranks_saved(ranks, folders, start, pack, samples, weights_of, sequence_policy):
     middle, straight = ranks("middle")[0]["weights"], ranks("straight")[0]["weights"]
     backend = start(folders("qwen3"))
     backend.load(ranks.folder / "checkpoint")

@@ -122,9 +122,9 @@ def test_gradients_equal_those_of_single_samples(folder, processor, samples):
     backend = backend_of(folder)
     found = {}
     real = backend._step
-    backend._step = lambda parameters, norm, lr: (
+    backend._step = lambda *given: (
         found.update({n: p.grad.clone() for n, p in backend._ready.model.model.named_parameters()}),
-        real(parameters, norm, lr),
+        real(*given),
     )
     batch = image_batch(samples)
     cache = PixelCache(lambda: processor)
@@ -153,9 +153,9 @@ def test_values_and_their_gradients_equal_those_of_single_samples(folder, proces
     plain.lm_head = head
     found = {}
     real = backend._step
-    backend._step = lambda parameters, norm, lr: (
+    backend._step = lambda *given: (
         found.update({n: p.grad.clone() for n, p in backend._ready.model.model.named_parameters()}),
-        real(parameters, norm, lr),
+        real(*given),
     )
     batch, cache = image_batch(samples), PixelCache(lambda: processor)
     parts = [np.array([0, 1, 2, 7]), np.array([3, 4]), np.array([5, 6])]
@@ -238,9 +238,9 @@ def test_videos_are_those_of_transformers(folder, processor):
 
     backend, found = backend_of(folder), {}
     real = backend._step
-    backend._step = lambda parameters, norm, lr: (
+    backend._step = lambda *given: (
         found.update({n: p.grad.clone() for n, p in backend._ready.model.model.named_parameters()}),
-        real(parameters, norm, lr),
+        real(*given),
     )
     micro = pack_micro_batch(image_batch(samples), np.arange(3), pixels=PixelCache(lambda: processor))
     np.testing.assert_allclose(backend.forward_only([micro])[0].log_probs, torch.cat(required).detach(), atol=1e-5)

@@ -126,6 +126,7 @@ def test_every_command_of_this_checkout_is_listed_with_its_line():
         "models": "Shapes of public models, and models with random weights.",
         "new": "Write a distribution that passes the contract kit: slime new...",
         "plan": "What a run would do and whether it fits, before anything is...",
+        "serve": "Serve programs of the Tinker SDK: slime serve run.toml.",
         "view": "Look at runs, on a page in the browser or in the terminal.",
     }
     assert list(help_lines("plugins")) == ["algorithms", "check", "show"]

@@ -17,6 +17,7 @@ from slime_core.contracts.hookspecs import (
     EvalDone,
     RolloutEnd,
     RolloutStart,
+    Run,
     RunEnd,
     RunStart,
     StepTrained,
@@ -61,14 +62,14 @@ class Recorder:
     def rollout_end(self, event: RolloutEnd) -> None:
         now = time.time()
         self._span(ENGINES, "rollout", self._rollouts.pop(event.rollout_id, now - event.seconds), now, event.rollout_id)
-        dumped = event.run.config["rollout"]["dump_rollouts"]
+        dumped = chosen(event.run, "rollout", "dump_rollouts")
         if self._recording is not None and event.groups and not dumped and self._recording.takes(event.rollout_id):
             self._recording.do(partial(self._recording.write_groups, event.rollout_id, event.groups))
         self._measure()
 
     @hookimpl
     def batch_ready(self, event: BatchReady) -> None:
-        dumped = event.run.config["debug"]["save_debug_train_data"]
+        dumped = chosen(event.run, "debug", "save_debug_train_data")
         if self._recording is not None and not dumped and self._recording.takes(event.rollout_id):
             self._recording.do(partial(self._recording.write_tokens, event.rollout_id, event.batch, event.columns))
 
@@ -104,7 +105,7 @@ class Recorder:
     @hookimpl
     def eval_done(self, event: EvalDone) -> None:
         now, step = time.time(), event.report.rollout_id
-        if not event.run.config["eval"]["async_eval"]:
+        if not chosen(event.run, "eval", "async_eval"):
             self._span(ENGINES, "eval", self._free, now, step)
             self._free = now
         if self._recording is not None:
@@ -131,3 +132,8 @@ class Recorder:
     def _measure(self) -> None:
         if self._recording is not None:
             self._recording.do(self._recording.write_memory)
+
+
+def chosen(run: Run, table: str, key: str) -> Any:
+    """A value of the run's config; None if a program that has no whole config emits the events."""
+    return run.config.get(table, {}).get(key)
