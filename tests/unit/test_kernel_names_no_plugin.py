@@ -45,6 +45,7 @@ PLAIN_WORDS = {
     "replay",
     "retry",
     "served",
+    "serve",
     "sft",
     "stream",
     "sums",
