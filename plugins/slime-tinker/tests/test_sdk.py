@@ -70,8 +70,10 @@ def test_a_server_that_is_killed_in_a_recipe_continues(new_server, cookbook, tmp
     finish(process)
     finish(undisturbed)
     for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "other"), strict=True):
-        for name in ("reward/total", "grad_norm", "step"):
+        for name in ("reward/total", "step"):
             assert one.get(name) == other.get(name)
+        # Requests that are sent again enter the engine in other batches, and its log-probs have other last bits.
+        assert one.get("grad_norm") == pytest.approx(other.get("grad_norm"), rel=1e-5)
 
 
 def test_two_tenants_get_what_each_gets_alone(new_server, cookbook, tmp_path):
