@@ -128,7 +128,7 @@ test-megatron: .venv/.megatron  ## The real Megatron-core, on a CPU.
 test-torchao: .venv/.torchao  ## What torchao computes, emulated on a CPU: linear layers in float8, and the codes of 8-bit moments.
 	$(SINGLE) $(BIN)/pytest --every-test-runs torchao plugins/slime-fsdp/tests plugins/slime-optimizers/tests -m torchao
 	$(BIN)/uv pip uninstall --quiet --python $(BIN)/python torchao
-	rm $@
+	rm $<
 
 test-wheels: .venv/.test  ## Each wheel installs into an empty environment of its own, imports, and is listed.
 	$(BIN)/python tests/wheels/each_alone.py $(FLAGS)
