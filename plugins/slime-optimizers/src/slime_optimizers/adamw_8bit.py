@@ -21,7 +21,7 @@ from slime_core.contracts.optimizer import OptimizerConfig
 from slime_optimizers.blocks import block_of
 from slime_optimizers.byte_codes import CodeMap, code_map
 from slime_optimizers.config import EightBitConfig
-from slime_training.rounded_adamw import local, numbers_of, update
+from slime_training.rounded_adamw import local, step_groups, update
 
 PIECES: Final = {"cpu": 2**20, "cuda": 2**24}
 """Elements that are computed at once."""
@@ -58,20 +58,7 @@ class EightBitAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        for group in self.param_groups:
-            numbers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state_of(parameter)
-                # Also on a rank that holds no elements of it: a checkpoint takes the count from any rank.
-                state["step"] += 1
-                if not local(parameter).numel():
-                    continue
-                at = int(state["step"]), local(parameter).device
-                if at not in numbers:
-                    numbers[at] = numbers_of(group, *at)
-                step_on(parameter, state, *numbers[at])
+        step_groups(self.param_groups, self.state_of, step_on)
         return loss
 
 

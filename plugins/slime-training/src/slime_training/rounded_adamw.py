@@ -12,7 +12,7 @@ that hold the same values, in whatever layout, round them alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -57,26 +57,7 @@ class StochasticRoundingAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        for group in self.param_groups:
-            numbers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state_of(parameter)
-                # Also on a rank that holds no elements of it: a checkpoint takes the count from any rank.
-                state["step"] += 1
-                if not local(parameter).numel():
-                    continue
-                at = int(state["step"]), local(parameter).device
-                if at not in numbers:
-                    numbers[at] = numbers_of(group, *at)
-                update_in_pieces(
-                    flat(parameter),
-                    flat(parameter.grad),
-                    flat(state["exp_avg"]),
-                    flat(state["exp_avg_sq"]),
-                    *numbers[at],
-                )
+        step_groups(self.param_groups, self.state_of, step_on)
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -89,6 +70,35 @@ class StochasticRoundingAdamW(torch.optim.AdamW):
             saved = state_dict["state"].get(number, {})
             for name in self._dtypes.keys() & saved.keys():
                 self.state[parameter][name] = saved[name].to(parameter.device, self._dtypes[name])
+
+
+def step_groups(
+    groups: Sequence[dict[str, Any]],
+    state_of: Callable[[Tensor], dict[str, Tensor]],
+    step_on: Callable[[Tensor, dict[str, Tensor], Tensor, Tensor], None],
+) -> None:
+    """Counts a step of every parameter that has a gradient, and calls `step_on(parameter, state, numbers, salts)` for those of
+    which this rank holds elements. numbers, salts: of `update`."""
+    for group in groups:
+        numbers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = state_of(parameter)
+            # Also on a rank that holds no elements of it: a checkpoint takes the count from any rank.
+            state["step"] += 1
+            if not local(parameter).numel():
+                continue
+            at = int(state["step"]), local(parameter).device
+            if at not in numbers:
+                numbers[at] = numbers_of(group, *at)
+            step_on(parameter, state, *numbers[at])
+
+
+def step_on(parameter: Tensor, state: dict[str, Tensor], numbers: Tensor, salts: Tensor) -> None:
+    assert parameter.grad is not None
+    mean, square = flat(state["exp_avg"]), flat(state["exp_avg_sq"])
+    update_in_pieces(flat(parameter), flat(parameter.grad), mean, square, numbers, salts)
 
 
 def numbers_of(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
