@@ -55,25 +55,33 @@ def test_the_reward_of_rl_loop_rises(served, cookbook, tmp_path):
 
 
 def test_a_server_that_is_killed_in_a_recipe_continues(new_server, cookbook, tmp_path):
-    """With the result of one that was not."""
-    words = ("rl_loop.py", "cispo", "3")
-    whole, server = new_server("--no-keys", folder="whole"), new_server("--no-keys", folder="killed")
-    undisturbed = client(whole.address, cookbook, *words, str(tmp_path / "one"))
-    process = client(server.address, cookbook, *words, str(tmp_path / "other"))
-    file = tmp_path / "other/metrics.jsonl"
-    while process.poll() is None and not (file.exists() and file.stat().st_size):
-        time.sleep(0.02)
+    """A recipe that only trains ends with what the undisturbed one has, to the bit. One that samples takes all its steps:
+    requests that are sent again enter the engine in other batches, so its log-probs have other last bits, and a draw may
+    differ."""
+    server = new_server("--no-keys", folder="killed")
+    finish(client(server.address, cookbook, "sl_loop.py", str(tmp_path / "whole")))
+    samples = client(server.address, cookbook, "rl_loop.py", "cispo", "4", str(tmp_path / "rl"))
+    wait_for_a_row(samples, tmp_path / "rl")
+    trains = client(server.address, cookbook, "sl_loop.py", str(tmp_path / "killed"))
+    wait_for_a_row(trains, tmp_path / "killed")
     server.kill()
+    assert trains.poll() is None
     began = time.monotonic()
     server.start()
     assert time.monotonic() - began < 60
-    finish(process)
-    finish(undisturbed)
-    for one, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "other"), strict=True):
-        for name in ("reward/total", "step"):
-            assert one.get(name) == other.get(name)
-        # Requests that are sent again enter the engine in other batches, and its log-probs have other last bits.
-        assert one.get("grad_norm") == pytest.approx(other.get("grad_norm"), rel=1e-5)
+    finish(samples)
+    finish(trains)
+    losses = {name: [row.get("train_mean_nll") for row in metrics_of(tmp_path / name)] for name in ("whole", "killed")}
+    assert losses["killed"] == losses["whole"]
+    assert [row["step"] for row in metrics_of(tmp_path / "rl")] == [1, 2, 3, 4]
+
+
+def wait_for_a_row(process, log):
+    """Waits until a recipe has taken a step."""
+    file = log / "metrics.jsonl"
+    while not (file.exists() and file.stat().st_size):
+        assert process.poll() is None, "it has ended without a step"
+        time.sleep(0.02)
 
 
 def test_two_tenants_get_what_each_gets_alone(new_server, cookbook, tmp_path):
