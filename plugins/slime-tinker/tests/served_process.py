@@ -86,7 +86,7 @@ def client(address: str, cwd: Path, *words: str, key: str = "tml-any") -> subpro
     }
     words = words if words[0] == "-m" else (str(CLIENTS / words[0]), *words[1:])
     return subprocess.Popen(
-        [CLIENT_PYTHON, *words],
+        [CLIENT_PYTHON, str(CLIENTS), *words],
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
