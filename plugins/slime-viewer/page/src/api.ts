@@ -388,7 +388,7 @@ export interface PanelData {
 
 /**
  * GET /panels/{name}.js is an ES module. It draws into an empty element, and may return a function that is called before the element is
- * emptied. It is called again with new data while a run goes on.
+ * emptied. It is called again with new data while a run continues.
  */
 export interface PanelModule {
   default(element: HTMLElement, data: unknown): void | (() => void);
