@@ -1,5 +1,5 @@
-"""`slime run` with vLLM on two GPUs, trainer and engines in turns on both, by every way of weights. Log-probs of every step are the
-trainer's.
+"""`slime run` with vLLM on two GPUs, trainer and engines in turns on both, by every way of weights. Log-probs of every step are
+the trainer's.
 
 `pytest tests/gpu/test_vllm_runs.py -m gpu -s`: needs vLLM in `.venv-vllm` or in this interpreter, Ray and two GPUs. The runs of
 all chosen tests start side by side, since a start takes two minutes, and share the GPUs."""
