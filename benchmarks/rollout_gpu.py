@@ -133,7 +133,7 @@ def toml(values: dict[str, Any]) -> str:
 
 
 def run_slime(asked: argparse.Namespace, folder: Path, runs: str) -> list[dict[str, float]]:
-    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint. runs: name of its runs folder."""
+    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint. runs: its runs folder."""
     (folder / "even.py").write_text(REWARD)
     (folder / "run.toml").write_text(run_file(asked, folder / runs))
     command = ["slime", "run", str(folder / "run.toml")]
