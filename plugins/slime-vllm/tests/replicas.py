@@ -100,8 +100,9 @@ async def test_requests_wait_inside_both(attached, served, model):
         plain = load_plain(model, torch.float32)
         await load(engine, named_weights(plain), 8)
         requests = [endless(f"k{number}", number) for number in range(4)]
+        before = generated_by_each(served)
         running = asyncio.create_task(engine.generate(requests))
-        while min(generated_by_each(served)) == 0:
+        while not all(new > old for old, new in zip(before, generated_by_each(served), strict=True)):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
         moved(plain, seed=1)
         await load(engine, named_weights(plain), 9)

@@ -1,5 +1,5 @@
-"""Estimated memory of servers before their start: weights by their files, keys and values by the share of the device, adapters by
-the matrices that vLLM allocates for them."""
+"""Estimated memory of servers before their start: weights by their files, keys and values by the share of the device, adapters
+by the matrices that vLLM allocates for them."""
 
 import json
 

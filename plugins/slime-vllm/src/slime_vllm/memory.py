@@ -19,7 +19,10 @@ UTILIZATION: Final = 0.92
 NO_DEVICE: Final = "keys and values: they take a share of the device's memory; pass --device-memory 80GiB"
 OF_DRAFTS: Final = "drafts: their weights, keys and values"
 OF_EXPERTS: Final = "the adapter's matrices of experts"
-BESIDE: Final = "the workspace of kernels and CUDA graphs come off the keys and values: vLLM measures them when it starts, and fewer tokens fit"
+BESIDE: Final = (
+    "the workspace of kernels and CUDA graphs come off the keys and values: vLLM measures them at its start, and fewer "
+    "tokens fit"
+)
 OTHER_LAYERS: Final = (
     "the number of tokens that fit is not estimated: layers store more than keys and values, or these are quantized"
 )
@@ -86,9 +89,9 @@ def token_bytes(config: Any, model_config: Mapping[str, Any], element: int, rank
 
 
 def adapter_bytes(model_config: Mapping[str, Any], setup: EngineSetup, *, stages: int, ranks: int) -> int | None:
-    """The matrices of one adapter on one rank; 0: none; None: not known. vLLM allocates both matrices of every linear layer of the
-    language model, of the embedding and of the head, whichever the adapter has. Of a sharded layer one of them is whole on every
-    rank (lora/layers)."""
+    """The matrices of one adapter on one rank; 0: none; None: not known. vLLM allocates both matrices of every linear layer of
+    the language model, of the embedding and of the head, whichever the adapter has. Of a sharded layer one of them is whole on
+    every rank (lora/layers)."""
     if not setup.adapter_rank:
         return 0
     text = model_config.get("text_config", model_config)
