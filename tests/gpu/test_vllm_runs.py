@@ -28,7 +28,7 @@ RUN = """\
 name = "tiny"
 seed = 1
 backend = "fsdp"
-reward = "gsm8k"
+reward = "random"
 algo = { name = "grpo", get_mismatch_metrics = true }
 model = { hf_checkpoint = "base" }
 data = { prompt_data = "train.jsonl", input_key = "prompt", label_key = "label" }
@@ -64,6 +64,7 @@ RUNS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "by nccl": {"launcher": APART, "sync": {"transport": "distributed"} | COMPARED},
 }
+TIMES = ("rollout", "train", "update_weights", "engine_sleep", "engine_wake_up")
 FAR = {"float8": 0.1}
 """Weights in eight bits move log-probs by more."""
 
@@ -97,8 +98,8 @@ class Run:
         assert code == 0, (self.folder / "output").read_text()[-6000:]
         rows = [json.loads(line) for line in (self.folder / "runs/tiny/metrics.jsonl").read_text().splitlines()]
         for row in rows:
-            times = {key: round(value, 2) for key, value in row["metrics"].items() if key.startswith("perf/")}
             if row["axis"] == "rollout/step":
+                times = {name: round(row["metrics"].get(f"perf/{name}_time", 0), 2) for name in TIMES}
                 print(f"  step {row['step']}: {times}", flush=True)
         return [row["metrics"] for row in rows if row["axis"] == "train/step"]
 
