@@ -59,13 +59,17 @@ def test_replicas_hold_a_model_each_and_ranks_a_part(model, parameters):
 
 
 def test_an_adapter_takes_its_place_before_keys_and_values(model):
-    """What vLLM 0.32 allocated on each of two ranks for rank 4 in float32, by layer (tests/adapter_forms.py)."""
-    sizes = json.loads((model / "config.json").read_text())
+    """By layer, A and B: of a rank of two, for rank 4, which vLLM makes 8, in bfloat16."""
     memory = memory_of(model, adapter_rank=4, num_devices=2)
-    assert of(memory, "adapter") == adapter_of(sizes, 2, 2)
+    sizes = json.loads((model / "config.json").read_text())
+    assert (sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]) == (32, 4, 2)
+    assert (sizes["head_dim"], sizes["intermediate_size"], sizes["num_hidden_layers"]) == (8, 48, 2)
+    layer = [3 * 32, 16 + 8 + 8, 16, 32, 2 * 32, 24 + 24, 24, 32]
+    ends = [sizes["vocab_size"], 32, 32, sizes["vocab_size"]]
+    assert of(memory, "adapter") == 2 * 8 * (2 * sum(layer) + sum(ends))
     whole = int(0.92 * DEVICE)
     assert of(memory, "weights") + of(memory, "adapter") + of(memory, "keys and values") == whole
-    assert of(memory_of(model, adapter_rank=0), "adapter") == 0
+    assert of(memory_of(model), "adapter") == 0
 
 
 def test_memory_is_given_back_by_the_level(model):
