@@ -4,9 +4,12 @@ by the matrices that vLLM allocates for them."""
 import json
 
 import pytest
-from vllm_setup import setup_for
+from carried_run import write_run
+from vllm_setup import PYTHON, setup_for
 
+from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_plugin_kit.tiny_model import load_plain, make_tiny_model
+from slime_preflight.tenants import Target, policy_engines
 from slime_training.memory_plan import EngineLoad, MemoryPhase, bytes_at
 from slime_vllm.plugin import Vllm
 
@@ -95,3 +98,13 @@ def test_on_a_cpu_a_process_has_a_gibibyte_of_keys_and_values(model, parameters)
     memory = memory_of(model, device="cpu", device_bytes=None)
     assert (of(memory, "weights"), of(memory, "keys and values")) == (4 * parameters, 2**30)
     assert memory.kv_tokens == 2**30 // (2 * token_of(model))
+
+
+def test_the_plan_of_a_run_has_its_adapter(model, tmp_path):
+    write_run(tmp_path, model)
+    words = [str(tmp_path / "run.toml"), "--engine", "vllm", "--vllm-python", str(PYTHON), "--lora-rank", "4"]
+    target = Target(device="cuda", device_bytes=DEVICE, found="a test")
+    for transport, found in {"adapter": True, "disk": False}.items():
+        asked = parse_words([*words, "--transport", transport], switches=(), options=(), command="run")
+        planned = policy_engines(bind_invocation(asked), target)
+        assert bool(of(planned.memory, "adapter")) == found

@@ -20,8 +20,7 @@ NO_DEVICE: Final = "keys and values: they take a share of the device's memory; p
 OF_DRAFTS: Final = "drafts: their weights, keys and values"
 OF_EXPERTS: Final = "the adapter's matrices of experts"
 BESIDE: Final = (
-    "the workspace of kernels and CUDA graphs come off the keys and values: vLLM measures them at its start, and fewer "
-    "tokens fit"
+    "CUDA graphs and the workspace of kernels take a part of it: vLLM measures them at its start, and fewer tokens fit"
 )
 OTHER_LAYERS: Final = (
     "the number of tokens that fit is not estimated: layers store more than keys and values, or these are quantized"
@@ -85,7 +84,7 @@ def token_bytes(config: Any, model_config: Mapping[str, Any], element: int, rank
     stages = server_options(config).get("pipeline_parallel_size", 1)
     heads = ModelShape.from_config(model_config.get("text_config", model_config)).num_kv_heads
     # With fewer key-value heads than ranks some ranks hold the same ones.
-    return whole // (min(ranks // stages, heads) * stages)
+    return int(whole // (min(ranks // stages, heads) * stages))
 
 
 def adapter_bytes(model_config: Mapping[str, Any], setup: EngineSetup, *, stages: int, ranks: int) -> int | None:
@@ -98,7 +97,7 @@ def adapter_bytes(model_config: Mapping[str, Any], setup: EngineSetup, *, stages
     if any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
     sizes, tp = ModelShape.from_config(text), max(ranks // stages, 1)
-    rank, element = options_of(setup)["max_lora_rank"], 2 if setup.device == "cuda" else 4
+    rank, element = int(options_of(setup)["max_lora_rank"]), 2 if setup.device == "cuda" else 4
     queries = sizes.num_heads * sizes.head_dim // tp
     keys = max(sizes.num_kv_heads // tp, 1) * sizes.head_dim
     ffn, hidden = sizes.ffn // tp, sizes.hidden
