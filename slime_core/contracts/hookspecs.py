@@ -20,7 +20,7 @@ import pluggy
 if TYPE_CHECKING:
     from slime_core.types.batch import Batch, TokenColumns
     from slime_core.types.prompt import Prompt
-    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+    from slime_core.types.report import EvalReport, Lap, TrainReport, WeightUpdateReport
     from slime_core.types.sample import SampleGroup
 
 PROJECT: Final = "slime"
@@ -130,6 +130,8 @@ class StepTrained(Event):
 
     rollout_id: int
     report: TrainReport
+    lap: Lap | None = None
+    """What the time since the step before was spent on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

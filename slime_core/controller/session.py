@@ -47,7 +47,7 @@ from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.types.buffer_item import BufferItem, ItemKind
-from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+from slime_core.types.report import EvalReport, Lap, TrainReport, WeightUpdateReport
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.stopwatch import Stopwatch
@@ -102,10 +102,6 @@ class Session:
     """Steps that the last complete checkpoint holds."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
-    step_began: float = field(default_factory=time.perf_counter)
-    """When the last step was trained; before the first one, when the loop began it."""
-    times: Stopwatch = field(default_factory=Stopwatch)
-    """What the loop does between two steps."""
     last_eval: EvalReport | None = None
     last_train: TrainReport | None = None
     weight_update_report: WeightUpdateReport | None = None
@@ -129,6 +125,11 @@ class Session:
     @property
     def policy(self) -> TrainGroup:
         return next(iter(self.roles.values()))
+
+    @property
+    def times(self) -> Stopwatch:
+        """What the time is spent on; a lap ends when a step is trained."""
+        return self.colocation.times
 
     @property
     def trained_versions(self) -> range:
@@ -215,14 +216,13 @@ class Session:
 
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores the groups, computes advantages and takes the optimizer steps."""
-        async with self.colocation.train():
-            return await self.learner.train(step, groups, self.state.version)
+        with self.times.of("train"):
+            async with self.colocation.train():
+                return await self.learner.train(step, groups, self.state.version)
 
-    def advance(self, step: int, report: TrainReport, *, waited_s: float) -> None:
-        """Counts a trained step, emits its event and logs its metrics. `waited_s`: while its groups were not there."""
-        first = self.state.optimizer_steps
-        now = time.perf_counter()
-        step_s, self.step_began = now - self.step_began, now
+    def advance(self, step: int, report: TrainReport) -> None:
+        """Counts a trained step, emits its event and logs its metrics."""
+        first, lap = self.state.optimizer_steps, self.times.lap()
         # First, before anything that can fail: the trainers hold the step, and a checkpoint with the old state would train it
         # again. The error of a failing tracker names the metrics that it lacks; the other trackers have them.
         self.last_train = report
@@ -235,27 +235,24 @@ class Session:
         )
         self.optimizer_idle.set()
         with contextlib.ExitStack() as afterwards:
-            afterwards.callback(self._log_step, step, first, report, waited_s, step_s)
-            self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report))
+            afterwards.callback(self._log_step, step, first, report, lap)
+            self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report, lap=lap))
 
-    def _log_step(self, step: int, first: int, report: TrainReport, waited_s: float, step_s: float) -> None:
+    def _log_step(self, step: int, first: int, report: TrainReport, lap: Lap) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        moves, parts = self.colocation.times(), self.times.taken()
-        idle_s = waited_s + parts.get("perf/drain_time", 0.0) + moves.get("perf/engine_sleep_time", 0.0)
+        idle_s = sum(lap.parts.get(part, 0.0) for part in ("rollout", "drain", "engine_sleep"))
         perf = {
             **report.perf,
-            "perf/rollout_time": waited_s,
-            "perf/step_time": step_s,
+            "perf/step_time": lap.seconds,
             "perf/train_wait_time": idle_s,
-            "perf/wait_time_ratio": idle_s / step_s,
+            "perf/wait_time_ratio": idle_s / lap.seconds,
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
-            **moves,
-            **parts,
+            **lap.metrics(),
         }
         if self.weight_update_report is not None:
-            perf["perf/update_weights_time"] = self.weight_update_report.seconds
+            perf["perf/update_weights_push_time"] = self.weight_update_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.weight_update_report.bytes_sent)
             if self.weight_update_report.density is not None:
                 perf["perf/update_weights_density"] = self.weight_update_report.density
@@ -321,6 +318,7 @@ class Session:
                     await self.colocation.rollout(joining=engine)
                     return await admit(None)
                 try:
+                    asleep = self.colocation.weights_asleep
                     async with self.colocation.sync(self.policy, joining=engine):
                         version = self.state.version
                         # A step may have begun meanwhile: then the trainers' weights are no policy version yet.
@@ -329,6 +327,9 @@ class Session:
                             continue
                         await engine.call_all("pause")
                         await self.transport.push(self.policy, engine, version)
+                        if asleep and self.run.weights_follow and self.client is not None:
+                            # The others wake up too, and may have dropped theirs.
+                            await self._push(self.transport, self.client)
                     await self.colocation.rollout(joining=engine)
                     await engine.call_all("resume")
                 except EngineError:

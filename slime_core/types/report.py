@@ -70,3 +70,19 @@ class EvalReport:
     rollout_id: int
     version: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """What a stretch of time was spent on."""
+
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds by part; their sum is `seconds`."""
+    spans: Sequence[tuple[str, float, float]]
+    """(part, start, end) in seconds from `began`, without gaps and overlaps."""
+
+    def metrics(self) -> dict[str, float]:
+        return {f"perf/{part}_time": seconds for part, seconds in self.parts.items()}

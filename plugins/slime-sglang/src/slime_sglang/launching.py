@@ -37,6 +37,16 @@ OF_INTERPRETER: Final = frozenset({"PYTHONHOME", "VIRTUAL_ENV"})
 CHECKED_TRANSPORTS: Final = ("disk", "delta")
 """Transports whose weights are checked inside the server."""
 
+GRAPHS: Final = "cuda_graph_max_bs_decode"
+SETS_GRAPHS: Final = frozenset(
+    {GRAPHS, "cuda_graph_bs_decode", "cuda_graph_config", "disable_cuda_graph", "disable_decode_cuda_graph"}
+)
+"""Options that say up to how many requests are decoded by a CUDA graph."""
+LEAST_IN_GRAPHS: Final = 256
+"""SGLang's own limit on GPUs of 80 GB and more, with less than four ranks."""
+MOST_IN_GRAPHS: Final = 1024
+"""A server decodes more requests without a graph: each size takes memory and time at the start."""
+
 MARGIN: Final = 8
 """Tokens beyond the run's longest sequence: SGLang cuts responses a little before its context is full, without an error."""
 
@@ -89,10 +99,15 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         if ImageTokens.of(setup.model_path) is not None:
             # The fast one requires torchvision, which is a stub on a CPU.
             options["disable_fast_image_processor"] = True
+    elif not SETS_GRAPHS & chosen.keys() and (graphs := sizes_in_graphs(config, setup, chosen)) > LEAST_IN_GRAPHS:
+        options[GRAPHS] = graphs
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
-        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
+        if any(name.startswith("speculative_") for name in chosen):
+            # No weight update sends a draft's weights.
+            options["enable_draft_weights_cpu_backup"] = True
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
     if config.pause_mode != "abort":
@@ -102,6 +117,25 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if not (setup.model_path / "tokenizer_config.json").exists():
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> int:
+    """The largest batch that a server decodes by a CUDA graph: its share of the requests in flight."""
+    decoding = config.servers - config.prefill_servers
+    share = -(-setup.max_batch // decoding)
+    return min(share, chosen.get("max_running_requests", share), MOST_IN_GRAPHS)
+
+
+def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
+    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`). Kept by default: quantized ones, since kernels keep
+    tensors beside them that no weight update sends, and those that a delta is applied to."""
+    if config.external_engine_addrs or not setup.offload or setup.transport is None:
+        return False
+    if config.sleep_level is not None:
+        return config.sleep_level == 2
+    if not setup.weights_follow or setup.transport == "delta" or getattr(config, "quantization", None):
+        return False
+    return not read_model_config(setup.model_path).get("quantization_config")
 
 
 def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
