@@ -83,6 +83,8 @@ class EngineInfo:
     """Bearer token that `address` requires; None: none."""
     pid: int | None = None
     """Process id of the server; None: the process that called `start`."""
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Parts of its start that follow each other, as far as they are known."""
 
 
 class RolloutEngine(ABC):

@@ -64,6 +64,14 @@ class RunStart(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunReady(Event):
+    """Sent when trainers and engines have started and engines have the trainers' weights. The first step follows."""
+
+    lap: Lap
+    """What the time since the program's start was spent on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunEnd(Event):
     """Sent at the end of the run, also when it fails or is interrupted."""
 

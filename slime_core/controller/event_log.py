@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.atomic_io.storage import written
-from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, StepTrained, UpdateWeightsEnd, hookimpl
+from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, RunReady, StepTrained, UpdateWeightsEnd, hookimpl
 from slime_core.errors import StorageError
 from slime_core.types.report import Lap
 
@@ -40,6 +40,10 @@ class EventLog:
     @hookimpl
     def run_start(self, event: Event) -> None:
         self._write_fields(event, "rollout_id", "version")
+
+    @hookimpl
+    def run_ready(self, event: RunReady) -> None:
+        self._write(event, "start_time", **fields_of(event.lap))
 
     @hookimpl
     def step_trained(self, event: StepTrained) -> None:
@@ -85,8 +89,8 @@ class EventLog:
 
 
 def fields_of(lap: Lap) -> dict[str, Any]:
-    """`began` in seconds since the epoch; `spans` as [part, start, end] in seconds from it."""
-    spans = [[part, round(start, 3), round(end, 3)] for part, start, end in lap.spans]
+    """`began` in seconds since the epoch; `spans` as [part, start, end] in seconds from it, those of a millisecond and more."""
+    spans = [[part, round(start, 3), round(end, 3)] for part, start, end in lap.spans if end - start >= 0.001]
     return {"began": lap.began, "seconds": lap.seconds, "spans": spans}
 
 

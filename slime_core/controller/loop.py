@@ -229,7 +229,7 @@ async def run_loop(session: Session) -> None:
     schedule.restore(session.kept_ahead)
     await session.update_weights()
     await evaluate_at_start(session)
-    session.times.lap()
+    session.begin_steps()
     try:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id

@@ -21,6 +21,7 @@ from slime_core.contracts.hookspecs import (
     RolloutEnd,
     RolloutStart,
     Run,
+    RunReady,
     StepTrained,
     UpdateWeightsEnd,
     UpdateWeightsStart,
@@ -50,7 +51,7 @@ from slime_core.types.buffer_item import BufferItem, ItemKind
 from slime_core.types.report import EvalReport, Lap, TrainReport, WeightUpdateReport
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.colocation import ColocationManager
-from slime_core.workers.stopwatch import Stopwatch
+from slime_core.workers.stopwatch import StartTimes, Stopwatch
 from slime_core.workers.train_group import TrainGroup
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ class Session:
     generation: dict[int, dict[str, float]] = field(default_factory=dict)
     """Generation metrics of each step."""
     trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
+    start_times: StartTimes | None = None
+    start_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the start, for the first step's record."""
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
     evaluation: asyncio.Task[None] | None = None
@@ -137,6 +141,14 @@ class Session:
         report version -1."""
         oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
         return range(oldest, self.state.version + 1)
+
+    def begin_steps(self) -> None:
+        """Ends the start: what it was spent on becomes an event, and metrics of the first step."""
+        lap = self.times.lap()
+        if self.start_times is not None:
+            lap = self.start_times.ready(lap)
+            self.start_metrics = {"perf/start_time": lap.seconds, **lap.metrics("perf/start/")}
+            self.hooks.emit(RunReady(run=self.event, lap=lap))
 
     async def settled(self) -> None:
         """In a replay, returns when all recorded events have happened and everything can be aborted; else at once."""
@@ -250,7 +262,9 @@ class Session:
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
             **lap.metrics(),
+            **self.start_metrics,
         }
+        self.start_metrics = {}
         if self.weight_update_report is not None:
             perf["perf/update_weights_push_time"] = self.weight_update_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.weight_update_report.bytes_sent)

@@ -80,9 +80,9 @@ class Lap:
     """Seconds since the epoch."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by part; their sum is `seconds`."""
+    """Seconds by part. In a step their sum is `seconds`; at the start of a run, parts are done at the same time."""
     spans: Sequence[tuple[str, float, float]]
-    """(part, start, end) in seconds from `began`, without gaps and overlaps."""
+    """(part, start, end) in seconds from `began`. In a step there are no gaps and overlaps."""
 
-    def metrics(self) -> dict[str, float]:
-        return {f"perf/{part}_time": seconds for part, seconds in self.parts.items()}
+    def metrics(self, prefix: str = "perf/") -> dict[str, float]:
+        return {f"{prefix}{part}_time": seconds for part, seconds in self.parts.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.workers.engine_specs import EngineSpecs
 from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.launcher import Launcher
+from slime_core.workers.stopwatch import StartTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ async def start_engines(
     middlewares: Mapping[str, RouterMiddleware],
     with_engine: bool,
     first: asyncio.Task[Any] | None,
+    times: StartTimes,
 ) -> StartedEngines:
     """Starts the policy's engines, if it needs any, behind `middlewares`; and those of other models. `first`: awaited
     before."""
@@ -52,7 +55,9 @@ async def start_engines(
     client, teacher, reward = None, None, None
     if with_engine:
         of_policy = specs.of_policy()
+        began = time.perf_counter()
         engines, infos = await launcher.start_engines(of_policy)
+        times.add("engine", began, infos[0].start_seconds)
         require(of_policy, infos, media=run.media)
         client = client_of(run, engines, middlewares)
     if run.teacher is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from slime_core.types.report import Lap
@@ -13,6 +14,40 @@ from slime_core.types.report import Lap
 OTHER: Final = "other"
 MOST_SPANS: Final = 1000
 """Of a lap. Further ones are counted, but not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """What a run's start was spent on; parts overlap."""
+
+    began: float = field(default_factory=time.perf_counter)
+    """On the clock of `time.perf_counter`, as the seconds of `spans`."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """(part, start, end)"""
+
+    @contextlib.contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.spans.append((part, began, time.perf_counter()))
+
+    def add(self, lane: str, began: float, seconds: Mapping[str, float]) -> None:
+        """Parts of a lane that follow each other; the rest of the time since `began` is its `other`."""
+        for part, length in seconds.items():
+            self.spans.append((f"{lane}/{part}", began, began + length))
+            began += length
+        self.spans.append((f"{lane}/other", began, max(began, time.perf_counter())))
+
+    def ready(self, lap: Lap) -> Lap:
+        """The time since the beginning, with what was done in `lap`, which has just ended."""
+        seconds = time.perf_counter() - self.began
+        before = seconds - lap.seconds
+        spans = [(part, start - self.began, end - self.began) for part, start, end in self.spans]
+        spans += [(part, before + start, before + end) for part, start, end in lap.spans if part != OTHER]
+        parts: defaultdict[str, float] = defaultdict(float)
+        for part, start, end in spans:
+            parts[part] += end - start
+        return Lap(began=time.time() - seconds, seconds=seconds, parts=parts, spans=spans)
 
 
 class Stopwatch:

@@ -109,7 +109,13 @@ class ServingEngine(RolloutEngine, Generic[G]):
         # Rewards call a reward model's server themselves.
         offered = frozenset({Capability.HTTP}) if setup.reward_model else self.capabilities(setup)
         entrance = self.entrance
-        return EngineInfo(capabilities=offered, address=entrance.address, token=entrance.token, pid=self._fleet.pid)
+        return EngineInfo(
+            capabilities=offered,
+            address=entrance.address,
+            token=entrance.token,
+            pid=self._fleet.pid,
+            start_seconds=self._fleet.start_seconds,
+        )
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

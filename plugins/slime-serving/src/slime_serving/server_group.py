@@ -90,6 +90,11 @@ class ServerGroup(ABC, Generic[C]):
         """Pid of the first server; None for external servers."""
         return self._processes[0].pid if self._processes else None
 
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Parts of the first server's start; empty for external servers."""
+        return self._processes[0].start_seconds if self._processes else {}
+
     def watch(self, on_death: Callable[[EngineError], None]) -> None:
         """Calls `on_death` when the first process has died."""
         self._watch = asyncio.create_task(self._look(on_death), name=f"{self.name}, watch")

@@ -408,7 +408,7 @@ def require_read(batch: LearnerBatch) -> None:
 async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:
     """With the trainers' weights in the engines."""
     await session.update_weights()
-    session.times.lap()
+    session.begin_steps()
     return OwnLoop(session, renderer)
 
 
