@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.atomic_io.storage import written
-from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, RunReady, StepTrained, UpdateWeightsEnd, hookimpl
+from slime_core.contracts.hookspecs import (
+    Event,
+    EventLoopBlocked,
+    RunEnd,
+    RunReady,
+    StepTrained,
+    UpdateWeightsEnd,
+    hookimpl,
+)
 from slime_core.errors import StorageError
 from slime_core.types.report import Lap
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slime_core.algorithm.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.config.bound import BoundRun
@@ -56,6 +57,10 @@ from slime_core.workers.train_group import TrainGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BESIDE_SYNC: Final = frozenset({"save", "eval", "drain", "other"})
+"""Parts of a step before its rollout that are not its weight update."""
 
 
 class StepActions(NamedTuple):
@@ -262,6 +267,7 @@ class Session:
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
             **lap.metrics(),
+            "perf/sync_time": sum(end - start for part, start, end in until_rollout(lap) if part not in BESIDE_SYNC),
             **self.start_metrics,
         }
         self.start_metrics = {}
@@ -450,6 +456,11 @@ class Session:
             # ExitStack calls the last one first.
             for tracker in reversed(self.trackers):
                 each.callback(log_lines, tracker, lines, rollout_id)
+
+
+def until_rollout(lap: Lap) -> Iterator[tuple[str, float, float]]:
+    """What was done between the last step and the rollout."""
+    return itertools.takewhile(lambda span: span[0] != "rollout", lap.spans)
 
 
 def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:

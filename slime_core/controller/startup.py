@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -86,8 +85,7 @@ async def start(
         shared = LauncherSetup(colocate=config.launcher.colocate, num_engines=config.launcher.num_engines)
         launcher: Launcher = run.launcher.driver.build_launcher(run.launcher.config, shared)
         stack.push_async_callback(launcher.stop)
-        times = StartTimes(*(() if options.began is None else (options.began,)))
-        times.spans.append(("driver", times.began, time.perf_counter()))
+        times = StartTimes.of_driver(options.began)
         parts = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state, times=times)
         session = await assemble_session(run, inputs, launcher, parts, stack)
         session.trackers = trackers

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from slime_core.types.report import Lap
@@ -20,10 +20,16 @@ MOST_SPANS: Final = 1000
 class StartTimes:
     """What a run's start was spent on; parts overlap."""
 
-    began: float = field(default_factory=time.perf_counter)
+    began: float
     """On the clock of `time.perf_counter`, as the seconds of `spans`."""
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    spans: list[tuple[str, float, float]]
     """(part, start, end)"""
+
+    @classmethod
+    def of_driver(cls, began: float | None) -> StartTimes:
+        """With what the driver has done since `began`; None: nothing."""
+        now = time.perf_counter()
+        return cls(now, []) if began is None else cls(began, [("driver", began, now)])
 
     @contextlib.contextmanager
     def of(self, part: str) -> Iterator[None]:

@@ -3,6 +3,7 @@ and the newest checkpoint is still the one of the highest step."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ def test_a_clock_that_is_set_while_a_run_works(tiny: TinyRun) -> None:
         spans = event["spans"]
         assert sum(step.get(f"perf/{part}_time", 0.0) for part in parts) == pytest.approx(step["perf/step_time"])
         assert sum(end - start for _, start, end in spans) == pytest.approx(event["seconds"], rel=0.01, abs=0.01)
-        assert all(before[2] <= after[1] + 0.001 for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before[2] <= after[1] + 0.001 for before, after in itertools.pairwise(spans))
     (first, second) = (line for line in lines if line.get("event") == "start_time")
     assert {"driver", "trainer/imports", "trainer/load", "engine/other"} <= {part for part, _, _ in second["spans"]}
     assert first["seconds"] == pytest.approx(steps[0]["perf/start_time"], abs=0.001)

@@ -44,7 +44,9 @@ def test_lines_have_the_fields_of_the_event_and_are_appended(tmp_path):
     )
     lap = Lap(began=7.0, seconds=2.5, parts={"train": 2.5}, spans=[("other", 0, 0.0004), ("train", 0.0004, 2.5)])
     hooks.emit(RunReady(run=run, lap=lap))
-    hooks.emit(StepTrained(run=run, rollout_id=4, report=TrainReport(version=5, steps=(), rollout={}, perf={}), lap=lap))
+    hooks.emit(
+        StepTrained(run=run, rollout_id=4, report=TrainReport(version=5, steps=(), rollout={}, perf={}), lap=lap)
+    )
     hooks.emit(EventLoopBlocked(run=run, seconds=31.25, where="paced.py:9 paced"))
     hooks.emit(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]

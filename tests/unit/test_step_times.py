@@ -11,8 +11,8 @@ import pytest
 from slime_core.contracts.hookspecs import StepTrained, hookimpl
 from slime_core.contracts.tracker import Tracker
 from slime_core.controller.loop import run_loop
-from slime_core.registry.hooks import Hooks
 from slime_core.registry import Registry
+from slime_core.registry.hooks import Hooks
 from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.fast_clock import run_fast
@@ -21,7 +21,10 @@ from slime_plugin_kit.timed_engine import TimedEngine
 
 STEPS = 5
 TRAIN_S = 7.0
-PARTS = ("rollout", "drain", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up", "save", "eval", "other")
+PARTS = (
+    "rollout", "drain", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up", "save", "eval",
+    "other",
+)  # fmt: skip
 
 
 class Ranks(IdleRanks):
@@ -110,6 +113,7 @@ def test_step_times_add_up(
         assert step["perf/wait_time_ratio"] == pytest.approx(waited / step["perf/step_time"])
     # Saved after the second step and the fourth: what it took is of the step behind it.
     assert ["perf/save_time" in step for step in steps] == [False, False, True, False, True]
+    assert [step["perf/sync_time"] for step in steps[1:]] == pytest.approx([15.0 if shared else 3.0] * (STEPS - 1))
     assert [step["perf/update_weights_time"] for step in steps[1:]] == pytest.approx([3.0] * (STEPS - 1))
     if shared:
         # The trainer is onloaded to send its weights and then offloaded; neither counts for the weight update.

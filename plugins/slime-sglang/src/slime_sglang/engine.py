@@ -119,8 +119,8 @@ class SglangEngine(ServingEngine[SglangServers]):
         await self._fleet.post("/continue_generation", {})
 
     async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Releases SGLang's memory of `tags`; see `engine.sleep_level` for the weights. Paused requests wait here, so the servers
-        are idle."""
+        """Releases SGLang's memory of `tags`; see `engine.sleep_level` for the weights. Paused requests wait here, so the
+        servers are idle."""
         setup = self._ready()
         running = 0 if self._requests is None else len(self._requests)
         gone = [tag for tag in (MemoryTag if tags is None else tags) if tag not in self._absent]

@@ -127,8 +127,8 @@ def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[s
 
 
 def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
-    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`). Kept by default: quantized ones, since kernels keep
-    tensors beside them that no weight update sends, and those that a delta is applied to."""
+    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`). Kept by default: quantized ones, since kernels
+    keep tensors beside them that no weight update sends, and those that a delta is applied to."""
     if config.external_engine_addrs or not setup.offload or setup.transport is None:
         return False
     if config.sleep_level is not None:
