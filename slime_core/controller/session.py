@@ -459,8 +459,8 @@ class Session:
 
 
 def until_rollout(lap: Lap) -> Iterator[tuple[str, float, float]]:
-    """What was done between the last step and the rollout."""
-    return itertools.takewhile(lambda span: span[0] != "rollout", lap.spans)
+    """What was done between two steps, before rollouts are waited for."""
+    return itertools.takewhile(lambda span: span[0] not in ("rollout", "train"), lap.spans)
 
 
 def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:

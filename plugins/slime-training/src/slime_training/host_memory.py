@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
@@ -27,23 +28,37 @@ class HostMemory:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._lock: weakref.finalize[..., HostMemory] | None = None
+        self._reserving: Future[None] | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocates this much in a thread, while nothing is kept here. `room` waits for it, and raises its error."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
+        self._reserving = thread.submit(self._grow, nbytes)
+        thread.shutdown(wait=False)
 
     def room(self, nbytes: int) -> Tensor:
         """Returns (nbytes,) uint8, the same memory at each call unless it has to grow. Raises TrainingError if the host has too
         little."""
-        if nbytes > len(self._memory):
-            if self._lock is not None:
-                self._lock()
-            # Free the old block before allocating the new one.
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-            if self._device.type == "cuda":
-                lock(memory, self._device)
-                self._lock = weakref.finalize(self, unlock, memory.data_ptr())
-                # The operating system frees it when the process exits.
-                self._lock.atexit = False
-            self._memory = memory
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.result()
+        self._grow(nbytes)
         return self._memory[:nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        if nbytes <= len(self._memory):
+            return
+        if self._lock is not None:
+            self._lock()
+        # Free the old block before allocating the new one.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            lock(memory, self._device)
+            self._lock = weakref.finalize(self, unlock, memory.data_ptr())
+            # The operating system frees it when the process exits.
+            self._lock.atexit = False
+        self._memory = memory
 
 
 class HostCopy:
@@ -83,7 +98,9 @@ def starts_of(sizes: Iterable[int]) -> list[int]:
 
 
 def lock(memory: Tensor, device: torch.device) -> None:
-    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+    # A thread of its own would use the first GPU.
+    with torch.cuda.device(device):
+        refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
     if refused:
         # CUDA keeps the error, and torch would raise it at the next kernel.
         with suppress(RuntimeError):
