@@ -63,8 +63,8 @@ def optimizer_of(
 def state_sizes(
     optimizer: torch.optim.Optimizer, driver: type[OptimizerDriver], options: FsdpConfig, device: str
 ) -> Iterator[int]:
-    """Bytes of each tensor that the first step will add to the optimizer's state on the device of this type; none for optimizers
-    that do not list their moments."""
+    """Bytes of each tensor that the first step will add to the optimizer's state on the device of this type; none for
+    optimizers that do not list their moments."""
     if optimizer.state or driver.moments is None:
         return
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

@@ -33,8 +33,14 @@ class HostMemory:
     def reserve(self, nbytes: int) -> None:
         """Allocates this much in a thread, while nothing is kept here. `room` waits for it, and raises its error."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
-        self._reserving = thread.submit(self._grow, nbytes)
+        self._reserving = thread.submit(self._grow_in_thread, nbytes)
         thread.shutdown(wait=False)
+
+    def _grow_in_thread(self, nbytes: int) -> None:
+        if self._device.type == "cuda":
+            # A thread begins with the first GPU, and would make a context there.
+            torch.cuda.set_device(self._device)
+        self._grow(nbytes)
 
     def room(self, nbytes: int) -> Tensor:
         """Returns (nbytes,) uint8, the same memory at each call unless it has to grow. Raises TrainingError if the host has too
@@ -98,9 +104,7 @@ def starts_of(sizes: Iterable[int]) -> list[int]:
 
 
 def lock(memory: Tensor, device: torch.device) -> None:
-    # A thread of its own would use the first GPU.
-    with torch.cuda.device(device):
-        refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
+    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
     if refused:
         # CUDA keeps the error, and torch would raise it at the next kernel.
         with suppress(RuntimeError):

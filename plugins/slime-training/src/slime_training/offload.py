@@ -68,8 +68,8 @@ class TrainerOffloader:
         self._weights, self._others = TensorOffloader(device), TensorOffloader(device)
 
     def expect(self, others: Iterable[int]) -> None:
-        """Called before the first `sleep`: bytes of each tensor that will be among the `others` of later ones. Their host memory
-        is allocated in the background, so that no step waits for it."""
+        """Called before the first `sleep`: bytes of each tensor that will be among the `others` of later ones. Their host
+        memory is allocated in the background, so that no step waits for it."""
         self._others.reserve(others)
 
     def sleep(self, weights: Sequence[Tensor], others: Iterable[Tensor], *, keep_weights: bool) -> None:
