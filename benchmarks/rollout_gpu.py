@@ -43,7 +43,7 @@ import aiohttp
 import httpx
 import torch
 from plain_servers import PROGRAMS, PlainServer
-from step_table import steps_of, table
+from step_table import differences, steps_of, table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import slime_core
@@ -108,7 +108,7 @@ plugin = ["even.py"]
 backend = {toml(asked.backend)}
 engine = {toml(asked.engine)}
 reward = "even"
-algo = {{ name = "grpo", use_rollout_logprobs = true }}
+algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.compare)} }}
 launcher = {launcher}
 runs_dir = "{folder}/runs"
 [model]
@@ -331,6 +331,9 @@ def main() -> None:
         "--in-flight", type=lambda text: [int(number) for number in text.split(",")], help="multiples of eight"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each number in flight")
+    parser.add_argument(
+        "--compare", action="store_true", help="the trainer's log-probs with the engine's: one forward more a step"
+    )
     parser.add_argument("--keep", type=Path, help="a folder that is kept, and used again if it is there")
     asked = parser.parse_args()
     asked.engine = {"name": "sglang", **asked.engine}
@@ -372,7 +375,7 @@ def main() -> None:
                 "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
                 **compared,
                 **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
-                "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
+                "diff": differences(folder / "runs" / "rollout"),
             }
         )
     )

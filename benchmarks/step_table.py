@@ -30,6 +30,13 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
     return [line["metrics"] for line in records(run_dir / "metrics.jsonl") if line["axis"] == "rollout/step"]
 
 
+def differences(run_dir: Path) -> list[float]:
+    """Mean absolute difference between the trainer's log-probs and the engine's, nats, of each optimizer step; none if the run
+    does not compare them."""
+    name = "train/train_rollout_logprob_abs_diff"
+    return [line["metrics"][name] for line in records(run_dir / "metrics.jsonl") if name in line["metrics"]]
+
+
 def table(run_dir: Path) -> str:
     """Markdown: seconds of each step by part, and seconds from the command to the end of the first step."""
     steps = steps_of(run_dir)
@@ -37,9 +44,11 @@ def table(run_dir: Path) -> str:
         f"| s of step | {' | '.join(str(number) for number in range(len(steps)))} |",
         f"|---|{'---:|' * len(steps)}",
     ]
-    for part in PARTS:
+    for part in (*PARTS, "score"):
         seconds = [step.get(f"perf/{part}_time", 0.0) for step in steps]
-        if max(seconds, default=0.0) >= 0.0005:
+        if part == "score":
+            lines.append(row("of train: until scores were there, with wake_up", seconds))
+        elif max(seconds, default=0.0) >= 0.0005:
             lines.append(row(part, seconds))
     sums = [sum(step.get(f"perf/{part}_time", 0.0) for part in PARTS) for step in steps]
     moved = [sum(step.get(f"perf/{part}_time", 0.0) for part in MOVES) for step in steps]

@@ -49,13 +49,13 @@ async def start_engines(
 ) -> StartedEngines:
     """Starts the policy's engines, if it needs any, behind `middlewares`; and those of other models. `first`: awaited
     before."""
-    if first is not None:
-        await asyncio.wait({first})
-    run = specs.run
+    run, of_policy = specs.run, specs.of_policy() if with_engine else []
     client, teacher, reward = None, None, None
+    began = time.perf_counter()
+    if first is not None:
+        await launcher.prepare_engines(of_policy)
+        await asyncio.wait({first})
     if with_engine:
-        of_policy = specs.of_policy()
-        began = time.perf_counter()
         engines, infos = await launcher.start_engines(of_policy)
         times.add("engine", began, infos[0].start_seconds)
         require(of_policy, infos, media=run.media)

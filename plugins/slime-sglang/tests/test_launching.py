@@ -18,11 +18,12 @@ from slime_core.errors import EngineError
 from slime_serving.connection import new_pool
 from slime_serving.devices import devices_of
 from slime_serving.server_process import ServerProcess
-from slime_sglang import launching
+from slime_sglang import launching, server_group
 from slime_sglang.launching import options_for, start_server
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
 from slime_sglang.server_args import OWNED
+from slime_sglang.server_group import SglangServers
 
 HERE = Path(__file__).parent
 
@@ -173,6 +174,32 @@ async def test_a_start(setup, fake):
     assert log.stat().st_mode & 0o077 == 0, "the log may have the token in it"
     assert log.read_text().count("frozen") == 1, "what it has loaded is looked through for garbage at every push"
     assert started.connection.token not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+
+
+async def test_a_server_that_was_begun_early_waits_for_its_start(setup, fake, monkeypatch):
+    monkeypatch.setattr(server_group, "in_source", lambda target, folder: True)
+    servers = SglangServers(Sglang.Config())
+    await servers.prepare(setup)
+    (begun,) = servers._begun.values()
+    log = setup.run_dir / "logs" / "sglang-0-0.log"
+    await asyncio.sleep(0.5)
+    assert begun.process.exit_code is None
+    assert "loading" not in log.read_text()
+    await servers.start(setup)
+    assert servers.pid == begun.process.pid
+    assert log.read_text().count("loading") == 1
+    (gates,) = servers._gates
+    await servers.stop()
+    assert (begun.process.exit_code, gates.exists()) == (-signal.SIGKILL, False)
+
+
+async def test_a_server_that_was_begun_and_never_started_is_ended(setup, fake, monkeypatch):
+    monkeypatch.setattr(server_group, "in_source", lambda target, folder: True)
+    servers = SglangServers(Sglang.Config())
+    await servers.prepare(setup)
+    (begun,) = servers._begun.values()
+    await servers.stop()
+    assert begun.process.exit_code == -signal.SIGKILL
 
 
 async def test_a_server_that_dies_at_its_start(setup, fake):

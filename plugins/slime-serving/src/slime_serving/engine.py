@@ -88,6 +88,11 @@ class ServingEngine(RolloutEngine, Generic[G]):
 
     # ---------------------------------------------------------------- start and end
 
+    async def prepare_start(self, setup: EngineSetup) -> None:
+        """Starts servers that import their modules and then wait, if the program can."""
+        self.check_setup(setup)
+        await self._fleet.prepare(setup)
+
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Starts the servers, or connects to external ones. Raises EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:

@@ -95,9 +95,12 @@ class ServerProcess:
         environment: Mapping[str, str],
         arguments: Sequence[str] = (),
         python: str = sys.executable,
+        gate: Path | None = None,
     ) -> None:
+        """`gate`: a file that the program waits for; `open_gate` makes it."""
         self.log = log
         self._form = form
+        self._gate = gate
         self._began = time.time()
         self._ending = threading.Lock()
         self._ended = False
@@ -125,6 +128,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def open_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.touch()
 
     @property
     def exit_code(self) -> int | None:

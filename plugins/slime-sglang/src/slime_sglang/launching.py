@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -25,7 +26,7 @@ from slime_sglang.config import SglangOptions, options_of_role, role_of, server_
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
-from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD
+from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, GATE, ONE_ADDRESS, SCORE_HEAD
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
@@ -195,6 +196,52 @@ def environment_for(
     return environment
 
 
+def log_of(setup: EngineSetup, place: int) -> Path:
+    return setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
+
+
+def name_of(config: SglangOptions, setup: EngineSetup, place: int) -> str:
+    return f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
+
+
+def begin_server(
+    config: SglangOptions,
+    setup: EngineSetup,
+    place: int,
+    pool: aiohttp.ClientSession,
+    *,
+    common_token: str | None = None,
+    packages: str | None = None,
+    gate: Path | None = None,
+) -> SglangStarted:
+    """Starts the process of a server; see `start_server`. `gate`: a file that its processes wait for when they have imported
+    their modules."""
+    options = options_for(config, setup, place)
+    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
+    token = common_token or secrets.token_urlsafe(24)
+    held = {"port": held_port(setup.host), "nccl_port": held_port()}
+    if options.get("disaggregation_mode") == "prefill":
+        held["disaggregation_bootstrap_port"] = held_port()
+    ports = {name: number_of(port) for name, port in held.items()}
+    waits = () if gate is None else (f"{GATE}{gate}",)
+    process = ServerProcess(
+        MODULE,
+        options | ports | {"api_key": token},
+        log=log_of(setup, place),
+        form=SGLANG_LOG,
+        environment=environment_for(setup, devices, options["tp_size"], packages),
+        arguments=[*hooks_for(setup, options), *waits],
+        python=config.python or sys.executable,
+        gate=gate,
+    )
+    return SglangStarted(
+        connection=SglangConnection(pool, address_of(setup.host, ports["port"]), token, name_of(config, setup, place)),
+        process=process,
+        held=tuple(held.values()),
+        bootstrap_port=ports.get("disaggregation_bootstrap_port"),
+    )
+
+
 async def start_server(
     config: SglangOptions,
     setup: EngineSetup,
@@ -203,40 +250,21 @@ async def start_server(
     *,
     common_token: str | None = None,
     packages: str | None = None,
+    begun: SglangStarted | None = None,
 ) -> SglangStarted:
     """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. `packages`: see
-    `environment_for`. On a machine that is not
+    `environment_for`. `begun`: what `begin_server` returned for it. On a machine that is not
     the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
     dies, or does not respond in time."""
-    options = options_for(config, setup, place)
-    hooks = hooks_for(setup, options)
-    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
-    environment = environment_for(setup, devices, options["tp_size"], packages)
-    name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
-    log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
+    waiting = [] if begun is None else [begun]
+    log = log_of(setup, place)
     serves = not setup.node_rank
 
     def begin() -> SglangStarted:
-        token = common_token or secrets.token_urlsafe(24)
-        held = {"port": held_port(setup.host), "nccl_port": held_port()}
-        if options.get("disaggregation_mode") == "prefill":
-            held["disaggregation_bootstrap_port"] = held_port()
-        ports = {name: number_of(port) for name, port in held.items()}
-        process = ServerProcess(
-            MODULE,
-            options | ports | {"api_key": token},
-            log=log,
-            form=SGLANG_LOG,
-            environment=environment,
-            arguments=hooks,
-            python=config.python or sys.executable,
-        )
-        return SglangStarted(
-            connection=SglangConnection(pool, address_of(setup.host, ports["port"]), token, name),
-            process=process,
-            held=tuple(held.values()),
-            bootstrap_port=ports.get("disaggregation_bootstrap_port"),
-        )
+        if waiting:
+            waiting[0].process.open_gate()
+            return waiting.pop()
+        return begin_server(config, setup, place, pool, common_token=common_token, packages=packages)
 
     async def is_up(started: SglangStarted) -> None:
         # With the token, because another server may have taken this port. On a further machine, a part of a server has only a
@@ -249,4 +277,6 @@ async def start_server(
             # a CPU, twice for each weight update.
             await started.connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
 
-    return await start_until_up(name, "SGLang", log, begin, is_up, timeout_s=config.start_timeout)
+    return await start_until_up(
+        name_of(config, setup, place), "SGLang", log, begin, is_up, timeout_s=config.start_timeout
+    )
