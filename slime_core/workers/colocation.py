@@ -21,6 +21,7 @@ from typing import Any, Final
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.transport import EngineGroup
 from slime_core.workers.devices import Devices, DeviceUser
+from slime_core.workers.stopwatch import Stopwatch
 
 
 class Phase(StrEnum):
@@ -43,7 +44,6 @@ class ColocationManager:
     def __init__(self, devices: Devices, engines: EngineGroup | None, *, shared: bool, offload_rollout: bool) -> None:
         """`devices`: the policy's. `engines`: awake. `shared`: the engines run on `devices`."""
         self._devices = devices
-        self.times = devices.times
         self._engines = engines if offload_rollout else None
         self.offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(MemoryTag)
@@ -76,6 +76,11 @@ class ColocationManager:
         """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before. Its error ends
         the phase that waits for it."""
         self._leaving.add(gone)
+
+    @property
+    def times(self) -> Stopwatch:
+        """What the time of the run is spent on."""
+        return self._devices.times
 
     @property
     def weights_asleep(self) -> bool:

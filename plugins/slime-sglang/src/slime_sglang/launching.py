@@ -42,7 +42,7 @@ GRAPHS: Final = "cuda_graph_max_bs_decode"
 SETS_GRAPHS: Final = frozenset(
     {GRAPHS, "cuda_graph_bs_decode", "cuda_graph_config", "disable_cuda_graph", "disable_decode_cuda_graph"}
 )
-"""Options that say up to how many requests are decoded by a CUDA graph."""
+"""Options that set up to how many requests are decoded by a CUDA graph."""
 LEAST_IN_GRAPHS: Final = 256
 """SGLang's own limit on GPUs of 80 GB and more, with less than four ranks."""
 MOST_IN_GRAPHS: Final = 1024

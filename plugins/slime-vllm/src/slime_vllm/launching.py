@@ -32,7 +32,7 @@ BACKEND: Final = "slime"
 SEQUENCES: Final = 256
 """vLLM's least limit of sequences in a batch on GPUs; on those of 70 GB and more it is 1,024."""
 IN_GRAPHS: Final = 512
-"""Sequences that vLLM decodes by a CUDA graph at most, unless it is told otherwise."""
+"""Sequences that vLLM decodes by a CUDA graph at most, by default."""
 MOST_IN_GRAPHS: Final = 1024
 """More are decoded without a graph: each size takes memory and time at the start."""
 SETS_GRAPHS: Final = frozenset(
