@@ -2,13 +2,14 @@
 
     python benchmarks/rollout_gpu.py                                   # colocated: trainer and engine on one GPU
     python benchmarks/rollout_gpu.py --placement disaggregated         # on two, weights over NCCL
-    python benchmarks/rollout_gpu.py --engine '{"name": "vllm", "python": ".venv-vllm/bin/python"}'
+    python benchmarks/rollout_gpu.py --engine '{"name": "vllm", "python": ".venv-vllm/bin/python"}' --engine '{}'  # and SGLang
 
 A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight responses each, --new-tokens long (a random model hardly
 ever writes its end token, which the plain server ignores). Its rollout throughput is the responses' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
-bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line.
+bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line
+for each engine, one after the other with the same model, prompts and run file.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def prompts_of(asked: argparse.Namespace) -> list[str]:
     return ["".join(letters.choices(ALPHABET, k=asked.prompt_tokens)) for _ in range(number)]
 
 
-def run_file(asked: argparse.Namespace, folder: Path) -> str:
+def run_file(asked: argparse.Namespace, runs: Path) -> str:
     colocated = asked.placement == "colocated"
     launcher = (
         f'{{ name = "local", device = "{asked.device}", colocate = true }}'
@@ -100,7 +101,7 @@ engine = {toml(asked.engine)}
 reward = "even"
 algo = {{ name = "grpo", use_rollout_logprobs = true }}
 launcher = {launcher}
-runs_dir = "{folder}/runs"
+runs_dir = "{runs}"
 [model]
 hf_checkpoint = "model"
 [data]
@@ -131,15 +132,15 @@ def toml(values: dict[str, Any]) -> str:
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
-def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint."""
+def run_slime(asked: argparse.Namespace, folder: Path, runs: str) -> list[dict[str, float]]:
+    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint. runs: its runs folder."""
     (folder / "even.py").write_text(REWARD)
-    (folder / "run.toml").write_text(run_file(asked, folder))
+    (folder / "run.toml").write_text(run_file(asked, folder / runs))
     command = ["slime", "run", str(folder / "run.toml")]
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as run:
         try:
             while run.poll() is None and not (
-                asked.end_early and len(steps_of(folder / "runs" / "rollout")) == asked.steps
+                asked.end_early and len(steps_of(folder / runs / "rollout")) == asked.steps
             ):
                 time.sleep(0.5)
         finally:
@@ -148,7 +149,7 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
                 os.killpg(run.pid, signal.SIGKILL)
     if ended:
         raise subprocess.CalledProcessError(ended, command)
-    return steps_of(folder / "runs" / "rollout")
+    return steps_of(folder / runs / "rollout")
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:
@@ -250,7 +251,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--train-tokens", type=int, default=32768, help="of a micro-batch")
     parser.add_argument(
-        "--engine", type=json.loads, default={}, help="the engine's options as JSON, with its name unless it is sglang"
+        "--engine",
+        type=json.loads,
+        action="append",
+        default=[],
+        help="the engine's options as JSON, with its name unless it is sglang; may be given several times",
     )
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
@@ -262,34 +267,36 @@ def main() -> None:
         "--end-early", action="store_true", help="kill the run before its last checkpoint, which takes minutes at 4B"
     )
     asked = parser.parse_args()
-    asked.engine = {"name": "sglang", **asked.engine}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model", asked)
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        steps = [] if asked.server_only else run_slime(asked, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
-        compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
-    print(
-        json.dumps(
-            {
-                "shape": asked.shape,
-                "engine": asked.engine["name"],
-                "backend": asked.backend["name"],
-                "placement": asked.placement,
-                "requests": asked.requests,
-                "concurrency": asked.concurrency,
-                "new_tokens": asked.new_tokens,
-                "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
-                **compared,
-                **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
-                "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
-            }
-        )
-    )
+        for number, engine in enumerate(asked.engine or [{}]):
+            chosen = argparse.Namespace(**vars(asked) | {"engine": {"name": "sglang", **engine}})
+            print(json.dumps(measure(chosen, folder, f"runs-{number}", tokens)), flush=True)
+
+
+def measure(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[list[int]]) -> dict[str, Any]:
+    """One engine; `asked.engine` has its options."""
+    steps = [] if asked.server_only else run_slime(asked, folder, runs)
+    plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
+    compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
+    return {
+        "shape": asked.shape,
+        "engine": asked.engine["name"],
+        "backend": asked.backend["name"],
+        "placement": asked.placement,
+        "requests": asked.requests,
+        "concurrency": asked.concurrency,
+        "new_tokens": asked.new_tokens,
+        "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
+        **compared,
+        **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
+        "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
+    }
 
 
 def through_slime(asked: argparse.Namespace, steps: list[dict[str, float]]) -> list[float]:

@@ -32,6 +32,8 @@ BACKEND: Final = "slime"
 MAX_SEQUENCES_ON_CPU: Final = 256
 MIN_BATCH_ON_CPU: Final = 4096
 """Tokens."""
+KV_GIB_ON_CPU: Final = 1
+"""For keys and values of a process."""
 
 
 def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
@@ -102,7 +104,11 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         environment["VLLM_HOST_IP"] = setup.host
     if setup.device == "cpu":
         # One thread per process: with several on the same cores, throughput is a quarter.
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB_ON_CPU),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
     else:
         environment[DEVICES] = ",".join(devices)
     return environment | environment_of(setup)

@@ -48,6 +48,8 @@ def problems_of_options(config: Any) -> list[str]:
 def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
     """Options that do not fit the engines and devices of the run."""
     problems = []
+    if layout.device is not None and (problem := problem_of_device(config, layout.device)):
+        problems.append(problem)
     if layout.num_nodes > 1:
         problems.append(
             f"{layout.devices_flag}: an engine of slime-vllm is on one machine, and this one would be on {layout.num_nodes}."
