@@ -28,6 +28,7 @@ from slime_core.contracts.hookspecs import (
     EvalDone,
     RolloutEnd,
     RunEnd,
+    RunReady,
     RunStart,
     SampleFailed,
     StepTrained,
@@ -79,6 +80,11 @@ class Console:
         self._line_interval = max(1, (total or 100) // 20)
         self._progress.start()
         self._task = self._progress.add_task("training", total=total, completed=event.rollout_id, status="")
+
+    @hookimpl
+    def run_ready(self, event: RunReady) -> None:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in event.lap.parts.items() if seconds >= 0.1)
+        self._rich.print(f"ready after {event.lap.seconds:.1f} s: {parts}", style="dim")
 
     @hookimpl
     def step_trained(self, event: StepTrained) -> None:

@@ -43,6 +43,7 @@ class ColocationManager:
     def __init__(self, devices: Devices, engines: EngineGroup | None, *, shared: bool, offload_rollout: bool) -> None:
         """`devices`: the policy's. `engines`: awake. `shared`: the engines run on `devices`."""
         self._devices = devices
+        self.times = devices.times
         self._engines = engines if offload_rollout else None
         self.offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(MemoryTag)
@@ -75,6 +76,11 @@ class ColocationManager:
         """`gone`: done when an engine that is out of service has freed its memory; no trainer onloads before. Its error ends
         the phase that waits for it."""
         self._leaving.add(gone)
+
+    @property
+    def weights_asleep(self) -> bool:
+        """The engines' weights are offloaded, or dropped."""
+        return MemoryTag.WEIGHTS not in self._held
 
     async def settle(self, engine: EngineGroup) -> None:
         """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
@@ -111,19 +117,15 @@ class ColocationManager:
                 await self._wake(Phase.SYNC, joining)
                 yield
 
-    def times(self) -> Mapping[str, float]:
-        """Metrics: seconds of offloading and onloading since the last call."""
-        return self._devices.times.taken()
-
     async def _put_to_sleep(self, phase: Phase, joining: EngineGroup | None) -> None:
         """Offloads from the engines what they do not hold in this phase."""
         if self._engines is None:
             return
         surplus = frozenset(MemoryTag) - ENGINES[phase]
         if gone := self._held & surplus:
-            # Requests of a rollout that was aborted do not end by themselves.
-            await self._engines.call_all("pause")
-            with self._devices.times.of("engine_sleep"):
+            with self.times.of("engine_sleep"):
+                # Requests of a rollout that was aborted do not end by themselves.
+                await self._engines.call_all("pause")
                 await self._engines.call_all("sleep", in_order(gone))
             self._held -= gone
         if joining is not None:
@@ -142,12 +144,12 @@ class ColocationManager:
         if self._engines is None:
             return
         if missing := ENGINES[phase] - self._held:
-            with self._devices.times.of("engine_wake_up"):
+            with self.times.of("engine_wake_up"):
                 # Engines continue to wake up if this is cancelled.
                 self._held |= missing
                 await self._engines.call_all("wake_up", in_order(missing))
-            if phase is Phase.ROLLOUT:
-                await self._engines.call_all("resume")
+                if phase is Phase.ROLLOUT:
+                    await self._engines.call_all("resume")
         if joining is not None:
             await joining.call_all("wake_up", in_order(ENGINES[phase]))
 

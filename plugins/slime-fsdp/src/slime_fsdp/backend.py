@@ -38,6 +38,7 @@ from slime_fsdp.optimizer import (
     optimizer_tensors,
     scale_gradients,
     set_step,
+    state_sizes,
 )
 from slime_fsdp.optimizer_step import OptimizerStep
 from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration
@@ -62,6 +63,8 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
     def __init__(self, config: FsdpConfig) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
+        self._expects = False
+        """Host memory for the state is allocated, or being allocated."""
 
     def forward_only(
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
@@ -397,6 +400,14 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
         for held in self._held:
             held.step = None
             held.optimizer.zero_grad(set_to_none=True)
+        if not self._expects:
+            self._expects = True
+            device = trainer.placement.device.type
+            own = [
+                tensor.untyped_storage().nbytes() for tensor in self._other_tensors() if tensor.device.type == device
+            ]
+            moments = state_sizes(trainer.optimizer, trainer.optimizer_driver, self._config, device)
+            trainer.offloader.expect([*own, *moments])
         trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()
 

@@ -39,6 +39,7 @@ from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.deterministic_gather import DeterministicGather
 from slime_training.file_form import is_as_in_files
+from slime_training.fusion import keep_compiled
 from slime_training.head import EntropyMode, chunk_positions
 from slime_training.onednn import onednn_available, use_onednn
 from slime_training.rounded_adamw import STORED
@@ -263,6 +264,7 @@ def build_model(
             # Only the layer itself reads this flag to checkpoint; its children stay in eval mode, without dropout.
             layer.training = True
     if config.compile:
+        keep_compiled()
         for layer in layers:
             layer.compile()
     if mesh is not None:

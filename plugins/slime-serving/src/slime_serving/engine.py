@@ -88,6 +88,11 @@ class ServingEngine(RolloutEngine, Generic[G]):
 
     # ---------------------------------------------------------------- start and end
 
+    async def prepare_start(self, setup: EngineSetup) -> None:
+        """Starts servers that import their modules and then wait, if the program can."""
+        self.check_setup(setup)
+        await self._fleet.prepare(setup)
+
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Starts the servers, or connects to external ones. Raises EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:
@@ -109,7 +114,13 @@ class ServingEngine(RolloutEngine, Generic[G]):
         # Rewards call a reward model's server themselves.
         offered = frozenset({Capability.HTTP}) if setup.reward_model else self.capabilities(setup)
         entrance = self.entrance
-        return EngineInfo(capabilities=offered, address=entrance.address, token=entrance.token, pid=self._fleet.pid)
+        return EngineInfo(
+            capabilities=offered,
+            address=entrance.address,
+            token=entrance.token,
+            pid=self._fleet.pid,
+            start_seconds=self._fleet.start_seconds,
+        )
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

@@ -70,7 +70,7 @@ class OwnLoop:
         """The last one that gradients were computed for."""
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
-        self._training_s = self._waited_s = 0.0
+        self._training_s = 0.0
         self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
@@ -82,15 +82,14 @@ class OwnLoop:
                 f"collect: all {session.num_rollout} rollout steps of this run are trained. Open it with a larger "
                 "train.num_rollout, or call sample, which has no limit."
             )
-        began = time.perf_counter()
         if not self._rollouts.has_started:
             # Groups that were collected and never trained count for no step.
             session.state = replace(session.state, next_collect=step)
         ahead = step + config.rollout.max_async_level
-        self._rollouts.start_through(ahead if self._rollouts.pooled else step)
-        groups = await self._rollouts.next_groups()
-        self._rollouts.start_through(ahead)
-        self._waited_s += time.perf_counter() - began
+        with session.times.of("rollout"):
+            self._rollouts.start_through(ahead if self._rollouts.pooled else step)
+            groups = await self._rollouts.next_groups()
+            self._rollouts.start_through(ahead)
         return groups
 
     async def sample(
@@ -105,7 +104,6 @@ class OwnLoop:
         await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
-        began = time.perf_counter()
         if prompts is None or isinstance(prompts, int):
             scope = session.runner.settings.scope
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
@@ -115,20 +113,19 @@ class OwnLoop:
             scope, first = self._numbers.next_prompts(session.state.rollout_id, adapter, len(prompts))
             own = rendered(session, self._renderer, prompts, first)
         runner = own_runner(session.runner, scope, n_samples, held)
-        await session.colocation.rollout()
         running: list[RunningGroup] = []
-        try:
-            if items:
-                running += [runner.start(item.prompt, item.samples) for item in items]
-            else:
-                running += [runner.start(prompt) for prompt in own]
-            return await all_or_none([group.task for group in running])
-        except BaseException:
-            await runner.abort(running)
-            session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
-            raise
-        finally:
-            self._waited_s += time.perf_counter() - began
+        with session.times.of("rollout"):
+            await session.colocation.rollout()
+            try:
+                if items:
+                    running += [runner.start(item.prompt, item.samples) for item in items]
+                else:
+                    running += [runner.start(prompt) for prompt in own]
+                return await all_or_none([group.task for group in running])
+            except BaseException:
+                await runner.abort(running)
+                session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
+                raise
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         runner = self.session.runner
@@ -151,8 +148,9 @@ class OwnLoop:
                 "n_samples_per_prompt): credit fewer groups, or set a larger rollout_batch_size."
             )
         state = session.state
-        async with session.colocation.train():
-            return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
+        with session.times.of("train"):
+            async with session.colocation.train():
+                return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
 
     async def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
         for place, datum in enumerate(datums):
@@ -208,7 +206,7 @@ class OwnLoop:
         await self._between_steps("update_weights")
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
-        with self.session.times.of("sync"):
+        with self.session.times.of("update_weights"):
             await self.session.update_weights()
         return self.session.weight_update_report
 
@@ -254,8 +252,9 @@ class OwnLoop:
         """Around what changes gradients or weights."""
         self._require_state()
         self._lost = True
-        async with self.session.colocation.train():
-            yield
+        with self.session.times.of("train"):
+            async with self.session.colocation.train():
+                yield
         self._lost = False
 
     def _require_state(self) -> None:
@@ -288,9 +287,9 @@ class OwnLoop:
     def _count(self, report: TrainReport) -> TrainReport:
         session = self.session
         report = replace(report, version=session.state.version + 1)
-        waited_s, self._waited_s, self._training_s = self._waited_s, 0.0, 0.0
+        self._training_s = 0.0
         self._numbers.step_ended()
-        session.advance(session.state.rollout_id, report, waited_s=waited_s)
+        session.advance(session.state.rollout_id, report)
         following = max(session.state.next_collect, session.state.rollout_id)
         session.state = replace(session.state, next_collect=following)
         if report.stuck is not None:
@@ -409,8 +408,7 @@ def require_read(batch: LearnerBatch) -> None:
 async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:
     """With the trainers' weights in the engines."""
     await session.update_weights()
-    session.times.taken()
-    session.step_began = time.perf_counter()
+    session.begin_steps()
     return OwnLoop(session, renderer)
 
 

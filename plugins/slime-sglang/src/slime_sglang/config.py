@@ -58,6 +58,10 @@ class SglangOptions(DriverConfig):
     keys and values the new weights compute; every token's version is exact. `retract`: SGLang does the same inside.
     `in_place`: they keep keys and values of the old weights. Both need a server that reports versions by token span,
     and switch the radix cache off, since it could not be flushed."""
+    sleep_level: Literal[1, 2] | None = None
+    """With devices that a trainer shares: what happens to the weights while it works. 1: they are copied to the host, which
+    takes seconds in each step. 2: they are dropped; then every weight update must be sent before the next response. By default
+    2 where each step sends whole, plain weights, else 1."""
     deterministic: bool | None = None
     """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
     GPU. By default on for own servers on a CPU, off elsewhere."""

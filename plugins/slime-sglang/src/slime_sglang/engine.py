@@ -17,6 +17,7 @@ from slime_sglang.connection import SglangConnection
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import SglangWeights
+from slime_sglang.launching import drops_weights
 from slime_sglang.option_checks import problem_of_experts
 from slime_sglang.program import SGLANG
 from slime_sglang.receiver import SglangReceiver
@@ -41,6 +42,8 @@ class SglangEngine(ServingEngine[SglangServers]):
         self._config = config
         self._features = Features()
         self._experts: ExpertSizes | None = None
+        self._dropped = False
+        """The weights were dropped when it slept."""
         self._scores = Scorer(self._fleet, timeout_s=config.request_timeout, require_alive=self._ready)
 
     def check_setup(self, setup: EngineSetup) -> None:
@@ -102,13 +105,23 @@ class SglangEngine(ServingEngine[SglangServers]):
             await in_flight.interrupt()
         await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
 
+    async def resume(self) -> None:
+        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
+        if self._dropped and self._weights().incomplete:
+            raise EngineError(
+                f"{self._name}: its weights were dropped when it slept, and no whole version was sent since. Set "
+                "engine.sleep_level = 1 (--sglang-sleep-level 1) to keep them on the host."
+            )
+        self._dropped = False
+        await super().resume()
+
     async def resume_servers(self) -> None:
         await self._fleet.post("/continue_generation", {})
 
     async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Releases SGLang's memory of `tags`; weights are kept on the host. Paused requests wait here, so the servers are
-        idle."""
-        self._ready()
+        """Releases SGLang's memory of `tags`; see `engine.sleep_level` for the weights. Paused requests wait here, so the
+        servers are idle."""
+        setup = self._ready()
         running = 0 if self._requests is None else len(self._requests)
         gone = [tag for tag in (MemoryTag if tags is None else tags) if tag not in self._absent]
         if not gone:
@@ -117,6 +130,9 @@ class SglangEngine(ServingEngine[SglangServers]):
             raise EngineRefused(f"{self._name}: sleep while {running} requests run. Abort them first.")
         if MemoryTag.KV_CACHE in gone:
             await self._fleet.flush()
+        if MemoryTag.WEIGHTS in gone and self._held is not None and drops_weights(self._config, setup):
+            self._dropped = True
+            self._held.expect()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)
 

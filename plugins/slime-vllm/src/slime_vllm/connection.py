@@ -15,6 +15,13 @@ from slime_vllm.adapter import LOAD
 VLLM_LOG: Final = LogFormat(
     stamp=re.compile(r"^(\([A-Za-z0-9_]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?"),
     fatal="EngineCore encountered a fatal error",
+    clock="%m-%d %H:%M:%S",
+    imported=re.compile(r"^(?:\([^)]*\) )?INFO (\d\d-\d\d \d\d:\d\d:\d\d) .*Initializing a V1 LLM engine"),
+    seconds={
+        "load": re.compile(r"^(?!\([^)]*TP[1-9]).*Model loading took .* memory and ([\d.]+) seconds"),
+        "compile": re.compile(r"^(?!\([^)]*TP[1-9]).*torch\.compile took ([\d.]+) s in total"),
+        "graphs": re.compile(r"^(?!\([^)]*TP[1-9]).*Graph capturing finished in ([\d.]+) secs"),
+    },
 )
 
 

@@ -29,6 +29,15 @@ TOKEN: Final = "SLIME_VLLM_TOKEN"
 EXTENSION: Final = "slime_vllm_server.worker.WorkerExtension"
 BACKEND: Final = "slime"
 """Of vLLM's weight transfers, the one that the extension registers."""
+SEQUENCES: Final = 256
+"""vLLM's least limit of sequences in a batch on GPUs; on those of 70 GB and more it is 1,024."""
+IN_GRAPHS: Final = 512
+"""Sequences that vLLM decodes by a CUDA graph at most, unless it is told otherwise."""
+MOST_IN_GRAPHS: Final = 1024
+"""More are decoded without a graph: each size takes memory and time at the start."""
+SETS_GRAPHS: Final = frozenset(
+    {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config", "enforce_eager"}
+)
 MAX_SEQUENCES_ON_CPU: Final = 256
 MIN_BATCH_ON_CPU: Final = 4096
 """Tokens."""
@@ -72,6 +81,8 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
             "max_num_batched_tokens": max(setup.max_context_len, MIN_BATCH_ON_CPU),
             "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
         }
+    else:
+        options |= batch_sizes(config, setup, chosen)
     if setup.offload and not on_cpu:
         options["enable_sleep_mode"] = True
     if config.pause_mode == "in_place":
@@ -81,6 +92,19 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     if not has_tokenizer(setup):
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def batch_sizes(config: VllmOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a server on a GPU by which its share of the requests in flight is one batch, as far as vLLM's own limits are
+    lower and the run file sets none."""
+    share = -(-setup.max_batch // (config.servers * chosen.get("data_parallel_size", 1)))
+    options: dict[str, Any] = {}
+    if share > SEQUENCES:
+        options["max_num_seqs"] = share
+    in_graphs = min(share, chosen.get("max_num_seqs", share), MOST_IN_GRAPHS)
+    if in_graphs > IN_GRAPHS and not SETS_GRAPHS & chosen.keys():
+        options["max_cudagraph_capture_size"] = in_graphs
+    return options
 
 
 def has_tokenizer(setup: EngineSetup) -> bool:

@@ -21,6 +21,8 @@ UNPINNED_EXPERTS: Final = "sglang.srt.state_capturer.base.ALLOC_MEMORY_FUNCS"
 """If SGLang lacks it, memory for expert ids is pinned, which requires a GPU."""
 REGISTER_MEMORY: Final = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
+GATE: Final = "gate="
+"""Beginning of a server's argument with a file: its processes wait for it before they use devices."""
 RENDEZVOUS: Final = "sglang.srt.distributed.parallel_state.init_distributed_environment"
 
 

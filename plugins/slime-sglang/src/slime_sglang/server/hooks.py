@@ -5,7 +5,10 @@ purpose of each hook; external servers have none of them.
 from __future__ import annotations
 
 import pkgutil
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,6 +23,7 @@ from slime_sglang.server.hook_table import (
     FROM_DISK,
     FROM_DISTRIBUTED,
     FROM_TENSOR,
+    GATE,
     HASH,
     HOOKS,
     LOAD,
@@ -42,6 +46,7 @@ LOOKED_UP: Final = (
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
 """Kernels of Qwen3.5's layers."""
+LOOK_S: Final = 0.05
 KEPT: Final[list[Any]] = []
 """Kernels live as long as the object that registered them."""
 
@@ -159,7 +164,11 @@ def meet_on_one_address(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """torch's own store listens on every interface, and requires no token."""
+    """torch's own store listens on every interface, and requires no token. Before that, a server that was started early waits
+    until trainers have left its devices: SGLang measures their free memory next."""
+    for gate in (Path(word.removeprefix(GATE)) for word in sys.argv[1:] if word.startswith(GATE)):
+        while not gate.exists():
+            time.sleep(LOOK_S)
     original(world_size, rank, on_one_address(distributed_init_method), *args, **kwargs)
 
 
