@@ -43,7 +43,7 @@ from typing import Any
 import peer_trl
 import peer_verl
 import rollout_gpu
-from rollout_gpu import SAMPLES, SHAPES, toml
+from rollout_gpu import SAMPLES, SHAPES
 
 PEERS: dict[str, ModuleType] = {"verl": peer_verl, "trl": peer_trl}
 ENGINE = {
@@ -96,7 +96,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999))
     parser.add_argument("--no-recompute", dest="recompute", action="store_false", help="keep all activations")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further options of SGLang on both sides, as JSON")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="further options of SGLang on both sides, as JSON"
+    )
     parser.add_argument("--slime-backend", type=json.loads, default={}, help="further options of slime-fsdp, as JSON")
     parser.add_argument("--no-offload", dest="offload", action="store_false", help="verl's trainer stays on the GPU")
     parser.add_argument(
@@ -130,12 +132,15 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
 
 
 def run_file(asked: argparse.Namespace, folder: Path) -> str:
-    dtypes = {name: STORED[asked.state_dtype] for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    dtypes = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), STORED[asked.state_dtype])
     backend = {"name": "fsdp", "gradient_checkpointing": asked.recompute, **dtypes, **asked.slime_backend}
     names = vars(asked) | {
         "backend": backend,
         "engine": {"name": "sglang", "deterministic": False, **asked.engine},
         "placement": "colocated",
+        "gpus": 1,
+        "routing_replay": False,
+        "mismatch": False,
         "transport": None,
     }
     text = rollout_gpu.run_file(argparse.Namespace(**names), folder)
@@ -163,9 +168,12 @@ def slime_row(step: Mapping[str, float], samples: int) -> dict[str, float]:
 def run_peer(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     peer = PEERS[asked.peer]
     added = peer.environment(asked, folder)
-    if asked.peer_path is not None:
-        paths = [str(asked.peer_path.resolve()), os.environ.get("PYTHONPATH", "")]
-        added["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    paths = [
+        *([asked.peer_path.resolve()] if asked.peer_path else []),
+        *peer.PYTHON_PATH,
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    added["PYTHONPATH"] = os.pathsep.join(map(str, filter(None, paths)))
     (folder / f"{asked.peer}.jsonl").unlink(missing_ok=True)
     with most_memory(asked) as most:
         words = peer.command(asked, folder, SAMPLES)
@@ -189,7 +197,9 @@ def run(asked: argparse.Namespace, folder: Path, side: str, words: list[str], ad
             end(process)
     if done() < asked.steps:
         print(path.read_text(errors="replace")[-20000:], file=sys.stderr)
-        raise RuntimeError(f"{side} ended with {done()} of {asked.steps} steps, exit code {process.returncode}; see above")
+        raise RuntimeError(
+            f"{side} ended with {done()} of {asked.steps} steps, exit code {process.returncode}; see above"
+        )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -18,6 +18,9 @@ from typing import Any
 SAME = ("steps", "new_tokens", "lr", "weight_decay", "betas", "recompute", "state_dtype", "device")
 
 
+PYTHON_PATH: tuple[Path, ...] = ()
+
+
 def write_data(folder: Path, prompts: list[str]) -> None:
     (folder / "prompts_trl.json").write_text(json.dumps(prompts))
 
@@ -142,7 +145,7 @@ def main() -> None:
         }
         trainer = Timed(
             model=settings["model"],
-            reward_funcs=lambda completions, **_: [float(len(text) % 2) for text in completions],
+            reward_funcs=lambda completion_ids, **_: [float(ids[-1] % 2) for ids in completion_ids],
             args=GRPOConfig(**options | settings["further"]),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             callbacks=[Steps()],

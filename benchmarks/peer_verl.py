@@ -5,23 +5,31 @@ verl runs as `python -m verl.trainer.main_ppo` in the folder of verl_bundle/buil
     attn_implementation sdpa, use_remove_padding off      there is no flash_attn; SDPA skips a mask that has no padding
     use_fused_kernels                                     without flash_attn's cross entropy verl reads log-probs row by row
     bypass_mode                                           old log-probs are the engine's, as in the run of slime beside it
-    skip_tokenizer_init, ignore_eos                       the model has no end token, so each response has its full length
+    verl_shims.py                                         what it needs beside newer packages
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 REWARD = '''
+import random
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    """As the reward of slime's side: something that differs between the responses of a prompt."""
-    return float(len(solution_str) % 2)
+    """Something that differs between the responses of a prompt; most tokens of the random model have no text."""
+    return float(random.random() < 0.5)
 '''
 PLAIN_PROMPT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """A chat template that adds nothing: both sides' prompts have the same tokens."""
+
+
+PYTHON_PATH = (Path(__file__).resolve().parent / "verl_bundle",)
+"""Folders of modules that its processes import."""
 
 
 def write_data(folder: Path, prompts: list[str]) -> None:
@@ -121,7 +129,12 @@ def command(asked: argparse.Namespace, folder: Path, samples: int) -> list[str]:
 
 def environment(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
     """What differs from this process's environment."""
-    return {"VERL_FILE_LOGGER_PATH": str(folder / "verl.jsonl"), "HYDRA_FULL_ERROR": "1", "WANDB_MODE": "disabled"}
+    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES", ""), "verl_shims"]
+    return {
+        "VERL_FILE_LOGGER_PATH": str(folder / "verl.jsonl"),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules)),
+        "HYDRA_FULL_ERROR": "1",
+    }
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
