@@ -15,7 +15,7 @@ fetch --only-binary :all: -r "$here/requirements.txt"
 # Of 4.9 there is no wheel; it is Python alone.
 fetch antlr4-python3-runtime==4.9.3
 cd "$work/packages"
-rm -rf bin torchdata/nodes/*.md
+rm -rf bin .lock pydevd_plugins recipe scripts tests tutorial
 find . -name '__pycache__' -prune -exec rm -rf {} +
 tar -c . | xz -T0 -6 > "$out/verl.tar.xz"
 ls -l "$out"
