@@ -12,12 +12,14 @@ SGLang with the same options. Old log-probs are the engine's on both sides. Trai
 
     rollout   from the first request until all responses are there: tokens of responses a second
     train     forward, backward and optimizer step: tokens of prompts and responses a second
-    weights   seconds of the weight update; with verl it includes waking the engine and offloading the trainer
-    step      from the end of a step to the end of the next: tokens of prompts and responses a second
+    weights   seconds of the weight update; verl's includes waking the engine and offloading the trainer
+    other     the step without rollout and training: weights, sleep and wake-up of both, rewards, advantages
+    step      by the clock, from the end of a step to the end of the next: tokens of prompts and responses a second
     GiB       most that nvidia-smi counted on the GPU in the whole run, and what the trainer's own torch allocated
 
-slime's rollout_s, train_s and step_s are perf/rollout_time, perf/train_time and perf/step_time; verl's are timing_s/gen,
-timing_s/update_actor and timing_s/step. --slime-backend '{"attn_implementation": "sdpa"}' gives slime verl's attention
+A step ends when its metrics are written; this script looks twenty times a second. slime's rollout_s, train_s and logged_s are
+perf/rollout_time, perf/actor_train_time and perf/step_time; verl's are timing_s/gen, timing_s/update_actor and
+timing_s/step. --slime-backend '{"attn_implementation": "sdpa"}' gives slime verl's attention
 without flash_attn. One JSON line a step, at the end a table of medians.
 """
 
@@ -35,10 +37,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import peer_trl
 import peer_verl
@@ -53,7 +54,7 @@ ENGINE = {
     "grammar_backend": "none",
 }
 STORED = {"fp32": "fp32", "bf16": "bf16"}
-COLUMNS = ("rollout_tok_s", "train_tok_s", "step_tok_s", "rollout_s", "train_s", "weights_s", "step_s")
+COLUMNS = ("rollout_tok_s", "train_tok_s", "step_tok_s", "rollout_s", "train_s", "weights_s", "other_s", "step_s")
 
 
 def main() -> None:
@@ -127,8 +128,9 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
     run_dir = folder / "runs" / "rollout"
     words = [str(Path(sys.executable).with_name("slime")), "run", "--fresh", str(folder / "run.toml")]
     with most_memory(asked) as most:
-        run(asked, folder, "slime", words, {}, lambda: len(rollout_gpu.steps_of(run_dir)))
-    return [speeds(slime_row(step, asked.requests) | most) for step in rollout_gpu.steps_of(run_dir)]
+        ends = run(asked, folder, "slime", words, {}, lambda: len(rollout_gpu.steps_of(run_dir)))
+    rows = [slime_row(step, asked.requests) | most for step in rollout_gpu.steps_of(run_dir)]
+    return by_clock(rows, ends)
 
 
 def run_file(asked: argparse.Namespace, folder: Path) -> str:
@@ -151,9 +153,9 @@ def run_file(asked: argparse.Namespace, folder: Path) -> str:
 
 def slime_row(step: Mapping[str, float], samples: int) -> dict[str, float]:
     return {
-        "step_s": step["perf/step_time"],
+        "logged_s": step["perf/step_time"],
         "rollout_s": step["perf/rollout_time"],
-        "train_s": step["perf/train_time"],
+        "train_s": step["perf/actor_train_time"],
         "weights_s": step["perf/update_weights_time"],
         "response_tokens": step["rollout/response_len/mean"] * samples,
         "tokens": step["perf/train_tokens"],
@@ -177,25 +179,40 @@ def run_peer(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     (folder / f"{asked.peer}.jsonl").unlink(missing_ok=True)
     with most_memory(asked) as most:
         words = peer.command(asked, folder, SAMPLES)
-        run(asked, folder, asked.peer, words, added, lambda: len(peer.steps_of(folder)))
-    return [speeds(peer.row(step, asked.requests) | most) for step in peer.steps_of(folder)]
+        ends = run(asked, folder, asked.peer, words, added, lambda: len(peer.steps_of(folder)))
+    return by_clock([peer.row(step, asked.requests) | most for step in peer.steps_of(folder)], ends)
 
 
-def run(asked: argparse.Namespace, folder: Path, side: str, words: list[str], added: dict[str, str], done: Any) -> None:
-    """Runs it until `done()` counts all steps, and ends its processes: no checkpoint. Raises RuntimeError if it ends before."""
+def by_clock(rows: list[dict[str, float]], ends: list[float]) -> list[dict[str, float]]:
+    """With seconds of whole steps; the first one's are those since the command."""
+    return [speeds(row | {"step_s": after - before}) for row, before, after in zip(rows, ends, ends[1:], strict=False)]
+
+
+def run(
+    asked: argparse.Namespace,
+    folder: Path,
+    side: str,
+    words: list[str],
+    added: dict[str, str],
+    done: Callable[[], int],
+) -> list[float]:
+    """Runs it until `done()` counts all steps, and ends its processes: no checkpoint. Returns when it began and when each
+    step ended, in seconds. Raises RuntimeError if the process ends before."""
     path = (asked.keep or folder) / f"{side}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + asked.timeout
+    times = [time.monotonic()]
     with path.open("ab") as log:
         process = subprocess.Popen(
             words, stdout=log, stderr=log, cwd=folder, env=os.environ | added, start_new_session=True
         )
         try:
-            while process.poll() is None and done() < asked.steps and time.monotonic() < deadline:
-                time.sleep(0.2)
+            while len(times) <= asked.steps and process.poll() is None and time.monotonic() < times[0] + asked.timeout:
+                time.sleep(0.05)
+                times += [time.monotonic()] * (done() + 1 - len(times))
+            times += [time.monotonic()] * (done() + 1 - len(times))
         finally:
             end(process)
-    if done() < asked.steps:
+    if len(times) <= asked.steps:
         print(path.read_text(errors="replace")[-20000:], file=sys.stderr)
         raise RuntimeError(
             f"{side} ended with {done()} of {asked.steps} steps, exit code {process.returncode}; see above"
@@ -236,6 +253,7 @@ def most_memory(asked: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 def speeds(row: dict[str, float]) -> dict[str, float]:
     return row | {
+        "other_s": row["step_s"] - row["rollout_s"] - row["train_s"],
         "rollout_tok_s": row["response_tokens"] / row["rollout_s"],
         "train_tok_s": row["tokens"] / row["train_s"],
         "step_tok_s": row["tokens"] / row["step_s"],

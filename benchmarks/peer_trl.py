@@ -97,7 +97,7 @@ def main() -> None:
             tokens = logs["num_tokens"] - self.seen
             self.seen, self.began, trainer.rollout_s = logs["num_tokens"], now(), 0.0
             line = {
-                "step_s": step_s,
+                "logged_s": step_s,
                 "rollout_s": rollout_s,
                 "train_s": step_s - rollout_s,
                 "mean_length": logs["completions/mean_length"],

@@ -147,7 +147,7 @@ def row(logged: dict[str, float], samples: int) -> dict[str, float]:
     """Seconds and tokens of a step; `samples` responses."""
     response = logged["response_length/mean"] * samples
     return {
-        "step_s": logged["timing_s/step"],
+        "logged_s": logged["timing_s/step"],
         "rollout_s": logged["timing_s/gen"],
         "train_s": logged["timing_s/update_actor"],
         "weights_s": logged["timing_s/update_weights"],
