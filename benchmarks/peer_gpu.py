@@ -43,6 +43,7 @@ from types import ModuleType
 
 import peer_trl
 import peer_verl
+import psutil
 import rollout_gpu
 from rollout_gpu import SAMPLES, SHAPES
 
@@ -217,12 +218,11 @@ def run(
         raise RuntimeError(
             f"{side} ended with {done()} of {asked.steps} steps, exit code {process.returncode}; see above"
         )
+    return times
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kills its session, and what started sessions of their own: Ray's processes and servers."""
-    import psutil
-
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
         for child in children:
