@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs verl 0.9.1 for a GPU machine without network that has Python 3.12, torch 2.11.0, Ray, SGLang, transformers, datasets,
-# pyarrow, pandas, peft, accelerate and tensorboard: OUT/verl.tar.xz (5 MB).
+# pyarrow, pandas, accelerate and tensorboard: OUT/verl.tar.xz (2 MB).
 #   usage: build.sh [OUT]           from the root of the checkout; needs uv and xz; seconds
 # There:
 #   mkdir verl-packages && tar -C verl-packages -xf verl.tar.xz
