@@ -73,7 +73,9 @@ def even(sample):
 def write_model(folder: Path, asked: argparse.Namespace) -> None:
     """A small model's tokenizer over a model of the shape: ids beyond the tokenizer's have no text."""
     kind = "qwen3_moe" if "num_experts" in SHAPES[asked.shape] else "qwen3"
-    new_model(folder, kind, ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=ALPHABET)
+    # verl asks Qwen's tokenizers for this token.
+    sizes, tokens = ModelSizes(hidden_size=16, num_layers=1, num_heads=2), ("<|im_end|>",)
+    new_model(folder, kind, sizes, alphabet=ALPHABET, tokens=tokens)
     config = AutoConfig.from_pretrained(folder)
     for name, value in (COMMON | SHAPES[asked.shape]).items():
         setattr(config, name, value)

@@ -2,9 +2,13 @@
 
 trl: verl takes AutoModelForCausalLMWithValueHead from any trl that is installed, to patch it. trl 1.16 has none, so that every
 actor would end with an ImportError. verl is told that there is no trl: value heads are of PPO's critic, which GRPO has not.
+
+megatron: each of verl's processes imports it where it is installed, which takes seconds. The trainer here is FSDP2.
 """
 
 from __future__ import annotations
+
+import sys
 
 import verl.utils.import_utils
 
@@ -14,3 +18,6 @@ def no_trl() -> bool:
 
 
 verl.utils.import_utils.is_trl_available = no_trl
+
+# Importing it raises ImportError, as if it were not installed.
+sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
