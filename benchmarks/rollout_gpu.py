@@ -9,9 +9,9 @@ ever writes its end token, which the plain server ignores). Its rollout throughp
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
 bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line
-for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the start, by
-part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a second start on
-the same machine.
+for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the start,
+by part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a second start
+on the same machine.
 
     python benchmarks/rollout_gpu.py --in-flight 64,128,256,512,1024   # tokens/s by the number of requests in flight
 
@@ -54,11 +54,20 @@ ALPHABET = string.ascii_lowercase
 SAMPLES = 8
 TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 500,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500},
+    "qwen3-moe-3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 6144}
+    | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
+    | {"norm_topk_prob": True},
+    "tiny": TINY,
+    "tiny-moe": TINY
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
 }
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 REWARD = '''
@@ -74,7 +83,10 @@ def even(sample):
 
 def write_model(folder: Path, asked: argparse.Namespace) -> None:
     """A small model's tokenizer over a model of the shape: ids beyond the tokenizer's have no text."""
-    new_model(folder, "qwen3", ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=ALPHABET)
+    kind = "qwen3_moe" if "num_experts" in SHAPES[asked.shape] else "qwen3"
+    # verl asks Qwen's tokenizers for this token.
+    sizes, tokens = ModelSizes(hidden_size=16, num_layers=1, num_heads=2), ("<|im_end|>",)
+    new_model(folder, kind, sizes, alphabet=ALPHABET, tokens=tokens)
     config = AutoConfig.from_pretrained(folder)
     for name, value in (COMMON | SHAPES[asked.shape]).items():
         setattr(config, name, value)
@@ -97,11 +109,12 @@ def prompts_of(asked: argparse.Namespace) -> list[str]:
 
 def run_file(asked: argparse.Namespace, runs: Path) -> str:
     colocated = asked.placement == "colocated"
-    launcher = (
-        f'{{ name = "local", device = "{asked.device}", colocate = true }}'
-        if colocated
-        else f'{{ name = "ray", device = "{asked.device}", actor_num_gpus_per_node = 1, rollout_num_gpus = 1 }}'
-    )
+    places = f"actor_num_gpus_per_node = {asked.gpus}, rollout_num_gpus = {asked.gpus}"
+    if colocated and asked.gpus == 1:
+        launcher = f'{{ name = "local", device = "{asked.device}", colocate = true }}'
+    else:
+        shared = ", colocate = true" if colocated else ""
+        launcher = f'{{ name = "ray", device = "{asked.device}", {places}{shared} }}'
     return f"""
 name = "rollout"
 seed = 0
@@ -109,7 +122,7 @@ plugin = ["even.py"]
 backend = {toml(asked.backend)}
 engine = {toml(asked.engine)}
 reward = "even"
-algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.compare)} }}
+algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.mismatch)} }}
 launcher = {launcher}
 runs_dir = "{runs}"
 [model]
@@ -128,6 +141,7 @@ num_rollout = {asked.steps}
 num_steps_per_rollout = 1
 lr = 1e-6
 max_tokens_per_gpu = {asked.train_tokens}
+use_rollout_routing_replay = {json.dumps(asked.routing_replay)}
 [sync]
 transport = "{asked.transport or ("ipc" if colocated else "distributed")}"
 update_weight_buffer_size = {2048 * 2**20}
@@ -309,6 +323,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--placement", choices=["colocated", "disaggregated"], default="colocated")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of the trainer, and of the engines: of both where colocated"
+    )
+    parser.add_argument(
+        "--routing-replay", action="store_true", help="a mixture of experts is trained with the experts of the engine"
+    )
+    parser.add_argument(
+        "--mismatch",
+        action="store_true",
+        help="the trainer's log-probs with the engine's in `diff`: a forward more a step",
+    )
     parser.add_argument("--transport", help="by default ipc where colocated, else distributed")
     parser.add_argument("--requests", type=int, default=1024, help="a step; eight for each prompt")
     parser.add_argument("--concurrency", type=int, default=256)
@@ -336,9 +361,6 @@ def main() -> None:
         "--in-flight", type=lambda text: [int(number) for number in text.split(",")], help="multiples of eight"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each number in flight")
-    parser.add_argument(
-        "--compare", action="store_true", help="the trainer's log-probs with the engine's: one forward more a step"
-    )
     parser.add_argument("--keep", type=Path, help="a folder that is kept, and used again if it is there")
     asked = parser.parse_args()
     with contextlib.ExitStack() as stack:
