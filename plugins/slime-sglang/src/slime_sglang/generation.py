@@ -88,6 +88,8 @@ class SglangRunning(Running):
             "logprob_start_len": -1,
             **asked,
         }
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
         if self.image_tokens is not None:
             body["input_ids"] = np.ascontiguousarray(self.image_tokens.collapsed(tokens))
             body["image_data"] = [data_url(image.data) for image in request.images]

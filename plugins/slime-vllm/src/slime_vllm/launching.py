@@ -59,7 +59,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
-    options |= options_of(setup)
+    options |= options_of(config, setup)
     if on_cpu:
         options |= {
             "enforce_eager": True,
@@ -86,7 +86,7 @@ def has_tokenizer(setup: EngineSetup) -> bool:
     return (setup.model_path / "tokenizer_config.json").exists()
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
+def environment_for(config: VllmOptions, setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {
         "PYTHONPATH": str(FOLDER),
@@ -105,7 +105,7 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     else:
         environment[DEVICES] = ",".join(devices)
-    return environment | environment_of(setup)
+    return environment | environment_of(config, setup)
 
 
 async def start_server(
@@ -127,7 +127,7 @@ async def start_server(
             options | {"port": port},
             log=log,
             form=VLLM_LOG,
-            environment=environment_for(setup, devices, token),
+            environment=environment_for(config, setup, devices, token),
             **python,
         )
         connection = VllmConnection(pool, address_of(setup.host, port), token, name)
