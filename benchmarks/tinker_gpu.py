@@ -7,7 +7,8 @@ A random model of the shape; trainer and server share the GPU, and neither gives
 --rows x --tokens tokens to a forward_backward and a step, and --rows prompts are sampled, --new-tokens each, with what it was
 then; --repeats times after a first one. Then --adapters adapters take a step each, and the prompts are shared among them. Then
 the same session is served, and a program with the unmodified SDK does what the one adapter did. One JSON line: seconds of
-each, the shares of the direct call's speed, and memory.
+each, the shares of the direct call's speed, memory, and how far the engine's log-probs of what it sampled with the adapter are
+from the trainer's, beside those of the base.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 from rollout_gpu import SHAPES, toml, write_model
 
 from slime_core.registry import Registry
-from slime_core.types.completion import SamplingParams
+from slime_core.types.completion import Completion, SamplingParams
 from slime_serving.listener import listen
 from slime_session import Datum, TrainingSession, open_session
 from slime_session.adapter import Adapter, Snapshot
@@ -40,7 +41,8 @@ from slime_tinker.session_adapters import SessionAdapters
 from slime_tinker.settings import Limits, Settings
 
 PROMPT_TOKENS = 64
-LR = 1e-4
+LR = 1e-3
+"""Large: log-probs would show an engine that leaves a part of the adapter out."""
 GIB = 2**30
 SGLANG = {
     "attention_backend": "triton",
@@ -54,6 +56,8 @@ import tinker
 from tinker import types
 
 asked = json.loads(sys.argv[1])
+import warnings
+warnings.simplefilter("ignore")
 service = tinker.ServiceClient()
 model = service.get_server_capabilities().supported_models[0].model_name
 training = service.create_lora_training_client(
@@ -70,7 +74,7 @@ for _ in range(asked["repeats"] + 1):
     train.append(time.perf_counter() - began)
     training.optim_step(types.AdamParams(learning_rate=asked["lr"])).result()
 began = time.perf_counter()
-sampler = training.save_weights_and_get_sampling_client()
+sampler = training.save_weights_and_get_sampling_client().result()
 saved = time.perf_counter() - began
 for number in range(asked["repeats"] + 1):
     params = types.SamplingParams(max_tokens=asked["new_tokens"], temperature=1.0)
@@ -153,6 +157,26 @@ class Direct:
 
     def sample(self, prompts: Sequence[list[int]], snapshots: Sequence[Snapshot]) -> tuple[float, int]:
         """Seconds and tokens. The prompts are shared among the snapshots."""
+        seconds, responses = self._sampled(prompts, snapshots)
+        return seconds, sum(len(response.token_ids) for response in responses)
+
+    def apart(self, prompts: Sequence[list[int]], adapter: Adapter, snapshot: Snapshot | None) -> float:
+        """Mean of |engine's - adapter's log-prob|, in nats. `snapshot`: None: the engine samples with the base."""
+        _, responses = self._sampled(prompts, [snapshot])
+        datums = [
+            Datum(
+                tokens=[*prompt, *response.token_ids.tolist()],
+                prompt_length=len(prompt),
+                loss_weights=np.ones(len(response.token_ids), np.float32),
+            )
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        theirs = np.concatenate([response.log_probs for response in responses])
+        return float(np.abs(adapter.forward(self._session.batch(datums)) - theirs).mean())
+
+    def _sampled(
+        self, prompts: Sequence[list[int]], snapshots: Sequence[Snapshot | None]
+    ) -> tuple[float, list[Completion]]:
         began = time.perf_counter()
         futures = [
             self._session.start_generating(
@@ -160,8 +184,8 @@ class Direct:
             )
             for place, prompt in enumerate(prompts)
         ]
-        tokens = sum(len(future.result()[0].token_ids) for future in futures)
-        return time.perf_counter() - began, tokens
+        responses = [future.result()[0] for future in futures]
+        return time.perf_counter() - began, responses
 
 
 def log(what: str) -> None:
@@ -187,6 +211,9 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
     sampled = [direct.sample(prompts[number], [snapshot]) for number in range(asked.repeats + 1)]
     log(f"direct asample {sampled}")
     with_one = memory.found()
+    few = prompts[0][:8]
+    diffs = {"adapter": direct.apart(few, adapter, snapshot), "base": direct.apart(few, adapter, None)}
+    log(f"log-probs apart {diffs}")
     memory.begin()
     held, snapshots = [adapter], [snapshot]
     for number in range(1, asked.adapters):
@@ -220,6 +247,7 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
         "asample_sdk_tok_s": rounded(through, 0),
         "asample_ratio": round(max(through) / max(speeds), 3),
         "asample_all_adapters_tok_s": rounded([tokens / seconds for seconds, tokens in shared], 0),
+        "mean_logprob_diff": {name: round(diff, 5) for name, diff in diffs.items()},
         "with_1": with_one,
         f"with_{asked.adapters}": with_all,
     }

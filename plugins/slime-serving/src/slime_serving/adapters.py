@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class ServedAdapters(ABC):
         self._engine = engine
         self._loaded: dict[str, Path] = {}
         self._count = 0
+        self._identity = secrets.token_hex(4)
+        """External servers may have adapters of another run under the same names."""
 
     @abstractmethod
     async def send(self, name: str, folder: Path) -> None:
@@ -44,6 +47,10 @@ class ServedAdapters(ABC):
     @abstractmethod
     async def forget(self, name: str) -> None:
         """Frees it on all servers, also if some of them do not have it. No request uses it."""
+
+    def problem_of_layers(self, layers: Sequence[str]) -> str | None:
+        """Why the program cannot adapt these layers of the model, as a sentence; None: it can."""
+        return None
 
     async def load(self, name: str, scale: float, bucket: Bucket) -> None:
         """See `AdapterEngine.load_adapter`."""
@@ -61,6 +68,8 @@ class ServedAdapters(ABC):
             require_fit(low_rank, self._sizes, where)
         except ModelError as error:
             raise EngineRefused(str(error)) from error
+        if problem := self.problem_of_layers(list(low_rank.layers)):
+            raise EngineRefused(f"{where}: {problem}")
         rank = largest_rank(low_rank)
         if rank > self._config.adapter_rank:
             raise EngineRefused(
@@ -71,12 +80,12 @@ class ServedAdapters(ABC):
         self._count += 1
         write(folder, low_rank)
         try:
-            await self.send(name, folder.absolute())
+            await self.send(self.served_name(name), folder.absolute())
         except (NoResponse, EngineUnavailable):
             raise
         except EngineError as error:
             # The servers live: they report what is wrong with it.
-            await self.forget(name)
+            await self.forget(self.served_name(name))
             shutil.rmtree(folder, ignore_errors=True)
             raise EngineRefused(f"{where}: {error}") from error
         self._loaded[name] = folder
@@ -85,8 +94,12 @@ class ServedAdapters(ABC):
         """It need not exist. No request uses it."""
         folder = self._loaded.pop(name, None)
         if folder is not None:
-            await self.forget(name)
+            await self.forget(self.served_name(name))
             shutil.rmtree(folder, ignore_errors=True)
+
+    def served_name(self, name: str) -> str:
+        """Its name on the servers."""
+        return f"{name}#{self._identity}"
 
     def problem(self, name: str | None) -> str | None:
         """Why no request can name it, as a sentence; None: it is loaded, or no adapter is asked for."""

@@ -216,11 +216,13 @@ class ServingEngine(RolloutEngine, AdapterEngine, Generic[G]):
         """By one request per prompt, all at once. Raises EngineRefused for what `AdapterEngine.prompt_log_probs` names."""
         setup, scores = self._ready(), self._scores
         assert scores is not None
-        if problem := self._with_adapters().problem(adapter):
+        adapters = self._with_adapters()
+        if problem := adapters.problem(adapter):
             raise EngineRefused(f"{self._name}: {problem}")
+        served = None if adapter is None else adapters.served_name(adapter)
         if top_k > (size := vocab_size_of(setup)):
             raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
-        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, adapter) for tokens in prompts)))
+        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts)))
 
     async def _prompt(
         self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None

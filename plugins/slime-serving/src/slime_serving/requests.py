@@ -33,6 +33,12 @@ class AcceptedRequests(ABC):
     def refuses(self, request: GenerateRequest) -> str | None:
         """Why this program cannot serve the request, as a sentence; None: it can."""
 
+    def adapter_of(self, request: GenerateRequest) -> str | None:
+        """The servers' name of the adapter that an accepted request names."""
+        if request.adapter is None or self.adapters is None:
+            return None
+        return self.adapters.served_name(request.adapter)
+
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
         """The first problem, as a sentence. `running`: ids in use."""
         for params in {request.sampling for request in requests}:

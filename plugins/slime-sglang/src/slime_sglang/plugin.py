@@ -11,7 +11,7 @@ from slime_core.contracts.setup import EngineLayout
 from slime_serving.adapter_options import AdapterOptions
 from slime_serving.interpreter import StartsProgram
 from slime_sglang import router_args
-from slime_sglang.config import make_config, may_return_experts, rename_notices
+from slime_sglang.config import SglangOptions, make_config, may_return_experts, rename_notices
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_sglang.program import SGLANG
 from slime_sglang.server.hook_table import HOOKS, in_source
@@ -56,6 +56,10 @@ class Sglang(AdapterSampler, EnginePlanner, StartsProgram, EngineDriver):
     @classmethod
     def max_adapters(cls, config: AdapterOptions) -> int:
         return config.most_adapters
+
+    @classmethod
+    def draws_by_seed(cls, config: SglangOptions, device: str) -> bool:
+        return device == "cpu" if config.deterministic is None else config.deterministic
 
     @classmethod
     def table_options(cls) -> Sequence[TableOptions]:

@@ -45,6 +45,7 @@ class SglangRequests(AcceptedRequests):
             request=request,
             vocab_size=self.vocab_size,
             image_tokens=self.image_tokens if request.images else None,
+            adapter=self.adapter_of(request),
             experts=self.experts,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,13 +16,23 @@ from slime_sglang.server_group import SglangServers
 
 LOAD: Final = "/load_lora_adapter"
 UNLOAD: Final = "/unload_lora_adapter"
+HEAD: Final = "lm_head"
 
 
 class SglangAdapters(ServedAdapters):
     def __init__(self, fleet: SglangServers, config: AdapterOptions, folder: Path, setup: EngineSetup) -> None:
         super().__init__(config, folder, setup.model_path, engine=f"engine {setup.index}")
         self._fleet = fleet
+        self._on_cpu = setup.device == "cpu"
         self._held: dict[str, list[SglangConnection]] = {}
+
+    def problem_of_layers(self, layers: Sequence[str]) -> str | None:
+        if self._on_cpu and (head := next((layer for layer in layers if layer.rpartition(".")[2] == HEAD), None)):
+            return (
+                f"it adapts the output layer ({head}), and on a CPU SGLang gives the rows of one request another one's adapter "
+                "there. Leave it out (unembedding=False, in Tinker programs train_unembed=False), or use GPUs."
+            )
+        return None
 
     async def send(self, name: str, folder: Path) -> None:
         self._held[name] = []

@@ -46,7 +46,7 @@ class VllmRequests(AcceptedRequests):
     def begin(self, request: GenerateRequest) -> VllmRunning:
         images = self.images if request.images else None
         return VllmRunning(
-            request=request, vocab_size=self.vocab_size, images=images, model=request.adapter or self.model
+            request=request, vocab_size=self.vocab_size, images=images, model=self.adapter_of(request) or self.model
         )
 
     def refuses_sampling(self, params: SamplingParams) -> str | None:
