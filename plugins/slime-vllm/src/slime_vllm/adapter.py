@@ -20,6 +20,8 @@ LOAD: Final = "/v1/load_lora_adapter"
 UNLOAD: Final = "/v1/unload_lora_adapter"
 ROUTES: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """Environment variable that gives the server these routes."""
+FIRST_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable that chooses vLLM's model runner: `slime_vllm_server.prompt_heads` knows the first one."""
 
 
 def options_of(config: AdapterOptions, setup: EngineSetup) -> dict[str, Any]:
@@ -43,4 +45,6 @@ def rank_option(rank: int) -> int:
 
 
 def environment_of(config: AdapterOptions, setup: EngineSetup) -> dict[str, str]:
-    return {ROUTES: "1"} if config.most_adapters or setup.adapter_rank else {}
+    if config.most_adapters:
+        return {ROUTES: "1", FIRST_RUNNER: "0"}
+    return {ROUTES: "1"} if setup.adapter_rank else {}

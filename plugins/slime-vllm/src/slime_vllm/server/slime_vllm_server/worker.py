@@ -28,6 +28,7 @@ from slime_vllm_server.cpu_adapters import leave_rows_alone
 from slime_vllm_server.folders import LoadedFolder
 from slime_vllm_server.in_place import loads_in_place
 from slime_vllm_server.memory_handles import opened
+from slime_vllm_server.prompt_heads import PromptHeads
 from slime_vllm_server.weight_groups import broadcast, join
 
 BACKEND: Final = "slime"
@@ -211,7 +212,9 @@ class WorkerExtension:
     def newest_adapter(self) -> int:
         """The number of the adapter that was loaded last. Raises ValueError, and frees it, if a tensor of it belongs to no
         layer."""
-        manager: Any = self.model_runner.lora_manager  # type: ignore[attr-defined]
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        PromptHeads.use(runner)
+        manager: Any = runner.lora_manager
         number = max(manager.list_adapters())
         try:
             require_layers(manager, number)
