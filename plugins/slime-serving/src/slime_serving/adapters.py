@@ -123,7 +123,7 @@ def tensors_of(bucket: Bucket) -> Mapping[str, torch.Tensor]:
 
 
 def write(folder: Path, low_rank: LowRank) -> None:
-    """In peft's format; other than `write_adapter_folder`, servers read it at once, and nobody later."""
+    """In peft's format, without what trainers need (`write_adapter_folder`): only servers read it."""
     rank = largest_rank(low_rank)
     config: dict[str, Any] = {
         "peft_type": "LORA",
