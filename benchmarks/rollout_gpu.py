@@ -9,9 +9,9 @@ ever writes its end token, which the plain server ignores). Its rollout throughp
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
 bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line
-for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the start,
-by part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a second start
-on the same machine.
+for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the
+start, by part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a
+second start on the same machine.
 
     python benchmarks/rollout_gpu.py --in-flight 64,128,256,512,1024   # tokens/s by the number of requests in flight
 

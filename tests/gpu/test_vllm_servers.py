@@ -314,7 +314,9 @@ def test_new_weights_are_rounded_as_those_of_a_start(servers: Servers) -> None:
         finally:
             await asyncio.to_thread(rank.sender.close)
         after = await scores(engine)
-        print(f"  float8: {np.abs(after - required).max():.6f} nats at most, before {np.abs(before - required).max():.2f}")
+        print(
+            f"  float8: {np.abs(after - required).max():.6f} nats at most, before {np.abs(before - required).max():.2f}"
+        )
         assert np.abs(before - required).max() > 1
         assert np.abs(after - required).max() < 1e-3
         await apart(engine, version, plain)

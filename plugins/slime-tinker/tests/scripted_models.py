@@ -28,6 +28,7 @@ class Weights:
 
 class ScriptedModels:
     whole = False
+    draws_by_seed = True
     max_models = 3
     max_weights = 2
 

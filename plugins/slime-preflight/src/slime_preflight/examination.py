@@ -174,7 +174,7 @@ def plugins(registry: Registry) -> Iterator[Found]:
 
 
 def bytecode(_: Registry) -> Iterator[Found]:
-    """Whether a process finds compiled modules. Without them, importing torch and transformers takes ten seconds, in every process."""
+    """Whether a process finds compiled modules. Without them, torch and transformers take ten seconds to import, every time."""
     lacking, closed = [], False
     for name in SLOW_TO_COMPILE:
         spec = importlib.util.find_spec(name)
@@ -187,12 +187,13 @@ def bytecode(_: Registry) -> Iterator[Found]:
     if not closed:
         yield Found(what="compiled modules", state=State.GOOD, detail="are kept")
         return
+    packages = sysconfig.get_path("purelib")
     reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their folder cannot be written"
     yield Found(
         what="compiled modules",
         state=State.NOTE,
-        detail=f"none of {', '.join(lacking)}, and {reason}: every process of a run compiles them anew, some ten seconds each",
-        advice=f"unset PYTHONDONTWRITEBYTECODE, or once: {sys.executable} -m compileall -q -j 0 {sysconfig.get_path('purelib')}",
+        detail=f"none of {', '.join(lacking)}, and {reason}: every process of a run compiles them anew, for ten seconds",
+        advice=f"unset PYTHONDONTWRITEBYTECODE, or once: {sys.executable} -m compileall -q -j 0 {packages}",
     )
 
 

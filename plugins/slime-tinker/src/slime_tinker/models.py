@@ -90,6 +90,10 @@ class Models(Protocol):
         """True: it trains all weights of one model. False: any number of LoRA adapters."""
 
     @property
+    def draws_by_seed(self) -> bool:
+        """The seeds of `start_sampling` alone decide what is drawn."""
+
+    @property
     def max_models(self) -> int:
         """Models at a time."""
 

@@ -73,7 +73,8 @@ def serve(
     from slime_tinker.session_adapters import SessionAdapters
     from slime_tinker.settings import Limits, Retention, Settings
 
-    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **FORCED}
+    tables = read_run_file(run_file)
+    overrides = {**left_out(tables), **kept_weights(tables), **chosen(set_ or []), **FORCED}
     listener = listen(host, port, backlog=BACKLOG)
     with open_session(run_file, overrides=overrides) as session:
         config = session.run.config
@@ -135,6 +136,19 @@ def left_out(tables: Mapping[str, Any]) -> dict[str, Any]:
         if name not in given and not (table == "data" and given):
             found[key] = value
     return found
+
+
+def kept_weights(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The transport of engines over servers, whose weights are frozen, unless the run file names one.
+
+    >>> kept_weights({"engine": {"name": "vllm", "max_adapters": 8}})
+    {'sync.transport': 'frozen'}
+    >>> kept_weights({"engine": {"name": "local", "max_adapters": 8}})
+    {}
+    """
+    engine = tables.get("engine")
+    over_servers = isinstance(engine, Mapping) and engine.get("name") != "local" and engine.get("max_adapters")
+    return {"sync.transport": "frozen"} if over_servers and "transport" not in tables.get("sync", {}) else {}
 
 
 def chosen(words: list[str]) -> dict[str, Any]:

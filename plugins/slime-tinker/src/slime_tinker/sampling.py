@@ -100,6 +100,11 @@ class Sampling:
     async def _sample(self, record: RequestRecord) -> Outcome:
         request = SampleRequest.model_validate_json(record.body)
         asked = checked(request, record, self.models.base, self.limits)
+        if request.sampling_params.seed is not None and not self.models.draws_by_seed:
+            raise RequestError(
+                f"sampling_params.seed = {request.sampling_params.seed}: this server's engine draws without seeds. Leave it "
+                "out; engine sglang draws by seed with engine.deterministic = true."
+            )
         sampler = self.holdings.sampler(record.owner, record.tenant)
         async with AsyncExitStack() as stack:
             weights = None

@@ -9,15 +9,18 @@ from typing import Final
 
 import numpy as np
 
+from slime_core.config.bound import BoundPlugin, BoundRun
 from slime_core.data.model_folder import context_length, read_model_config
 from slime_core.errors import ConfigError
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, SamplingParams
+from slime_core.workers.choose import choose_device
 from slime_session import Datum, TrainingSession
 from slime_session.adapter import Adapter, Snapshot
 from slime_session.own_loop import Loss
 from slime_tinker.errors import RequestError
 from slime_tinker.models import AdamSettings, BaseModel, ModelSpec, PromptScores, SamplerWeights
+from slime_training.adapters.drivers import AdapterSampler
 
 MOST_DATUMS: Final = 1024
 """Of one batch of the session; more datums are several, whose gradients add up."""
@@ -40,8 +43,9 @@ class SessionAdapters:
         if not self.max_models or not self.max_weights:
             raise ConfigError(
                 "backend.max_adapters and engine.max_adapters: not set, and each model of a client is an adapter. Set both in "
-                "the run file, such as 8 and 32, with a backend and an engine that have them (fsdp, local)."
+                "the run file, such as 8 and 32, with a backend and an engine that have them (fsdp; local, sglang, vllm)."
             )
+        self.draws_by_seed = engine is None or draws_by_seed(engine, session.run)
         self.base = base_model(Path(config.model.hf_checkpoint), name)
         self._scorer = ThreadPoolExecutor(SCORERS, "prompt-log-probs")
 
@@ -111,6 +115,11 @@ class SessionAdapters:
 
     def _adapter(self, name: str) -> Adapter:
         return self._session.adapters[name]
+
+
+def draws_by_seed(engine: BoundPlugin, run: BoundRun) -> bool:
+    device = choose_device(run.config.launcher.device)
+    return issubclass(engine.driver, AdapterSampler) and engine.driver.draws_by_seed(engine.config, device)
 
 
 def parts_of(datums: Sequence[Datum]) -> Iterator[Sequence[Datum]]:

@@ -70,7 +70,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
-    options |= options_of(setup)
+    options |= options_of(config, setup)
     if on_cpu:
         options |= {
             "enforce_eager": True,
@@ -112,7 +112,7 @@ def has_tokenizer(setup: EngineSetup) -> bool:
     return (setup.model_path / "tokenizer_config.json").exists()
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
+def environment_for(config: VllmOptions, setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {
         "PYTHONPATH": str(FOLDER),
@@ -135,7 +135,7 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         }
     else:
         environment[DEVICES] = ",".join(devices)
-    return environment | environment_of(setup)
+    return environment | environment_of(config, setup)
 
 
 async def start_server(
@@ -157,7 +157,7 @@ async def start_server(
             options | {"port": port},
             log=log,
             form=VLLM_LOG,
-            environment=environment_for(setup, devices, token),
+            environment=environment_for(config, setup, devices, token),
             **python,
         )
         connection = VllmConnection(pool, address_of(setup.host, port), token, name)
