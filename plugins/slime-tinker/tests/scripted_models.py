@@ -30,6 +30,7 @@ class ScriptedModels:
     whole = False
     max_models = 3
     max_weights = 2
+    base_weights = None
 
     def __init__(self) -> None:
         self.base = BaseModel(name="base", folder=Path("base"), arch="none", vocab_size=50, max_length=64)

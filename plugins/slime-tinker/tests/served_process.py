@@ -22,13 +22,22 @@ engine = {{ name = "local", max_adapters = 8 }}
 [model]
 hf_checkpoint = "{model}"
 """
+WHOLE_RUN_FILE: Final = """\
+name = "served"
+backend = "fsdp"
+engine = "local"
+
+[model]
+hf_checkpoint = "{model}"
+"""
 
 
 class ServedProcess:
     def __init__(self, folder: Path, model: Path, *options: str) -> None:
         """`options`: of the command, in addition."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.toml").write_text(RUN_FILE.format(model=model))
+        text = WHOLE_RUN_FILE if "--full-parameters" in options else RUN_FILE
+        (folder / "run.toml").write_text(text.format(model=model))
         self._folder = folder
         self._options = options
         self._port = 0

@@ -104,6 +104,21 @@ def test_two_tenants_get_what_each_gets_alone(new_server, cookbook, tmp_path):
     assert separate[0] != separate[1]
 
 
+def test_all_weights_of_one_model(new_server, cookbook, tmp_path):
+    """Beside torch in float64; the second time the server is killed in the middle, and begins with the base again."""
+    server = new_server("--no-keys", "--full-parameters", folder="whole")
+    whole = finish(client(server.address, cookbook, "all_weights.py", str(tmp_path / "half")))
+    (tmp_path / "half").unlink()
+    killed = client(server.address, cookbook, "all_weights.py", str(tmp_path / "half"))
+    while not (tmp_path / "half").exists():
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.02)
+    server.kill()
+    server.start()
+    results = [re.search("RESULT (.*)", output)[1] for output in (whole, finish(killed))]
+    assert results[0] == results[1]
+
+
 def test_the_way_through_the_sdk_costs_little(served, cookbook, model, tmp_path):
     """forward_backward of 64 x 256 tokens, beside the same call without a server."""
     through = float(re.search("SECONDS (.*)", finish(client(served.address, cookbook, "throughput.py")))[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from slime_core import groups as entry_groups
+from slime_core.atomic_io.storage import written
 from slime_core.cli.training import export_hf
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
@@ -40,12 +42,16 @@ from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
 from slime_core.workers.recorded_objective import Gradients
+from slime_core.workers.train_group import TrainGroup
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
+from slime_session.named_plugins import those_with
 from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
+from slime_session.stored_weights import StoredWeights, write_weights
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterHolder
+from slime_training.restartable import Restartable
 
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
 """Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
@@ -71,6 +77,8 @@ class OwnLoop:
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
         self._training_s = self._waited_s = 0.0
+        self._transport = session.transport
+        """The run's, which `load_weights` puts another one in place of."""
         self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
@@ -208,9 +216,75 @@ class OwnLoop:
         await self._between_steps("update_weights")
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
+        self.session.transport = self._transport
         with self.session.times.of("sync"):
             await self.session.update_weights()
         return self.session.weight_update_report
+
+    async def save_weights(self, folder: Path) -> Path:
+        require_own_weights(self.session.run, "save_weights")
+        await self._between_steps("save_weights")
+        session = self.session
+        async with session.colocation.train(), session.policy.turn():
+            await write_weights(session.policy, folder)
+        return folder
+
+    async def load_weights(self, folder: Path) -> None:
+        session = self.session
+        stored = StoredWeights(folder)
+        self._require_state()
+        if session.transport is None:
+            raise ConfigError("load_weights: this run has no engine that takes weights.")
+        if self._accumulated and session.colocation.offloads:
+            await self._between_steps("load_weights")
+        if not self._rollouts.in_flight:
+            await self._rollouts.wait_idle()
+        # Another version than any that engines have cached prefixes of.
+        session.state = replace(session.state, version=session.state.version + 1)
+        earlier, session.transport = session.transport, stored
+        try:
+            await session.update_weights()
+        except BaseException:
+            session.transport = earlier
+            raise
+
+    async def save_state(self, folder: Path) -> Path:
+        require_one_role(self.session, "save_state")
+        await self._between_steps("save_state")
+        session = self.session
+        with written(folder):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        async with session.colocation.train(), session.policy.turn():
+            await session.policy.save(folder)
+        return folder
+
+    async def load_state(self, folder: Path, optimizer: bool) -> None:
+        async with self._beginning_again("load_state") as policy:
+            await policy.call_all("of_backend", "new_optimizer")
+            await policy.load(folder)
+            if not optimizer:
+                await policy.call_all("of_backend", "new_optimizer")
+
+    async def restart(self) -> None:
+        async with self._beginning_again("restart") as policy:
+            await policy.call_all("of_backend", "restart")
+
+    @contextlib.asynccontextmanager
+    async def _beginning_again(self, call: str) -> AsyncIterator[TrainGroup]:
+        """Around what replaces the trainers' whole state, also one that an error left unknown."""
+        session = self.session
+        require_one_role(session, call)
+        require_restartable(session.run, call)
+        if not self._lost:
+            await self._end_step()
+        self._accumulated, self._stepped = {}, {}
+        self._lost = True
+        async with session.colocation.train(), session.policy.turn():
+            yield session.policy
+        self._lost = False
+        # The trainers' weights are a policy version again.
+        session.optimizer_idle.set()
 
     async def evaluate(self) -> EvalReport:
         await self._between_steps("evaluate")
@@ -339,6 +413,25 @@ def require_own_weights(run: BoundRun, call: str) -> None:
         raise ConfigError(
             f"{call}: this run's weights are frozen, and adapters are trained over them (backend.max_adapters). Call it of "
             "an adapter (session.add_adapter), or leave backend.max_adapters out."
+        )
+
+
+def require_one_role(session: Session, call: str) -> None:
+    """ConfigError for runs whose state is more than the policy's."""
+    require_own_weights(session.run, call)
+    learner_of(session)
+    if len(session.roles) > 1:
+        raise ConfigError(
+            f"{call}: this run trains {', '.join(session.roles)}, and {call} is of a policy alone. Call save, and open the "
+            "session again to continue from it."
+        )
+
+
+def require_restartable(run: BoundRun, call: str) -> None:
+    if not issubclass(run.backend.driver, Restartable):
+        raise ConfigError(
+            f'{call}: trainers of backend "{run.backend.entry.name}" begin again only with the run. Backends where they do: '
+            f"{those_with(run, entry_groups.BACKENDS, Restartable)}."
         )
 
 

@@ -279,6 +279,36 @@ class TrainingSession:
         """Sends the trainers' weights to the engines; None: the run has none."""
         return self._live.do(self._loop.update_weights)
 
+    def save_weights(self, folder: str | Path) -> Path:
+        """Writes the trainers' weights for `load_weights`, and returns the folder; an earlier one is replaced. Raises
+        StorageError."""
+        path = Path(folder).absolute()
+        return self._live.do(lambda: self._loop.save_weights(path))
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Sends the weights that `save_weights` wrote to the engines, which sample with them until the next `load_weights` or
+        `update_weights`. The trainers' weights and gradients stay; `version` rises by one. Raises CheckpointError."""
+        path = Path(folder).absolute()
+        self._live.do(lambda: self._loop.load_weights(path))
+
+    def save_state(self, folder: str | Path) -> Path:
+        """Writes weights, optimizer state and step count of the trainers, as the backend's checkpoints have them, and returns
+        the folder; an earlier one is replaced. Nothing else of the run is in it. Raises TrainingError between
+        `forward_backward` and `optim_step`, and StorageError."""
+        path = Path(folder).absolute()
+        return self._live.do(lambda: self._loop.save_state(path))
+
+    def load_state(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """The trainers continue from what `save_state` wrote; without `optimizer` with its weights alone and a new optimizer.
+        Gradients are dropped, the engines keep their weights. It may follow an error inside `forward_backward` or
+        `optim_step`. Raises CheckpointError, and ConfigError for a backend whose trainers cannot begin again."""
+        path = Path(folder).absolute()
+        self._live.do(lambda: self._loop.load_state(path, optimizer))
+
+    def restart(self) -> None:
+        """The trainers begin again with the weights of the run's model folder and a new optimizer, as `load_state` does."""
+        self._live.do(self._loop.restart)
+
     def evaluate(self) -> EvalReport:
         """Evaluates all sets of the run file with the weights that the engines have."""
         return self._live.do(self._loop.evaluate)

@@ -95,7 +95,11 @@ class Models(Protocol):
 
     @property
     def max_weights(self) -> int:
-        """`SamplerWeights` at a time, the base not counted; at least 1."""
+        """`SamplerWeights` at a time, the base not counted without `base_weights`; at least 1."""
+
+    @property
+    def base_weights(self) -> Path | None:
+        """The base as a folder for `open_weights`; None: the base can be sampled from beside all others."""
 
     def create(self, name: str, spec: ModelSpec) -> None:
         """A model that computes what the base does. ConfigError for a spec that it cannot train."""
@@ -121,7 +125,7 @@ class Models(Protocol):
         """Writes its weights, and with `optimizer` its optimizer state, into a folder that does not exist yet."""
 
     def open_weights(self, folder: Path) -> SamplerWeights:
-        """The weights that `save` wrote, for sampling. One of `max_weights` that are open at a time."""
+        """The weights that `save` wrote without `optimizer`, for sampling. One of `max_weights` that are open at a time."""
 
     def start_sampling(
         self, weights: SamplerWeights | None, prompt: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]

@@ -33,6 +33,8 @@ NOT_USED: Final[dict[str, Any]] = {
     "train.num_rollout": 1,
 }
 """What every run file has to have, and no client's program reads; the run file may leave it out."""
+FORCED_OF_WHOLE: Final[dict[str, Any]] = {"train.max_skipped_steps": 2**31 - 1}
+"""With all weights of one model: a skipped step fails its request, and ends nothing."""
 DEFAULT_KEYS: Final = Path("slime-serve-keys.json")
 
 
@@ -45,6 +47,9 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the base model for clients; by default that of its folder.")
     ] = None,
+    full_parameters: Annotated[
+        bool, typer.Option("--full-parameters", help="Train all weights of one model at a time, and no LoRA adapters.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8700,
     keys: Annotated[Path, typer.Option(help="File of keys, which slime serve keys add writes.")] = DEFAULT_KEYS,
@@ -70,14 +75,18 @@ def serve(
     from slime_tinker.keys import Keys
     from slime_tinker.serve import BACKLOG
     from slime_tinker.serve import serve as run
+    from slime_tinker.models import Models
     from slime_tinker.session_adapters import SessionAdapters
+    from slime_tinker.session_weights import SessionWeights
     from slime_tinker.settings import Limits, Retention, Settings
 
-    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **FORCED}
+    forced = {**FORCED, **(FORCED_OF_WHOLE if full_parameters else {})}
+    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **forced}
     listener = listen(host, port, backlog=BACKLOG)
     with open_session(run_file, overrides=overrides) as session:
         config = session.run.config
-        models = SessionAdapters(session, name=name or Path(config.model.hf_checkpoint).resolve().name)
+        named = name or Path(config.model.hf_checkpoint).resolve().name
+        models: Models = (SessionWeights if full_parameters else SessionAdapters)(session, name=named)
         settings = Settings(
             state=state or session.folder.with_name(f"{config.name}-served"),
             limits=Limits(max_models=max_models, max_tokens=max_tokens, max_body_bytes=max_body_mib * 2**20),

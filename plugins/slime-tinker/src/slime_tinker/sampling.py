@@ -102,7 +102,7 @@ class Sampling:
         asked = checked(request, record, self.models.base, self.limits)
         sampler = self.holdings.sampler(record.owner, record.tenant)
         async with AsyncExitStack() as stack:
-            weights = None
+            folder = self.models.base_weights
             if sampler.checkpoint is not None:
                 found = self.holdings.checkpoints.get(sampler.checkpoint)
                 if found is None:
@@ -110,9 +110,10 @@ class Sampling:
                         f"sampling_session_id {sampler.id}: its weights are deleted ({sampler.checkpoint}): the newest "
                         f"{self.limits.max_snapshots} of a model without a name are kept, named ones until they expire."
                     )
-                weights = await stack.enter_async_context(
-                    self.open_weights.using(self.checkpoints.folder_of(found.folder))
-                )
+                folder = self.checkpoints.folder_of(found.folder)
+            weights = None
+            if folder is not None:
+                weights = await stack.enter_async_context(self.open_weights.using(folder))
             await stack.enter_async_context(self.admission.place(record.tenant, len(asked.seeds)))
             work = [asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))]
             scores: PromptScores | None = None

@@ -296,6 +296,8 @@ class Training:
         *,
         hidden: bool = False,
     ) -> CheckpointRecord:
+        if self.models.whole and self._live[model.id].gradients:
+            raise RequestError("saved between forward_backward and optim_step: call optim_step first.")
         expires, folder = expiry(ttl_s), self.checkpoints.new_folder()
         target = self.checkpoints.folder_of(folder)
         await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
