@@ -45,7 +45,8 @@ class ServedProcess:
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        scheme = "https" if "--tls-key" in self._options else "http"
+        return f"{scheme}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Returns when it serves; a second time on the same port."""
@@ -83,8 +84,10 @@ class ServedProcess:
         return self._process.wait(timeout=60)
 
 
-def client(address: str, cwd: Path, *words: str, key: str = "tml-any") -> subprocess.Popen[str]:
-    """A program of the folder `client`, or a module with `-m`."""
+def client(
+    address: str, cwd: Path, *words: str, key: str = "tml-any", authority: Path | None = None
+) -> subprocess.Popen[str]:
+    """A program of the folder `client`, or a module with `-m`. `authority`: certificate that it trusts, beside none."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -93,6 +96,8 @@ def client(address: str, cwd: Path, *words: str, key: str = "tml-any") -> subpro
         "TINKER_BASE_URL": address,
         "TINKER_TELEMETRY": "0",
     }
+    if authority is not None:
+        environment["SSL_CERT_FILE"] = str(authority)
     words = words if words[0] == "-m" else (str(CLIENTS / words[0]), *words[1:])
     return subprocess.Popen(
         [CLIENT_PYTHON, str(CLIENTS), *words],

@@ -77,6 +77,25 @@ async def test_requests_without_a_result_run_after_the_restart(tmp_path):
         assert [call[0] for call in after.done[model]] == ["create", "optim_step", "forward_backward", "optim_step"]
 
 
+async def test_a_state_that_was_not_written_is_computed_again(tmp_path):
+    models = ScriptedModels()
+    models.disk.clear()
+
+    async def script(service, calls):
+        model = await calls.model(await calls.session())
+        step = await calls.optim_step(model, 1)
+        assert (await calls.fetch(step)).json()["type"] == "try_again"
+        assert f"{model} save" in models.calls
+        return model, step
+
+    model, step = await killed(models, settings(tmp_path, save_after_s=0.0), script)
+    models.disk.set()
+    after = ScriptedModels()
+    async with serving(after, settings(tmp_path)) as (_, calls):
+        assert (await calls.result(step))["metrics"]["step"] == 1
+        assert [call[0] for call in after.done[model]] == ["create", "optim_step"]
+
+
 async def test_a_failed_request_fails_again(tmp_path):
     async def script(service, calls):
         model = await calls.model(await calls.session())

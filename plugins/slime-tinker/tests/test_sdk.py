@@ -3,12 +3,15 @@
 import json
 import math
 import re
+import ssl
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
+import trustme
 from served_process import client, finish
 
 pytestmark = pytest.mark.tinker
@@ -129,13 +132,28 @@ def test_the_way_through_the_sdk_costs_little(served, cookbook, model, tmp_path)
     assert direct / through > 0.8
 
 
-def test_strangers_are_refused(new_server, cookbook, tmp_path):
+def test_over_tls_with_keys(new_server, cookbook, tmp_path):
+    """On all addresses, which a server without TLS does not listen on (test_keys.py)."""
     from slime_tinker.keys import Keys
 
-    Keys().added("first")[0].write(tmp_path / "keys.json")
-    server = new_server("--keys", str(tmp_path / "keys.json"))
-    process = client(server.address, cookbook, "one_tenant.py", "1", key="tml-guessed")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode
+    keys, key = Keys().added("first")
+    keys.write(tmp_path / "keys.json")
+    authority, other = trustme.CA(), trustme.CA()
+    own = authority.issue_cert("127.0.0.1")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "own.pem")
+    own.private_key_pem.write_to_path(tmp_path / "own.key")
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    other.cert_pem.write_to_path(tmp_path / "other.pem")
+    tls = ("--tls-certificate", str(tmp_path / "own.pem"), "--tls-key", str(tmp_path / "own.key"))
+    server = new_server("--keys", str(tmp_path / "keys.json"), "--host", "0.0.0.0", *tls)
+    trusts = tmp_path / "authority.pem"
+    assert "RESULT" in finish(client(server.address, cookbook, "one_tenant.py", "1", key=key, authority=trusts))
+    guessed = client(server.address, cookbook, "one_tenant.py", "1", key="tml-guessed", authority=trusts)
+    output, _ = guessed.communicate(timeout=120)
+    assert guessed.returncode
     assert "AuthenticationError" in output
     assert "slime serve keys add" in output
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{server.address}/api/v1/healthz", verify=ssl.create_default_context(cafile=tmp_path / "other.pem"))
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{server.address.replace('https', 'http')}/api/v1/healthz")

@@ -46,6 +46,7 @@ from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
 from slime_training.adapters.backend import AdapterBackend
+from slime_training.adapters.folder import AdapterCopy
 from slime_training.adapters.shape import AdapterShape
 from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.collective_errors import raise_on_all_ranks
@@ -285,6 +286,9 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
             raise_on_all_ranks(write, ranks.group, self._ready.setup.world_size)
         except OSError as error:
             raise storage_error(folder, error) from error
+
+    def copy_adapter(self, name: str, optimizer: bool) -> AdapterCopy | None:
+        return self._adapters.copy(name, optimizer) if self._ready.ranks.is_first else None
 
     def export_adapter_of(self, name: str) -> Bucket | None:
         trainer = self._ready

@@ -6,7 +6,7 @@ of the kind `SlimeError` are the client's or concern one request alone; after an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,15 @@ class PromptScores:
     top_log_probs: Float32 | None = None
     """(T - 1, k)"""
 
+    def last(self, number: int) -> PromptScores:
+        """Of the last `number` tokens."""
+        start = len(self.log_probs) - number
+        return PromptScores(
+            log_probs=self.log_probs[start:],
+            top_ids=None if self.top_ids is None else self.top_ids[start:],
+            top_log_probs=None if self.top_log_probs is None else self.top_log_probs[start:],
+        )
+
 
 class SamplerWeights(Protocol):
     """Weights that can be sampled from, as they were when they were saved."""
@@ -121,8 +130,9 @@ class Models(Protocol):
         """One optimizer step with the gradients since the last; returns their norm before clipping. Without gradients it is
         a step with gradients of zero."""
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Writes its weights, and with `optimizer` its optimizer state, into a folder that does not exist yet."""
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        """Takes its weights as they are now, and with `optimizer` its optimizer state. The function writes what is not written
+        yet into `folder`, which does not exist before, in any thread and beside other calls."""
 
     def open_weights(self, folder: Path) -> SamplerWeights:
         """The weights that `save` wrote without `optimizer`, for sampling. One of `max_weights` that are open at a time."""

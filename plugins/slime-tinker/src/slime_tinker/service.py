@@ -239,41 +239,42 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
         max_per_tenant=settings.limits.max_checkpoints,
     )
     futures, turns = Futures(journal, poll_s=settings.poll_s), Turns()
-    training = Training(
-        models=models,
-        holdings=holdings,
-        journal=journal,
-        futures=futures,
-        turns=turns,
-        checkpoints=checkpoints,
-        settings=settings,
-        registry=registry,
-        trainer=trainer,
-    )
-    sampling = Sampling(
-        models=models,
-        holdings=holdings,
-        journal=journal,
-        futures=futures,
-        checkpoints=checkpoints,
-        open_weights=open_weights,
-        admission=Admission(settings.sampling_places),
-        limits=settings.limits,
-    )
-    service = Service(
-        models=models,
-        settings=settings,
-        journal=journal,
-        holdings=holdings,
-        futures=futures,
-        turns=turns,
-        checkpoints=checkpoints,
-        training=training,
-        sampling=sampling,
-    )
     try:
-        await service.restore()
         async with asyncio.TaskGroup() as tasks:
+            training = Training(
+                models=models,
+                holdings=holdings,
+                journal=journal,
+                futures=futures,
+                turns=turns,
+                checkpoints=checkpoints,
+                settings=settings,
+                registry=registry,
+                trainer=trainer,
+                tasks=tasks,
+            )
+            sampling = Sampling(
+                models=models,
+                holdings=holdings,
+                journal=journal,
+                futures=futures,
+                checkpoints=checkpoints,
+                open_weights=open_weights,
+                admission=Admission(settings.sampling_places),
+                limits=settings.limits,
+            )
+            service = Service(
+                models=models,
+                settings=settings,
+                journal=journal,
+                holdings=holdings,
+                futures=futures,
+                turns=turns,
+                checkpoints=checkpoints,
+                training=training,
+                sampling=sampling,
+            )
+            await service.restore()
             work = [tasks.create_task(turns.run()), tasks.create_task(service.clean())]
             yield service
             for task in work:

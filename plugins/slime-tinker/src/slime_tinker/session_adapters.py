@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -83,8 +84,8 @@ class SessionAdapters:
         require_taken(report)
         return report.grad_norm
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        self._adapter(name).save(folder, optimizer=optimizer)
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        return partial(self._adapter(name).copy(optimizer=optimizer).write, folder)
 
     def open_weights(self, folder: Path) -> SamplerWeights:
         return self._session.load_snapshot(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,13 @@ class SessionWeights:
         require_taken(report)
         return report.grad_norm
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        """At once: there is no other model that would have to wait."""
         if optimizer:
             self._session.save_state(folder)
         else:
             self._session.save_weights(folder)
+        return lambda: None
 
     def open_weights(self, folder: Path) -> SamplerWeights:
         self._session.load_weights(folder)
