@@ -13,7 +13,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[3]
 CLIENT_PYTHON: Final = ROOT / ".venv-tinker/bin/python"
 CLIENTS: Final = Path(__file__).parent / "client"
-START_S: Final = 120
+START_S: Final = 240
 RUN_FILE: Final = """\
 name = "served"
 backend = {{ name = "fsdp", max_adapters = 4 }}
@@ -103,6 +103,7 @@ def client(
         [CLIENT_PYTHON, str(CLIENTS), *words],
         cwd=cwd,
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

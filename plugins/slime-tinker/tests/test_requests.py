@@ -230,14 +230,17 @@ async def test_weights_are_opened_in_the_order_of_requests(tmp_path):
     async def use(name, until):
         async with weights.using(tmp_path / name):
             order.append(name)
+            opened.set()
             await until.wait()
 
-    held, free = asyncio.Event(), asyncio.Event()
+    opened, held, free = asyncio.Event(), asyncio.Event(), asyncio.Event()
     free.set()
     async with asyncio.TaskGroup() as tasks:
-        for name, until in (("one", held), ("two", free), ("one", free)):
-            tasks.create_task(use(name, until))
-            for _ in range(5):
+        tasks.create_task(use("one", held))
+        await opened.wait()
+        for name in ("two", "one"):
+            tasks.create_task(use(name, free))
+            for _ in range(9):
                 await asyncio.sleep(0)
         assert order == ["one"]
         held.set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from slime_core import groups as entry_groups
-from slime_core.atomic_io.storage import written
 from slime_core.cli.training import export_hf
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
@@ -45,13 +43,10 @@ from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import TrainGroup
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
-from slime_session.named_plugins import those_with
 from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
-from slime_session.stored_weights import StoredWeights, write_weights
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterHolder
-from slime_training.restartable import Restartable
 
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
 """Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
@@ -78,11 +73,11 @@ class OwnLoop:
         """An error or interrupt left the trainers inside an optimizer step."""
         self._training_s = self._waited_s = 0.0
         self._transport = session.transport
-        """The run's, which `load_weights` puts another one in place of."""
+        """The run's; see `TrainerStates.load_weights`."""
         self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
-        await self._between_steps("collect")
+        await self.between_steps("collect")
         session, config = self.session, self.session.run.config
         step = session.state.rollout_id
         if step >= session.num_rollout:
@@ -109,7 +104,7 @@ class OwnLoop:
         session = self.session
         # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
         if self._accumulated and session.colocation.offloads:
-            await self._between_steps("sample")
+            await self.between_steps("sample")
         await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
@@ -177,7 +172,7 @@ class OwnLoop:
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
         require_own_weights(self.session.run, "train")
-        await self._between_steps("train")
+        await self.between_steps("train")
         require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
@@ -213,7 +208,7 @@ class OwnLoop:
         return report_of(trained, self.session.state.optimizer_steps + taken)
 
     async def update_weights(self) -> WeightUpdateReport | None:
-        await self._between_steps("update_weights")
+        await self.between_steps("update_weights")
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
         self.session.transport = self._transport
@@ -221,64 +216,22 @@ class OwnLoop:
             await self.session.update_weights()
         return self.session.weight_update_report
 
-    async def save_weights(self, folder: Path) -> Path:
-        require_own_weights(self.session.run, "save_weights")
-        await self._between_steps("save_weights")
-        session = self.session
-        async with session.colocation.train(), session.policy.turn():
-            await write_weights(session.policy, folder)
-        return folder
-
-    async def load_weights(self, folder: Path) -> None:
-        session = self.session
-        stored = StoredWeights(folder)
+    async def ready_for_weights(self, call: str) -> None:
+        """Before engines get other weights than the trainers'."""
         self._require_state()
-        if session.transport is None:
-            raise ConfigError("load_weights: this run has no engine that takes weights.")
-        if self._accumulated and session.colocation.offloads:
-            await self._between_steps("load_weights")
+        if self._accumulated and self.session.colocation.offloads:
+            await self.between_steps(call)
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
-        # Another version than any that engines have cached prefixes of.
-        session.state = replace(session.state, version=session.state.version + 1)
-        earlier, session.transport = session.transport, stored
-        try:
-            await session.update_weights()
-        except BaseException:
-            session.transport = earlier
-            raise
-
-    async def save_state(self, folder: Path) -> Path:
-        require_one_role(self.session, "save_state")
-        await self._between_steps("save_state")
-        session = self.session
-        with written(folder):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        async with session.colocation.train(), session.policy.turn():
-            await session.policy.save(folder)
-        return folder
-
-    async def load_state(self, folder: Path, optimizer: bool) -> None:
-        async with self._beginning_again("load_state") as policy:
-            await policy.call_all("of_backend", "new_optimizer")
-            await policy.load(folder)
-            if not optimizer:
-                await policy.call_all("of_backend", "new_optimizer")
-
-    async def restart(self) -> None:
-        async with self._beginning_again("restart") as policy:
-            await policy.call_all("of_backend", "restart")
 
     @contextlib.asynccontextmanager
-    async def _beginning_again(self, call: str) -> AsyncIterator[TrainGroup]:
-        """Around what replaces the trainers' whole state, also one that an error left unknown."""
-        session = self.session
-        require_one_role(session, call)
-        require_restartable(session.run, call)
+    async def beginning_again(self) -> AsyncIterator[TrainGroup]:
+        """Around what replaces the trainers' whole state, also one that an error left unknown. Gradients are dropped."""
         if not self._lost:
+            self._accumulated = {}
             await self._end_step()
         self._accumulated, self._stepped = {}, {}
+        session = self.session
         self._lost = True
         async with session.colocation.train(), session.policy.turn():
             yield session.policy
@@ -287,7 +240,7 @@ class OwnLoop:
         session.optimizer_idle.set()
 
     async def evaluate(self) -> EvalReport:
-        await self._between_steps("evaluate")
+        await self.between_steps("evaluate")
         session = self.session
         if not len(session.evaluator):
             raise ConfigError("evaluate: this run has no evaluation set; add one to eval.datasets.")
@@ -298,7 +251,7 @@ class OwnLoop:
 
     async def save(self) -> Path:
         require_own_weights(self.session.run, "save")
-        await self._between_steps("save")
+        await self.between_steps("save")
         session = self.session
         step = session.state.rollout_id
         if step not in session.store.steps():
@@ -311,7 +264,7 @@ class OwnLoop:
 
     async def export(self) -> Path:
         require_own_weights(self.session.run, "export")
-        await self._between_steps("export")
+        await self.between_steps("export")
         await export_hf(self.session)
         return self.session.folder.hf
 
@@ -339,7 +292,7 @@ class OwnLoop:
                 "continues from the last checkpoint."
             )
 
-    async def _between_steps(self, call: str) -> None:
+    async def between_steps(self, call: str) -> None:
         """Ends the rollout step. TrainingError inside an optimizer step: trainers keep no gradients while they are saved,
         exported or offloaded."""
         self._require_state()
@@ -413,25 +366,6 @@ def require_own_weights(run: BoundRun, call: str) -> None:
         raise ConfigError(
             f"{call}: this run's weights are frozen, and adapters are trained over them (backend.max_adapters). Call it of "
             "an adapter (session.add_adapter), or leave backend.max_adapters out."
-        )
-
-
-def require_one_role(session: Session, call: str) -> None:
-    """ConfigError for runs whose state is more than the policy's."""
-    require_own_weights(session.run, call)
-    learner_of(session)
-    if len(session.roles) > 1:
-        raise ConfigError(
-            f"{call}: this run trains {', '.join(session.roles)}, and {call} is of a policy alone. Call save, and open the "
-            "session again to continue from it."
-        )
-
-
-def require_restartable(run: BoundRun, call: str) -> None:
-    if not issubclass(run.backend.driver, Restartable):
-        raise ConfigError(
-            f'{call}: trainers of backend "{run.backend.entry.name}" begin again only with the run. Backends where they do: '
-            f"{those_with(run, entry_groups.BACKENDS, Restartable)}."
         )
 
 

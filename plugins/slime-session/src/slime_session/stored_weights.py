@@ -1,7 +1,7 @@
 """StoredWeights: weights for sampling that a session has written, and engines that serve them.
 
-A folder has the tensors as a weight update sends them: BUCKET.safetensors for each bucket, from 00000, and weights.json, written
-last, with their number.
+A folder has the tensors as a weight update sends them: NUMBER.safetensors for each bucket, from 00000, and weights.json,
+which is written last, with the number of buckets.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def clip_options(config: Mapping[str, float]) -> dict[str, float]:
 
 
 THRESHOLDS: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Of ppo. Source of these and of cispo's: tutorials/202_loss_functions.py of tinker-cookbook. No default of gspo's is published:
-slime takes those of ppo."""
+"""Of ppo. Source of these and of cispo's: tutorials/202_loss_functions.py of tinker-cookbook. None is published of gspo, which
+takes those of ppo here."""
 CISPO_THRESHOLDS: Final = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 """No lower bound."""
 LOSSES: Final[Mapping[str, DocumentedLoss]] = {

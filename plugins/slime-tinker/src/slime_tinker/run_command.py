@@ -13,6 +13,8 @@ import typer
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slime_session import TrainingSession
+    from slime_tinker.models import Models
     from slime_tinker.settings import Tls
 
 app = typer.Typer()
@@ -68,32 +70,25 @@ def serve(
 ) -> None:
     """Serve programs that are written against the Tinker SDK."""
     tls = check_access(host, keys, no_keys=no_keys, certificate=tls_certificate, key=tls_key)
-    from slime_core.config.load import read_run_file
     from slime_core.registry import Registry
     from slime_serving.listener import listen, shown
     from slime_session import open_session
     from slime_tinker.keys import Keys
     from slime_tinker.serve import BACKLOG
     from slime_tinker.serve import serve as run
-    from slime_tinker.models import Models
-    from slime_tinker.session_adapters import SessionAdapters
-    from slime_tinker.session_weights import SessionWeights
     from slime_tinker.settings import Limits, Retention, Settings
 
-    forced = {**FORCED, **(FORCED_OF_WHOLE if full_parameters else {})}
-    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **forced}
+    overrides = overridden(run_file, set_ or [], full_parameters=full_parameters)
     listener = listen(host, port, backlog=BACKLOG)
     with open_session(run_file, overrides=overrides) as session:
-        config = session.run.config
-        named = name or Path(config.model.hf_checkpoint).resolve().name
-        models: Models = (SessionWeights if full_parameters else SessionAdapters)(session, name=named)
+        models = models_of(session, name, full_parameters=full_parameters)
         settings = Settings(
-            state=state or session.folder.with_name(f"{config.name}-served"),
+            state=state or session.folder.with_name(f"{session.run.config.name}-served"),
             limits=Limits(max_models=max_models, max_tokens=max_tokens, max_body_bytes=max_body_mib * 2**20),
             retention=Retention(session_s=60.0 * session_minutes),
         )
         who = "no key required" if no_keys else f"keys in {keys}"
-        address = shown(listener, host) if tls is None else shown(listener, host).replace("http", "https", 1)
+        address = shown(listener, host).replace("http", "http" if tls is None else "https", 1)
         run(
             models,
             settings,
@@ -104,6 +99,15 @@ def serve(
             tls=tls,
             ready=lambda: print(f"slime serves {models.base.name} at {address}, {who}", flush=True),
         )
+
+
+def models_of(session: TrainingSession, name: str | None, *, full_parameters: bool) -> Models:
+    """`name`: of the base model, for clients; None: that of its folder."""
+    from slime_tinker.session_adapters import SessionAdapters
+    from slime_tinker.session_weights import SessionWeights
+
+    kind = SessionWeights if full_parameters else SessionAdapters
+    return kind(session, name=name or Path(session.run.config.model.hf_checkpoint).resolve().name)
 
 
 def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | None, key: Path | None) -> Tls | None:
@@ -129,6 +133,14 @@ def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | No
     if not no_keys and not Keys.read(keys).keys:
         raise ConfigError(f"{keys}: there are no keys. slime serve keys add NAME --keys {keys} makes one.")
     return None if certificate is None or key is None else Tls(certificate=certificate, key=key)
+
+
+def overridden(run_file: Path, words: list[str], *, full_parameters: bool) -> dict[str, Any]:
+    """Keys of the run file that it lacks, that `--set` gives and that clients decide."""
+    from slime_core.config.load import read_run_file
+
+    forced = {**FORCED, **(FORCED_OF_WHOLE if full_parameters else {})}
+    return {**left_out(read_run_file(run_file)), **chosen(words), **forced}
 
 
 def left_out(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -414,9 +414,7 @@ class Training:
     async def _staged(self, name: str, live: Live) -> StagedState:
         began = time.monotonic()
         folder = self.checkpoints.new_folder()
-        write = await self._call(
-            partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True)
-        )
+        write = await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
         live.unsaved_s = 0.0
         took = time.monotonic() - began
         return StagedState(folder=folder, write=write, applied=live.applied, steps=live.steps, staging_s=took)

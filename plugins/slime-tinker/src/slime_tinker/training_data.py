@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -194,20 +195,22 @@ def parts_of(name: str, config: Config, columns: Sequence[Columns], datums: Sequ
     every = tuple(range(len(datums)))
     if not sent:
         return (Part(loss=table_of(name, config), datums=tuple(datums), places=every),)
-    options = np.concatenate([thresholds_of(column, datum, config) for column, datum in zip(columns, datums, strict=True)])
+    options = np.concatenate(
+        [thresholds_of(column, datum, config) for column, datum in zip(columns, datums, strict=True)]
+    )
     weights = np.concatenate([np.asarray(datum.loss_weights) for datum in datums])
     pairs, pair = np.unique(options, axis=0, return_inverse=True)
     used = np.unique(pair[weights != 0]) if (weights != 0).any() else pair[:1]
     if len(used) > MAX_THRESHOLDS:
         raise RequestError(
-            f"clip_low_threshold and clip_high_threshold: {len(used)} different pairs in the datums; at most {MAX_THRESHOLDS} are "
-            "served in a request. Send it in parts: gradients add up until optim_step."
+            f"clip_low_threshold and clip_high_threshold: {len(used)} different pairs in the datums, and a request may have "
+            f"{MAX_THRESHOLDS}. Send it in parts: gradients add up until optim_step."
         )
     ends = np.cumsum([0, *(datum.response_length for datum in datums)])
-    found = []
+    found: list[Part] = []
     for number in used:
         own = np.where(pair.reshape(-1) == number, weights, 0.0).astype(np.float32)
-        of_datum = [own[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        of_datum = [own[start:end] for start, end in pairwise(ends)]
         places = every if not found else tuple(place for place in every if of_datum[place].any())
         table = table_of(name, {**config, **dict(zip(PER_TOKEN_OPTIONS, map(nearest, pairs[number]), strict=True))})
         chosen = tuple(replace(datums[place], loss_weights=of_datum[place]) for place in places)
