@@ -108,9 +108,10 @@ class Sampling:
             if sampler.checkpoint is not None:
                 found = self.holdings.checkpoints.get(sampler.checkpoint)
                 if found is None:
+                    kept = self.limits.snapshots(whole=self.models.whole)
                     raise RequestError(
                         f"sampling_session_id {sampler.id}: its weights are deleted ({sampler.checkpoint}): the newest "
-                        f"{self.limits.max_snapshots} of a model without a name are kept, named ones until they expire."
+                        f"{kept} of a model without a name are kept, named ones until they expire."
                     )
                 folder = self.checkpoints.folder_of(found.folder)
             weights = None

@@ -343,7 +343,9 @@ class Training:
                 id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
             )
             statements.append(self.holdings.put(sampler))
-            await self.checkpoints.delete_snapshots(model.id, keep=self.settings.limits.max_snapshots)
+            await self.checkpoints.delete_snapshots(
+                model.id, keep=self.settings.limits.snapshots(whole=self.models.whole)
+            )
             return outcome, statements
 
         return rest
