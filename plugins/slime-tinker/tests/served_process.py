@@ -78,7 +78,8 @@ class ServedProcess:
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
-        assert self._process is not None
+        if self._process is None:
+            return 0
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
         return self._process.wait(timeout=60)

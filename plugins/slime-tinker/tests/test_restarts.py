@@ -1,5 +1,6 @@
 """What outlives a server that ends without notice, and what is deleted when."""
 
+import asyncio
 import json
 import time
 
@@ -94,6 +95,28 @@ async def test_a_state_that_was_not_written_is_computed_again(tmp_path):
     async with serving(after, settings(tmp_path)) as (_, calls):
         assert (await calls.result(step))["metrics"]["step"] == 1
         assert [call[0] for call in after.done[model]] == ["create", "optim_step"]
+
+
+async def test_a_request_that_ends_the_server_does_not_end_the_next(tmp_path):
+    models = ScriptedModels()
+    models.forward = lambda name, datums: 1 / 0
+
+    async def script(service, calls):
+        model = await calls.model(await calls.session())
+        return model, await calls.forward_backward(model, 1, 5, forward_only=True)
+
+    found = []
+    with pytest.raises(ExceptionGroup) as ended:
+        async with serving(models, settings(tmp_path)) as (service, calls):
+            found.append(await script(service, calls))
+            await asyncio.sleep(20)
+    assert isinstance(ended.value.exceptions[0], ZeroDivisionError)
+    ((model, request),) = found
+    async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
+        result = await calls.result(request)
+        assert "ended the server" in result["error"]
+        assert result["category"] == "server"
+        assert "metrics" in await calls.result(await calls.optim_step(model, 2))
 
 
 async def test_a_failed_request_fails_again(tmp_path):

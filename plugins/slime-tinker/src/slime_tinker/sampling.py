@@ -63,6 +63,7 @@ class Sampling:
     open_weights: OpenWeights
     admission: Admission
     limits: Limits
+    tasks: asyncio.TaskGroup
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def submit(self, record: RequestRecord) -> None:
@@ -83,18 +84,24 @@ class Sampling:
             task.cancel()
             await self.futures.resolve(request_id, failure(why, user=True), [body_dropped_of(request_id)])
 
+    def stop(self) -> None:
+        """The server ends: what has no result begins again with the next."""
+        for task in self._running.values():
+            task.cancel()
+
     async def cancel_of(self, sampler: str, why: str) -> None:
         for request_id in [name for name in self._running if name.rpartition(":")[0] == sampler]:
             await self.cancel(request_id, why)
 
     def _start(self, record: RequestRecord) -> None:
-        task = asyncio.ensure_future(self._run(record))
+        task = self.tasks.create_task(self._run(record))
         self._running[record.id] = task
         task.add_done_callback(lambda ended: self._running.pop(record.id, None))
 
     async def _run(self, record: RequestRecord) -> None:
         try:
-            outcome = await self._sample(record)
+            async with self.futures.ended_by(record.id):
+                outcome = await self._sample(record)
         except SlimeError as error:
             outcome = failure(str(error), user=not isinstance(error, SERVERS_FAULT))
         await self.futures.resolve(record.id, outcome, [body_dropped_of(record.id)])

@@ -262,6 +262,7 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
                 open_weights=open_weights,
                 admission=Admission(settings.sampling_places),
                 limits=settings.limits,
+                tasks=tasks,
             )
             service = Service(
                 models=models,
@@ -277,6 +278,7 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
             await service.restore()
             work = [tasks.create_task(turns.run()), tasks.create_task(service.clean())]
             yield service
+            sampling.stop()
             for task in work:
                 task.cancel()
         await training.save_states()

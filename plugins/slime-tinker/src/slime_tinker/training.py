@@ -189,7 +189,8 @@ class Training:
         failed = False
         if effect:
             try:
-                rest = await self._kind(record, data)
+                async with self.futures.ended_by(record.id):
+                    rest = await self._kind(record, data)
             except SlimeError as error:
                 rest, failed = rest_of(failed_outcome(error)), True
         live.applied = record.seq
@@ -218,7 +219,8 @@ class Training:
         statements: list[Statement] = []
         if rest is not None:
             try:
-                outcome, statements = await rest()
+                async with self.futures.ended_by(record.id):
+                    outcome, statements = await rest()
             except SlimeError as error:
                 outcome = failed_outcome(error)
         earlier = self.holdings.models[record.owner].state
