@@ -101,15 +101,16 @@ async def test_a_request_that_ends_the_server_does_not_end_the_next(tmp_path):
     models = ScriptedModels()
     models.forward = lambda name, datums: 1 / 0
 
-    async def script(service, calls):
-        model = await calls.model(await calls.session())
-        return model, await calls.forward_backward(model, 1, 5, forward_only=True)
-
     found = []
-    with pytest.raises(ExceptionGroup) as ended:
-        async with serving(models, settings(tmp_path)) as (service, calls):
-            found.append(await script(service, calls))
+
+    async def until_it_ends():
+        async with serving(models, settings(tmp_path)) as (_, calls):
+            model = await calls.model(await calls.session())
+            found.append((model, await calls.forward_backward(model, 1, 5, forward_only=True)))
             await asyncio.sleep(20)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await until_it_ends()
     assert isinstance(ended.value.exceptions[0], ZeroDivisionError)
     ((model, request),) = found
     async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
