@@ -69,7 +69,7 @@ def test_thresholds_that_are_sent_with_every_token():
     assert part.loss["eps_clip_high"] == pytest.approx(0.4, abs=1e-12)
 
 
-def test_defaults_are_the_published_ones():
+def test_defaults_are_the_documented_ones():
     sent = [policy([3, 4], [4, 5], [-1.0, -1.0], [1.0, 1.0])]
     found = {name: parsed(sent, name, {}).parts[0].loss for name in ("ppo", "cispo")}
     assert found["ppo"] == {"name": "clip", "eps_clip": pytest.approx(0.2), "eps_clip_high": pytest.approx(0.2)}

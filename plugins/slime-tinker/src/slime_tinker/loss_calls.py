@@ -39,7 +39,7 @@ def clip_options(config: Mapping[str, float]) -> dict[str, float]:
 
 
 THRESHOLDS: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Of ppo. Source of these and of cispo's: tutorials/202_loss_functions.py of tinker-cookbook. None is published of gspo, which
+"""Of ppo. Source of these and of cispo's: tutorials/202_loss_functions.py of tinker-cookbook. None of gspo is documented, which
 takes those of ppo here."""
 CISPO_THRESHOLDS: Final = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 """No lower bound."""

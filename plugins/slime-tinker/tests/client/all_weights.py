@@ -73,14 +73,14 @@ with tinker.ServiceClient() as service:
     assert not training.get_info().is_lora
     base = service.create_sampling_client(base_model=name).result()
     at_first = [list(one.tokens) for one in sampled(base)]
-    found, wanted = [], []
+    found, expected = [], []
     for number in range(STEPS):
         found.append(step(training))
-        wanted.append(oracle.step())
+        expected.append(oracle.step())
         if number == STEPS // 2:
             path = training.save_state("half").result().path
             Path(sys.argv[1]).touch()
-    np.testing.assert_allclose(found, wanted, rtol=2e-4)
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
     assert found[-1][0] < 0.8 * found[0][0]
 
     # The sampler's log-probs are the trainer's; the base's and those of an older snapshot stay.

@@ -42,8 +42,8 @@ assert abs(by_hand - losses[0]) < 1e-4
 sampler = training.save_weights_and_get_sampling_client().result()
 prompt = types.ModelInput.from_ints(ids[:6])
 params = types.SamplingParams(max_tokens=12, temperature=1.0, stop=[258])
-wanted = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
-sampled = sampler.sample(prompt, 4, params, **wanted).result()
+options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+sampled = sampler.sample(prompt, 4, params, **options).result()
 assert len({tuple(sequence.tokens) for sequence in sampled.sequences}) == 4
 assert sampled.prompt_logprobs[0] is None
 for own, top in zip(sampled.prompt_logprobs[1:], sampled.topk_prompt_logprobs[1:], strict=True):
