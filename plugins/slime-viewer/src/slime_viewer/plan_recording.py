@@ -14,8 +14,8 @@ from typing import Final
 from slime_core.controller.run_folder import RunFolder
 from slime_viewer.view_folder import ViewFolder
 
-AFTER_S: Final = 600.0
-"""Of a run, until its plan is counted: the seconds of a processor that it takes are then a hundredth of the run's at most."""
+AFTER_S: Final = 900.0
+"""Of a run, until its plan is counted. That took 7 s of one processor, less than a hundredth of the run then."""
 PLANNER: Final = "slime_preflight"
 PROGRAM: Final = "from slime_core.cli.main import main; main()"
 LOWEST_PRIORITY: Final = 19
@@ -47,6 +47,11 @@ class PlanRecording:
             self._is_done = True
             if importlib.util.find_spec(PLANNER) is not None and not self._is_there():
                 self._process = self._start(gpu_bytes)
+
+    def wait(self) -> None:
+        """Until the count that is under way has ended."""
+        if self._process is not None:
+            self._process.wait()
 
     def end(self) -> None:
         """An unfinished count is given up."""
