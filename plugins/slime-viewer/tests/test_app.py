@@ -193,7 +193,7 @@ def test_runs_beside_each_other(run_folder: Path, tmp_path: Path, ask: Ask) -> N
         RunList([tmp_path / "nowhere"])
 
 
-def test_a_folder_of_runs_stands_for_the_runs_in_it(run_folder: Path, tmp_path: Path, ask: Ask) -> None:
+def test_a_folder_of_runs_is_read_as_the_runs_in_it(run_folder: Path, tmp_path: Path, ask: Ask) -> None:
     asking = ask(tmp_path)
     cursor = asking("/api/changes")["cursor"]
     assert [run["id"] for run in asking("/api/runs")["runs"]] == ["a run"]

@@ -15,7 +15,7 @@ from slime_viewer.open_run import OpenRun
 class RunList:
     """Each run has the name of its folder, with `~2` and so on where two are equal.
 
-    A folder of runs stands for those in it, the newest first; runs that begin later are found too.
+    A folder of runs is read as those in it, the newest first; runs that begin later are found too.
     """
 
     def __init__(self, folders: Sequence[Path], *, hf_checkpoint: Path | None = None) -> None:
