@@ -2,15 +2,16 @@
 
     python benchmarks/rollout_gpu.py                                   # colocated: trainer and engine on one GPU
     python benchmarks/rollout_gpu.py --placement disaggregated         # on two, weights over NCCL
-    python benchmarks/rollout_gpu.py --engine '{"name": "vllm", "python": ".venv-vllm/bin/python"}'
+    python benchmarks/rollout_gpu.py --engine '{"name": "vllm", "python": ".venv-vllm/bin/python"}' --engine '{}'  # and SGLang
 
 A GRPO run of a random Qwen3 shape: prompts of --prompt-tokens, eight responses each, --new-tokens long (a random model hardly
 ever writes its end token, which the plain server ignores). Its rollout throughput is the responses' tokens over
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
-bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line.
-Before it a table of every step and of the start, by part (benchmarks/step_table.py). --keep FOLDER keeps model, run and caches
-there: the same command once more is a second start on the same machine.
+bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line
+for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the
+start, by part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a
+second start on the same machine.
 
     python benchmarks/rollout_gpu.py --in-flight 64,128,256,512,1024   # tokens/s by the number of requests in flight
 
@@ -53,11 +54,20 @@ ALPHABET = string.ascii_lowercase
 SAMPLES = 8
 TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 500,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500},
+    "qwen3-moe-3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 6144}
+    | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
+    | {"norm_topk_prob": True},
+    "tiny": TINY,
+    "tiny-moe": TINY
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
 }
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 REWARD = '''
@@ -73,7 +83,10 @@ def even(sample):
 
 def write_model(folder: Path, asked: argparse.Namespace) -> None:
     """A small model's tokenizer over a model of the shape: ids beyond the tokenizer's have no text."""
-    new_model(folder, "qwen3", ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=ALPHABET)
+    kind = "qwen3_moe" if "num_experts" in SHAPES[asked.shape] else "qwen3"
+    # verl asks Qwen's tokenizers for this token.
+    sizes, tokens = ModelSizes(hidden_size=16, num_layers=1, num_heads=2), ("<|im_end|>",)
+    new_model(folder, kind, sizes, alphabet=ALPHABET, tokens=tokens)
     config = AutoConfig.from_pretrained(folder)
     for name, value in (COMMON | SHAPES[asked.shape]).items():
         setattr(config, name, value)
@@ -94,13 +107,14 @@ def prompts_of(asked: argparse.Namespace) -> list[str]:
     return ["".join(letters.choices(ALPHABET, k=asked.prompt_tokens)) for _ in range(number)]
 
 
-def run_file(asked: argparse.Namespace, folder: Path) -> str:
+def run_file(asked: argparse.Namespace, runs: Path) -> str:
     colocated = asked.placement == "colocated"
-    launcher = (
-        f'{{ name = "local", device = "{asked.device}", colocate = true }}'
-        if colocated
-        else f'{{ name = "ray", device = "{asked.device}", actor_num_gpus_per_node = 1, rollout_num_gpus = 1 }}'
-    )
+    places = f"actor_num_gpus_per_node = {asked.gpus}, rollout_num_gpus = {asked.gpus}"
+    if colocated and asked.gpus == 1:
+        launcher = f'{{ name = "local", device = "{asked.device}", colocate = true }}'
+    else:
+        shared = ", colocate = true" if colocated else ""
+        launcher = f'{{ name = "ray", device = "{asked.device}", {places}{shared} }}'
     return f"""
 name = "rollout"
 seed = 0
@@ -108,9 +122,9 @@ plugin = ["even.py"]
 backend = {toml(asked.backend)}
 engine = {toml(asked.engine)}
 reward = "even"
-algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.compare)} }}
+algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.mismatch)} }}
 launcher = {launcher}
-runs_dir = "{folder}/runs"
+runs_dir = "{runs}"
 [model]
 hf_checkpoint = "model"
 [data]
@@ -127,6 +141,7 @@ num_rollout = {asked.steps}
 num_steps_per_rollout = 1
 lr = 1e-6
 max_tokens_per_gpu = {asked.train_tokens}
+use_rollout_routing_replay = {json.dumps(asked.routing_replay)}
 [sync]
 transport = "{asked.transport or ("ipc" if colocated else "distributed")}"
 update_weight_buffer_size = {2048 * 2**20}
@@ -141,15 +156,15 @@ def toml(values: dict[str, Any]) -> str:
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
-def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint."""
+def run_slime(asked: argparse.Namespace, folder: Path, runs: str) -> list[dict[str, float]]:
+    """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint. runs: its runs folder."""
     (folder / "even.py").write_text(REWARD)
-    (folder / "run.toml").write_text(run_file(asked, folder))
+    (folder / "run.toml").write_text(run_file(asked, folder / runs))
     command = ["slime", "run", str(folder / "run.toml"), "--fresh"]
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as run:
         try:
             while run.poll() is None and not (
-                asked.end_early and len(steps_of(folder / "runs" / "rollout")) == asked.steps
+                asked.end_early and len(steps_of(folder / runs / "rollout")) == asked.steps
             ):
                 time.sleep(0.5)
         finally:
@@ -158,7 +173,7 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
                 os.killpg(run.pid, signal.SIGKILL)
     if ended:
         raise subprocess.CalledProcessError(ended, command)
-    return steps_of(folder / "runs" / "rollout")
+    return steps_of(folder / runs / "rollout")
 
 
 def free_port() -> int:
@@ -308,6 +323,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--placement", choices=["colocated", "disaggregated"], default="colocated")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of the trainer, and of the engines: of both where colocated"
+    )
+    parser.add_argument(
+        "--routing-replay", action="store_true", help="a mixture of experts is trained with the experts of the engine"
+    )
+    parser.add_argument(
+        "--mismatch",
+        action="store_true",
+        help="the trainer's log-probs with the engine's in `diff`: a forward more a step",
+    )
     parser.add_argument("--transport", help="by default ipc where colocated, else distributed")
     parser.add_argument("--requests", type=int, default=1024, help="a step; eight for each prompt")
     parser.add_argument("--concurrency", type=int, default=256)
@@ -316,7 +342,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--train-tokens", type=int, default=32768, help="of a micro-batch")
     parser.add_argument(
-        "--engine", type=json.loads, default={}, help="the engine's options as JSON, with its name unless it is sglang"
+        "--engine",
+        type=json.loads,
+        action="append",
+        default=[],
+        help="the engine's options as JSON, with its name unless it is sglang; may be given several times",
     )
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
@@ -331,54 +361,52 @@ def main() -> None:
         "--in-flight", type=lambda text: [int(number) for number in text.split(",")], help="multiples of eight"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each number in flight")
-    parser.add_argument(
-        "--compare", action="store_true", help="the trainer's log-probs with the engine's: one forward more a step"
-    )
     parser.add_argument("--keep", type=Path, help="a folder that is kept, and used again if it is there")
     asked = parser.parse_args()
-    asked.engine = {"name": "sglang", **asked.engine}
     with contextlib.ExitStack() as stack:
         folder = asked.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not (folder / "model" / "config.json").exists():
             write_model(folder / "model", asked)
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        if asked.in_flight:
-            (folder / "even.py").write_text(REWARD)
-            (folder / "run.toml").write_text(run_file(asked, folder))
-            options = asked.engine | PROGRAMS[asked.engine["name"]].batch_options(max(asked.in_flight))
-            plain = PROGRAMS[asked.engine["name"]](options, folder / "model", asked.device)
-            found = by_requests_in_flight(asked, folder, None if asked.run_only else plain)
-            print(
-                json.dumps(
-                    {"shape": asked.shape, "engine": asked.engine["name"], "new_tokens": asked.new_tokens} | found
-                )
-            )
-            return
-        steps = [] if asked.server_only else run_slime(asked, folder)
-        if steps:
-            print(table(folder / "runs" / "rollout"), flush=True)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
-        plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
-        compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
-    print(
-        json.dumps(
-            {
-                "shape": asked.shape,
-                "engine": asked.engine["name"],
-                "backend": asked.backend["name"],
-                "placement": asked.placement,
-                "requests": asked.requests,
-                "concurrency": asked.concurrency,
-                "new_tokens": asked.new_tokens,
-                "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
-                **compared,
-                **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
-                "diff": differences(folder / "runs" / "rollout"),
-            }
-        )
-    )
+        for number, engine in enumerate(asked.engine or [{}]):
+            chosen = argparse.Namespace(**vars(asked) | {"engine": {"name": "sglang", **engine}})
+            measured = in_flight if asked.in_flight else measure
+            print(json.dumps(measured(chosen, folder, f"runs-{number}", tokens)), flush=True)
+
+
+def in_flight(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[list[int]]) -> dict[str, Any]:
+    """One engine by the number of requests in flight."""
+    (folder / "even.py").write_text(REWARD)
+    (folder / "run.toml").write_text(run_file(asked, folder / runs))
+    options = asked.engine | PROGRAMS[asked.engine["name"]].batch_options(max(asked.in_flight))
+    plain = PROGRAMS[asked.engine["name"]](options, folder / "model", asked.device)
+    found = by_requests_in_flight(asked, folder, None if asked.run_only else plain)
+    return {"shape": asked.shape, "engine": asked.engine["name"], "new_tokens": asked.new_tokens} | found
+
+
+def measure(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[list[int]]) -> dict[str, Any]:
+    """One engine; `asked.engine` has its options."""
+    steps = [] if asked.server_only else run_slime(asked, folder, runs)
+    if steps:
+        print(table(folder / runs / "rollout"), flush=True)
+    plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
+    compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
+    return {
+        "shape": asked.shape,
+        "engine": asked.engine["name"],
+        "backend": asked.backend["name"],
+        "placement": asked.placement,
+        "requests": asked.requests,
+        "concurrency": asked.concurrency,
+        "new_tokens": asked.new_tokens,
+        "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
+        **compared,
+        **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
+        "diff": differences(folder / runs / "rollout"),
+    }
 
 
 def through_slime(asked: argparse.Namespace, steps: list[dict[str, float]]) -> list[float]:

@@ -127,7 +127,11 @@ class Console:
             for name, value in event.report.metrics.items()
             if name.removeprefix("eval/") in named or "-pass@" in name
         )
-        self._rich.print(f"[bold]eval[/] after {event.report.rollout_id + 1} steps: {scores}")
+        after = f"after {event.report.rollout_id + 1} steps"
+        self._rich.print(f"[bold]eval[/] {after}: {scores}")
+        if self._run.config.debug.print_completions_interval is not None and not self._run.generates:
+            for name, groups in event.groups.items():
+                print_completions(self._rich, f"completions of {name} {after}", groups)
 
     @hookimpl
     def checkpoint_saved(self, event: CheckpointSaved) -> None:

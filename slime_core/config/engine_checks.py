@@ -150,6 +150,7 @@ def engine_layouts(run: BoundRun) -> Iterable[str]:
             devices_flag=f"--engines.{row.name}.num_gpus_per_engine",
             num_engines=row.num_engines,
             num_nodes=launcher.nodes_of(row.num_devices),
+            device=None if launcher.device == "auto" else launcher.device,
         )
         problems += row.engine.driver.layout_problems(row.engine.config, layout)
     return dict.fromkeys(problems)
@@ -166,6 +167,7 @@ def layout_of_policy(run: BoundRun) -> EngineLayout:
         adapter_rank=run.adapter_rank,
         # "auto" is decided where the run starts; colocated engines of a run that names no device are for GPUs.
         offload=launcher.offloads_rollout("cpu" if launcher.device == "cpu" else "cuda"),
+        device=None if launcher.device == "auto" else launcher.device,
     )
 
 

@@ -122,6 +122,8 @@ class EngineLayout:
     """See `EngineSetup.adapter_rank`."""
     offload: bool = False
     """See `EngineSetup.offload`; False if it depends on the machine's devices."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None: it is chosen where the run starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

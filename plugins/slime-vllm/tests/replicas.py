@@ -12,7 +12,7 @@ from test_transports import (
     test_a_broken_folder_leaves_the_old_weights,
     test_after_a_broken_bucket_nothing_is_served_until_all_are_there,
 )
-from vllm_setup import PYTHON, asked, differences, endless, load, require_close, setup_for
+from vllm_setup import LONG, PYTHON, asked, differences, endless, load, require_close, setup_for
 
 from slime_core.types.completion import FinishReason
 from slime_plugin_kit.event_loop import BackgroundLoop
@@ -92,3 +92,23 @@ async def test_an_abort_reaches_both(attached, model):
         responses = await running
     assert {response.finish_reason for response in responses} == {FinishReason.ABORT}
     assert all(len(response.token_ids) < 1500 for response in responses)
+
+
+async def test_requests_wait_inside_both(attached, served, model):
+    """`retract`: what they have is computed again with the new weights, in either replica."""
+    async with attached(pause_mode="retract") as engine:
+        plain = load_plain(model, torch.float32)
+        await load(engine, named_weights(plain), 8)
+        requests = [endless(f"k{number}", number) for number in range(4)]
+        before = generated_by_each(served)
+        running = asyncio.create_task(engine.generate(requests))
+        while not all(new > old for old, new in zip(before, generated_by_each(served), strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+        moved(plain, seed=1)
+        await load(engine, named_weights(plain), 9)
+        plain = plain.double()
+        for request, response in zip(requests, await running, strict=True):
+            assert (response.finish_reason, len(response.token_ids)) == (FinishReason.LENGTH, LONG)
+            assert response.spans[-1].version == 9
+            require_close(differences(plain, request, response)[response.spans[-1].start :])
+        assert any([span.version for span in response.spans] == [8, 9] for response in running.result())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from carried_run import write_run
 from pydantic import ValidationError
-from vllm_setup import setup_for
+from vllm_setup import PYTHON, setup_for
 
 from slime_core.cli.invocation import bind_invocation, parse_words
 from slime_core.config.engine_checks import layout_of_policy
@@ -174,6 +174,16 @@ def test_devices_are_shared_by_servers_stages_and_replicas(tmp_path):
     assert options["skip_tokenizer_init"]
 
 
+def test_a_run_on_a_cpu_is_refused_before_it_starts(tmp_path):
+    write_run(tmp_path, make_tiny_model(tmp_path / "model", SERVED))
+    command = [str(Path(sys.executable).with_name("slime")), "run", "run.toml", "--device", "cpu"]
+    command += ["--engine", "vllm", "--vllm-python", str(PYTHON), "--vllm-spec-method", "ngram"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "engine.spec_method: with drafts, vLLM for CPUs returns" in " ".join((done.stdout + done.stderr).split())
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_wrong_flag_names_the_nearest(tmp_path):
     (tmp_path / "run.toml").write_text('name = "a"')
     slime = str(Path(sys.executable).with_name("slime"))
@@ -200,6 +210,11 @@ def test_weights_are_quantized_by_vllm_alone():
     ],
 )
 async def test_what_is_wrong_on_a_cpu_is_refused(options, text, tmp_path):
+    """When the run is bound, or where `--device auto` chooses one."""
+    layout = EngineLayout(num_devices=1, devices_flag="--here", device="cpu")
+    (problem,) = problems_of_layout(Vllm.Config(**options), layout)
+    assert text in problem
+    assert problems_of_layout(Vllm.Config(**options), replace(layout, device=None)) == []
     with pytest.raises(EngineError, match=re.escape(text)):
         await Vllm.build(Vllm.Config(**options)).start(setup_for(tmp_path, tmp_path))
 

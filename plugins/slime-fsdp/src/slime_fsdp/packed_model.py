@@ -389,16 +389,35 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
-    """Copies weights and buffers of rank 0 to every rank's shards."""
-    if placement.mesh is None:
-        raise AssertionError("there is one rank: no shards to fill")
-    packed.to_empty(device=placement.parameter_device)
+def reload(packed: PackedModel, folder: ModelFolder, config: FsdpConfig, placement: Placement, *, seed: int) -> None:
+    """Loads the weights of the folder that a model without adapters was built from into it once more."""
+    attention = PACKED if config.attn_implementation == "packed" else config.attn_implementation
+    loaded, _ = load_on_first_rank(lambda: (folder.load_model(attention, seed), None), placement.mesh)
+    if placement.mesh is not None:
+        refill(packed, loaded, placement)
+        return
+    assert loaded is not None
+    weights, source = packed.model.state_dict(), loaded.state_dict()
+    with torch.no_grad():
+        for name in packed.weight_names:
+            weights[name].copy_(source[name])
+
+
+def refill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
+    """Copies weights of rank 0 to every rank's shards."""
     set_model_state_dict(
         packed.model,
         {} if loaded is None else loaded.state_dict(),
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=placement.cpu_offload),
     )
+
+
+def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
+    """Copies weights and buffers of rank 0 to every rank's shards."""
+    if placement.mesh is None:
+        raise AssertionError("there is one rank: no shards to fill")
+    packed.to_empty(device=placement.parameter_device)
+    refill(packed, loaded, placement)
     source = {} if loaded is None else dict(loaded.named_buffers())
     for name, buffer in list(packed.model.named_buffers()):
         values = torch.empty_like(buffer, device=placement.device)

@@ -45,6 +45,14 @@ class RolloutModel:
     true_on_policy: bool = False
     """Everything is computed with `slime_training.batch_invariant`."""
 
+    @property
+    def reads_only(self) -> bool:
+        """A forward changes nothing in the model, so that threads may share it. Rotary positions that depend on the longest
+        sequence so far do."""
+        kinds = [getattr(module, "rope_type", "") for module in self.network.modules()]
+        names = " ".join(str(kind) for kind in kinds)
+        return not self.true_on_policy and "dynamic" not in names and "longrope" not in names
+
     def kernels(self) -> AbstractContextManager[object]:
         return InvariantKernels() if self.true_on_policy else nullcontext()
 

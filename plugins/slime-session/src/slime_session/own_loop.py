@@ -40,6 +40,7 @@ from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
 from slime_core.workers.recorded_objective import Gradients
+from slime_core.workers.train_group import TrainGroup
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
 from slime_session.own_numbers import OwnNumbers
@@ -71,10 +72,12 @@ class OwnLoop:
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
         self._training_s = 0.0
+        self._transport = session.transport
+        """The run's; see `TrainerStates.load_weights`."""
         self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
-        await self._between_steps("collect")
+        await self.between_steps("collect")
         session, config = self.session, self.session.run.config
         step = session.state.rollout_id
         if step >= session.num_rollout:
@@ -100,7 +103,7 @@ class OwnLoop:
         session = self.session
         # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
         if self._accumulated and session.colocation.offloads:
-            await self._between_steps("sample")
+            await self.between_steps("sample")
         await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
@@ -167,7 +170,7 @@ class OwnLoop:
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
         require_own_weights(self.session.run, "train")
-        await self._between_steps("train")
+        await self.between_steps("train")
         require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
@@ -203,15 +206,39 @@ class OwnLoop:
         return report_of(trained, self.session.state.optimizer_steps + taken)
 
     async def update_weights(self) -> WeightUpdateReport | None:
-        await self._between_steps("update_weights")
+        await self.between_steps("update_weights")
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
+        self.session.transport = self._transport
         with self.session.times.of("update_weights"):
             await self.session.update_weights()
         return self.session.weight_update_report
 
+    async def ready_for_weights(self, call: str) -> None:
+        """Before engines get other weights than the trainers'."""
+        self._require_state()
+        if self._accumulated and self.session.colocation.offloads:
+            await self.between_steps(call)
+        if not self._rollouts.in_flight:
+            await self._rollouts.wait_idle()
+
+    @contextlib.asynccontextmanager
+    async def beginning_again(self) -> AsyncIterator[TrainGroup]:
+        """Around what replaces the trainers' whole state, also one that an error left unknown. Gradients are dropped."""
+        if not self._lost:
+            self._accumulated = {}
+            await self._end_step()
+        self._accumulated, self._stepped = {}, {}
+        session = self.session
+        self._lost = True
+        async with session.colocation.train(), session.policy.turn():
+            yield session.policy
+        self._lost = False
+        # The trainers' weights are a policy version again.
+        session.optimizer_idle.set()
+
     async def evaluate(self) -> EvalReport:
-        await self._between_steps("evaluate")
+        await self.between_steps("evaluate")
         session = self.session
         if not len(session.evaluator):
             raise ConfigError("evaluate: this run has no evaluation set; add one to eval.datasets.")
@@ -222,7 +249,7 @@ class OwnLoop:
 
     async def save(self) -> Path:
         require_own_weights(self.session.run, "save")
-        await self._between_steps("save")
+        await self.between_steps("save")
         session = self.session
         step = session.state.rollout_id
         if step not in session.store.steps():
@@ -235,7 +262,7 @@ class OwnLoop:
 
     async def export(self) -> Path:
         require_own_weights(self.session.run, "export")
-        await self._between_steps("export")
+        await self.between_steps("export")
         await export_hf(self.session)
         return self.session.folder.hf
 
@@ -264,7 +291,7 @@ class OwnLoop:
                 "continues from the last checkpoint."
             )
 
-    async def _between_steps(self, call: str) -> None:
+    async def between_steps(self, call: str) -> None:
         """Ends the rollout step. TrainingError inside an optimizer step: trainers keep no gradients while they are saved,
         exported or offloaded."""
         self._require_state()

@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )  # fmt: skip
 
-from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
+from slime_serving.adapter_options import AdapterOptions
 from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
 from slime_sglang.program import SGLANG
@@ -27,7 +27,7 @@ from slime_sglang.renamed_options import OtherName, other_names
 from slime_sglang.server_args import OWNED, ServerOption, installed_folder, installed_options
 
 
-class SglangOptions(DriverConfig):
+class SglangOptions(AdapterOptions):
     python: RunPath | None = None
     """Interpreter that starts the servers, such as `.venv-sglang/bin/python`: it needs SGLang, and nothing of slime. By default
     the run's own."""

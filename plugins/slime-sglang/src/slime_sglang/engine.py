@@ -18,11 +18,12 @@ from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import SglangWeights
 from slime_sglang.launching import drops_weights
-from slime_sglang.option_checks import problem_of_experts
+from slime_sglang.option_checks import problem_of_adapters, problem_of_experts
 from slime_sglang.program import SGLANG
 from slime_sglang.receiver import SglangReceiver
 from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
+from slime_sglang.served_adapters import SglangAdapters
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 from slime_sglang.server_group import SglangServers
 from slime_transports.receiver import ServerEndpoint
@@ -48,15 +49,20 @@ class SglangEngine(ServingEngine[SglangServers]):
 
     def check_setup(self, setup: EngineSetup) -> None:
         self._experts = expert_sizes(self._config, setup) if setup.routed_experts else None
+        if self._config.most_adapters and (problem := problem_of_adapters(self._config, setup)):
+            raise EngineError(f"engine {setup.index}: {problem}")
 
     async def prepare(self, setup: EngineSetup) -> None:
         """Reads the features of the servers; builds the objects that serve requests and load weights."""
         self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._held = SglangWeights(self._fleet, self._config, setup, self._features)
         exact = self._config.pause_mode == "abort"
+        if self._config.most_adapters:
+            folder = setup.run_dir / "adapters" / f"{setup.index}-{self._incarnation}"
+            self._adapters = SglangAdapters(self._fleet, self._config, folder, setup)
         self._requests = RequestsInFlight(
             self._fleet,
-            SglangRequests.of(setup, self._features, experts=self._experts),
+            SglangRequests.of(setup, self._features, experts=self._experts, adapters=self._adapters),
             setup,
             # In the other modes weights change while requests run.
             expected_version=lambda: weights.given if exact else None,
@@ -68,7 +74,11 @@ class SglangEngine(ServingEngine[SglangServers]):
         await self._fleet.start_router(setup)
 
     def capabilities(self, setup: EngineSetup) -> frozenset[Capability]:
-        return self._features.capabilities(self._config, setup)
+        offered = self._features.capabilities(self._config, setup)
+        if self._adapters is None:
+            return offered
+        # Rows of several adapters are multiplied together.
+        return offered - {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT} | {Capability.ADAPTERS}
 
     @property
     def entrance(self) -> SglangConnection:

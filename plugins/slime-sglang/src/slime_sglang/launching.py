@@ -13,8 +13,9 @@ from typing import Any, Final
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.data.model_folder import read_model_config
+from slime_core.data.model_folder import read_model_config, shapes_in
 from slime_core.errors import EngineError
+from slime_serving.adapter_options import linear_sizes
 from slime_serving.devices import DEVICES, devices_of
 from slime_serving.held_port import held_port, number_of
 from slime_serving.image_tokens import ImageTokens
@@ -26,7 +27,17 @@ from slime_sglang.config import SglangOptions, options_of_role, role_of, server_
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
-from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, GATE, ONE_ADDRESS, SCORE_HEAD
+from slime_sglang.server.hook_table import (
+    CHECKS,
+    CPU_ADAPTERS,
+    CPU_EXPERTS,
+    CPU_SEEDS,
+    DRAWS,
+    FOLDERS,
+    GATE,
+    ONE_ADDRESS,
+    SCORE_HEAD,
+)
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
@@ -111,6 +122,18 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
             options["enable_draft_weights_cpu_backup"] = True
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
+    if config.most_adapters and not setup.reward_model:
+        places = config.adapter_places + 1
+        options |= {
+            "enable_lora": True,
+            # One is for requests without an adapter.
+            "max_loras_per_batch": places,
+            "max_loaded_loras": max(config.most_adapters, places),
+            "max_lora_rank": config.adapter_rank,
+            "lora_target_modules": target_modules(setup.model_path),
+        }
+        if on_cpu:
+            options["lora_backend"] = "torch_native"
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
     if role is not None:
@@ -139,6 +162,11 @@ def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
     return not read_model_config(setup.model_path).get("quantization_config")
 
 
+def target_modules(model_path: Path) -> list[str]:
+    """SGLang's lora_target_modules: the layers that an adapter may have matrices for, by the last part of their names."""
+    return sorted({name.rpartition(".")[2] for name in linear_sizes(shapes_in(model_path))})
+
+
 def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
     """Names of the hooks that a server with these options needs."""
     on_cpu, deterministic = setup.device == "cpu", bool(options.get("enable_deterministic_inference"))
@@ -151,6 +179,7 @@ def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
         DRAWS: generates and deterministic,
         CPU_SEEDS: deterministic and on_cpu,
         CPU_EXPERTS: setup.routed_experts and on_cpu,
+        CPU_ADAPTERS: bool(options.get("enable_lora")) and on_cpu,
     }
     return [hook.name for hook, requested in needed.items() if requested]
 

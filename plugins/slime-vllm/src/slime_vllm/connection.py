@@ -10,7 +10,7 @@ import numpy as np
 from slime_serving.connection import Connection, HttpDialect
 from slime_serving.running import INVALID, TokenRows
 from slime_serving.server_process import LogFormat
-from slime_vllm.adapter import LOAD
+from slime_vllm.adapter import LOAD, UNLOAD
 
 VLLM_LOG: Final = LogFormat(
     stamp=re.compile(r"^(\([A-Za-z0-9_]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?"),
@@ -27,7 +27,9 @@ VLLM_LOG: Final = LogFormat(
 
 class VllmConnection(Connection):
     dialect: ClassVar[HttpDialect] = HttpDialect(
-        program="vLLM", generate="/inference/v1/generate", words=frozenset({("GET", "/health"), ("POST", LOAD)})
+        program="vLLM",
+        generate="/inference/v1/generate",
+        words=frozenset({("GET", "/health"), ("POST", LOAD), ("POST", UNLOAD)}),
     )
 
     @classmethod

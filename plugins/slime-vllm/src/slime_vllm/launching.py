@@ -41,6 +41,8 @@ SETS_GRAPHS: Final = frozenset(
 MAX_SEQUENCES_ON_CPU: Final = 256
 MIN_BATCH_ON_CPU: Final = 4096
 """Tokens."""
+KV_GIB_ON_CPU: Final = 1
+"""For keys and values of a process."""
 
 
 def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
-    options |= options_of(setup)
+    options |= options_of(config, setup)
     if on_cpu:
         options |= {
             "enforce_eager": True,
@@ -110,7 +112,7 @@ def has_tokenizer(setup: EngineSetup) -> bool:
     return (setup.model_path / "tokenizer_config.json").exists()
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
+def environment_for(config: VllmOptions, setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {
         "PYTHONPATH": str(FOLDER),
@@ -126,10 +128,14 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         environment["VLLM_HOST_IP"] = setup.host
     if setup.device == "cpu":
         # One thread per process: with several on the same cores, throughput is a quarter.
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB_ON_CPU),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
     else:
         environment[DEVICES] = ",".join(devices)
-    return environment | environment_of(setup)
+    return environment | environment_of(config, setup)
 
 
 async def start_server(
@@ -151,7 +157,7 @@ async def start_server(
             options | {"port": port},
             log=log,
             form=VLLM_LOG,
-            environment=environment_for(setup, devices, token),
+            environment=environment_for(config, setup, devices, token),
             **python,
         )
         connection = VllmConnection(pool, address_of(setup.host, port), token, name)

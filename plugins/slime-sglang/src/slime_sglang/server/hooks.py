@@ -27,6 +27,7 @@ from slime_sglang.server.hook_table import (
     HASH,
     HOOKS,
     LOAD,
+    LORA_MANAGER,
     REGISTER_MEMORY,
     RENDEZVOUS,
     SORTED_DRAWS,
@@ -37,6 +38,7 @@ from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.shard_actions import DIGESTS, PARTS, REFUSED
+from slime_sglang.server.unpinned import without_pinning
 from slime_training.rendezvous import on_one_address
 
 LOOKED_UP: Final = (
@@ -204,6 +206,7 @@ AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         BATCH_INVARIANT: use_cpu_kernels,
         HASH: hash_in_torch,
         REGISTER_MEMORY: leave_unregistered,
+        LORA_MANAGER: without_pinning,
         RENDEZVOUS: meet_on_one_address,
     }
 )
