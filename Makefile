@@ -25,7 +25,7 @@ venv: .venv/.run
 	touch $@
 
 .venv/.test: .venv/.run
-	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling httpx hypothesis import-linter mypy openai openai-agents playwright psutil pytest pytest-asyncio pytest-xdist ruff trl
+	$(UV) --editable .[plot] --editable plugins/slime-models[images,video] --editable plugins/slime-fsdp[lora] --editable plugins/slime-rm-hub[ifbench] --editable plugins/slime-session[notebook] --editable plugins/slime-track[wandb,mlflow] --editable plugins/slime-verifiers[verifiers] anthropic grimp hatchling httpx hypothesis import-linter mypy openai openai-agents playwright psutil pytest pytest-asyncio pytest-xdist ruff trl trustme
 	touch $@
 
 # SGLang's own list asks for CUDA wheels. This is what it imports on a CPU, with the torch that is there.

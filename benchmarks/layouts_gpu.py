@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_gpu import PEAK_FLOPS, SHAPES, add_sequences, make_batch, num_parameters, write_model
+from train_gpu import PEAK_FLOPS, SHAPES, active_parameters, add_sequences, make_batch, write_model
 
 from slime_core import groups
 from slime_core.algorithm.loss import TokenObjective
@@ -262,15 +262,6 @@ def wait_for(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
 
 AS_AGAIN = 1.5
 """A layout may be so many times as far from one GPU as that is from itself."""
-
-
-def active_parameters(model: Path, sizes: dict[str, Any]) -> float:
-    """Those that a token is computed with."""
-    if "num_experts" not in sizes:
-        return num_parameters(model)
-    expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"]
-    idle = sizes["num_experts"] - sizes["num_experts_per_tok"]
-    return num_parameters(model) - sizes["num_hidden_layers"] * idle * expert
 
 
 def compared(found: dict[str, Any], one: dict[str, Any], noise: float, asked: argparse.Namespace) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rollout_gpu import steps_of, toml
+from rollout_gpu import toml
+from step_table import steps_of
 from train_gpu import SHAPES, write_model
 
 from slime_core.data.table import dump_file, write_groups

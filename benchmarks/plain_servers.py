@@ -29,6 +29,11 @@ class PlainServer(ABC):
     routed: ClassVar[bool]
     """slime-router serves its route of requests with tokens."""
 
+    @classmethod
+    @abstractmethod
+    def batch_options(cls, in_flight: int) -> dict[str, int]:
+        """Options by which this many requests are one batch, decoded by a CUDA graph: what slime's engine asks for."""
+
     @abstractmethod
     def command(self, port: int) -> list[str]:
         """Words that start it."""
@@ -64,6 +69,10 @@ class PlainSglang(PlainServer):
     flush: ClassVar[str] = "/flush_cache"
     routed: ClassVar[bool] = True
 
+    @classmethod
+    def batch_options(cls, in_flight: int) -> dict[str, int]:
+        return {"cuda_graph_max_bs_decode": min(in_flight, 1024)} if in_flight > 256 else {}
+
     def command(self, port: int) -> list[str]:
         return [
             self.python, "-m", "sglang.launch_server", "--model-path", str(self.model), "--port", str(port),
@@ -84,6 +93,11 @@ class PlainVllm(PlainServer):
     generate: ClassVar[str] = "/inference/v1/generate"
     flush: ClassVar[str] = "/reset_prefix_cache"
     routed: ClassVar[bool] = False
+
+    @classmethod
+    def batch_options(cls, in_flight: int) -> dict[str, int]:
+        sequences = {"max_num_seqs": in_flight} if in_flight > 256 else {}
+        return sequences | ({"max_cudagraph_capture_size": min(in_flight, 1024)} if in_flight > 512 else {})
 
     def command(self, port: int) -> list[str]:
         return [

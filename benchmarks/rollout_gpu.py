@@ -9,7 +9,14 @@ ever writes its end token, which the plain server ignores). Its rollout throughp
 perf/rollout_time, which includes rewards, groups and whatever else the run does until it can train; after the first step,
 which warms up. Then a plain server is started with the same options and gets the same requests at the same concurrency from a
 bare HTTP client, as often; and SGLang's then once more through slime-router in front of it; unless --run-only. One JSON line
-for each engine, one after the other with the same model, prompts and run file.
+for each engine, one after the other with the same model, prompts and run file. Before it a table of every step and of the
+start, by part (benchmarks/step_table.py). --keep FOLDER keeps model, runs and caches there: the same command once more is a
+second start on the same machine.
+
+    python benchmarks/rollout_gpu.py --in-flight 64,128,256,512,1024   # tokens/s by the number of requests in flight
+
+One run that only generates, then the plain server, each started once; every number of requests at once to both, --rounds times
+after a first round that is not counted (once for the smallest number only).
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -36,19 +44,30 @@ import aiohttp
 import httpx
 import torch
 from plain_servers import PROGRAMS, PlainServer
+from step_table import differences, steps_of, table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import slime_core
 from slime_models.new_model import ModelSizes, new_model
 
 ALPHABET = string.ascii_lowercase
 SAMPLES = 8
 TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 500,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500},
+    "qwen3-moe-3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 6144}
+    | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
+    | {"norm_topk_prob": True},
+    "tiny": TINY,
+    "tiny-moe": TINY
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
 }
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 REWARD = '''
@@ -64,7 +83,10 @@ def even(sample):
 
 def write_model(folder: Path, asked: argparse.Namespace) -> None:
     """A small model's tokenizer over a model of the shape: ids beyond the tokenizer's have no text."""
-    new_model(folder, "qwen3", ModelSizes(hidden_size=16, num_layers=1, num_heads=2), alphabet=ALPHABET)
+    kind = "qwen3_moe" if "num_experts" in SHAPES[asked.shape] else "qwen3"
+    # verl asks Qwen's tokenizers for this token.
+    sizes, tokens = ModelSizes(hidden_size=16, num_layers=1, num_heads=2), ("<|im_end|>",)
+    new_model(folder, kind, sizes, alphabet=ALPHABET, tokens=tokens)
     config = AutoConfig.from_pretrained(folder)
     for name, value in (COMMON | SHAPES[asked.shape]).items():
         setattr(config, name, value)
@@ -87,11 +109,12 @@ def prompts_of(asked: argparse.Namespace) -> list[str]:
 
 def run_file(asked: argparse.Namespace, runs: Path) -> str:
     colocated = asked.placement == "colocated"
-    launcher = (
-        f'{{ name = "local", device = "{asked.device}", colocate = true }}'
-        if colocated
-        else f'{{ name = "ray", device = "{asked.device}", actor_num_gpus_per_node = 1, rollout_num_gpus = 1 }}'
-    )
+    places = f"actor_num_gpus_per_node = {asked.gpus}, rollout_num_gpus = {asked.gpus}"
+    if colocated and asked.gpus == 1:
+        launcher = f'{{ name = "local", device = "{asked.device}", colocate = true }}'
+    else:
+        shared = ", colocate = true" if colocated else ""
+        launcher = f'{{ name = "ray", device = "{asked.device}", {places}{shared} }}'
     return f"""
 name = "rollout"
 seed = 0
@@ -99,7 +122,7 @@ plugin = ["even.py"]
 backend = {toml(asked.backend)}
 engine = {toml(asked.engine)}
 reward = "even"
-algo = {{ name = "grpo", use_rollout_logprobs = true }}
+algo = {{ name = "grpo", use_rollout_logprobs = true, get_mismatch_metrics = {json.dumps(asked.mismatch)} }}
 launcher = {launcher}
 runs_dir = "{runs}"
 [model]
@@ -118,6 +141,7 @@ num_rollout = {asked.steps}
 num_steps_per_rollout = 1
 lr = 1e-6
 max_tokens_per_gpu = {asked.train_tokens}
+use_rollout_routing_replay = {json.dumps(asked.routing_replay)}
 [sync]
 transport = "{asked.transport or ("ipc" if colocated else "distributed")}"
 update_weight_buffer_size = {2048 * 2**20}
@@ -136,7 +160,7 @@ def run_slime(asked: argparse.Namespace, folder: Path, runs: str) -> list[dict[s
     """Metrics of each step. With --end-early the run is killed when it has them: no checkpoint. runs: its runs folder."""
     (folder / "even.py").write_text(REWARD)
     (folder / "run.toml").write_text(run_file(asked, folder / runs))
-    command = ["slime", "run", str(folder / "run.toml")]
+    command = ["slime", "run", str(folder / "run.toml"), "--fresh"]
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as run:
         try:
             while run.poll() is None and not (
@@ -152,14 +176,6 @@ def run_slime(asked: argparse.Namespace, folder: Path, runs: str) -> list[dict[s
     return steps_of(folder / runs / "rollout")
 
 
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics of each step that a run has logged so far."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record["metrics"] for record in records if record["axis"] == "rollout/step"]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -171,20 +187,71 @@ def ask_server(
     asked: argparse.Namespace, plain: PlainServer, prompts: list[list[int]]
 ) -> tuple[list[float], list[float]]:
     """Seconds of each round of a server of its own: asked directly, and through slime-router if it serves such servers."""
+    with served(plain) as url:
+        direct = asyncio.run(rounds(asked, plain, url, url, prompts))
+        if not plain.routed:
+            return direct, []
+        with routed(url) as router:
+            return direct, asyncio.run(rounds(asked, plain, router, url, prompts))
+
+
+@contextlib.contextmanager
+def served(plain: PlainServer) -> Iterator[str]:
+    """Address of a server that was started for it."""
     port = free_port()
     environment = plain.environment() | {"CUDA_VISIBLE_DEVICES": "0"}
     server = subprocess.Popen(plain.command(port), stdout=sys.stderr, env=environment, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
-        direct = asyncio.run(rounds(asked, plain, url, url, prompts))
-        if not plain.routed:
-            return direct, []
-        with routed(url) as router:
-            return direct, asyncio.run(rounds(asked, plain, router, url, prompts))
+        yield url
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+def by_requests_in_flight(asked: argparse.Namespace, folder: Path, plain: PlainServer | None) -> dict[str, Any]:
+    """Tokens per second of a run that only generates and of the plain server, for each number of requests at once."""
+    numbers = sorted(asked.in_flight)
+    texts = itertools.cycle(prompts_of(asked))
+    sizes = [numbers[0], *(number for number in numbers for _ in range(asked.rounds))]
+    asks = [[next(texts) for _ in range(number // SAMPLES)] for number in sizes]
+    began = time.perf_counter()
+    seconds: list[float] = []
+    overrides = {"rollout.debug_rollout_only": True, "rollout.concurrency": numbers[-1]}
+    with slime_core.open_session(folder / "run.toml", overrides=overrides, fresh=True) as session:
+        ready = time.perf_counter() - began
+        for prompts in asks:
+            start = time.perf_counter()
+            groups = session.score(session.sample(prompts, n_samples=SAMPLES))
+            seconds.append(time.perf_counter() - start)
+            assert sum(len(group.samples) for group in groups) == len(prompts) * SAMPLES
+    through_slime_s = speeds(asked, sizes, seconds)
+    print(f"slime: up after {ready:.1f} s; tokens/s {through_slime_s}", file=sys.stderr, flush=True)
+    found = {"slime_start_s": round(ready, 1), "in_flight_slime_tok_s": through_slime_s}
+    if plain is None:
+        return found
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    began = time.perf_counter()
+    with served(plain) as url:
+        ready = time.perf_counter() - began
+        encoded = [[tokenizer.encode(prompt) for prompt in prompts] for prompts in asks]
+        seconds = asyncio.run(rounds_of(asked, plain, url, url, encoded, numbers[-1]))
+    directly = speeds(asked, sizes, seconds)
+    ratios = {number: round(through_slime_s[number] / directly[number], 3) for number in numbers}
+    return found | {"server_start_s": round(ready, 1), "in_flight_server_tok_s": directly, "in_flight_ratio": ratios}
+
+
+def speeds(asked: argparse.Namespace, sizes: list[int], seconds: list[float]) -> dict[int, int]:
+    """Median tokens per second by the number of requests; the first round is not counted."""
+    return {
+        number: round(
+            number
+            * asked.new_tokens
+            / statistics.median(took for size, took in zip(sizes[1:], seconds[1:], strict=True) if size == number)
+        )
+        for number in dict.fromkeys(sizes)
+    }
 
 
 @contextlib.contextmanager
@@ -204,8 +271,21 @@ async def rounds(
     asked: argparse.Namespace, plain: PlainServer, url: str, server: str, prompts: list[list[int]]
 ) -> list[float]:
     """`url`: where requests go; `server`: whose cache is dropped before each round."""
-    slots = asyncio.Semaphore(asked.concurrency)
     per_step = asked.requests // SAMPLES
+    steps = [prompts[step * per_step : (step + 1) * per_step] for step in range(asked.steps)]
+    return await rounds_of(asked, plain, url, server, steps, asked.concurrency)
+
+
+async def rounds_of(
+    asked: argparse.Namespace,
+    plain: PlainServer,
+    url: str,
+    server: str,
+    steps: list[list[list[int]]],
+    concurrency: int,
+) -> list[float]:
+    """Seconds of each step: SAMPLES requests for each of its prompts, `concurrency` at a time."""
+    slots = asyncio.Semaphore(concurrency)
     seconds = []
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -216,10 +296,10 @@ async def rounds(
                 reply = await response.json()
                 assert plain.num_tokens(reply) == asked.new_tokens, reply
 
-        for step in range(asked.steps):
+        for prompts in steps:
             async with session.post(f"{server}{plain.flush}"):
                 pass
-            of_step = [prompt for prompt in prompts[step * per_step : (step + 1) * per_step] for _ in range(SAMPLES)]
+            of_step = [prompt for prompt in prompts for _ in range(SAMPLES)]
             began = time.perf_counter()
             await asyncio.gather(*(one(place, prompt) for place, prompt in enumerate(of_step)))
             seconds.append(time.perf_counter() - began)
@@ -243,6 +323,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--placement", choices=["colocated", "disaggregated"], default="colocated")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="of the trainer, and of the engines: of both where colocated"
+    )
+    parser.add_argument(
+        "--routing-replay", action="store_true", help="a mixture of experts is trained with the experts of the engine"
+    )
+    parser.add_argument(
+        "--mismatch",
+        action="store_true",
+        help="the trainer's log-probs with the engine's in `diff`: a forward more a step",
+    )
     parser.add_argument("--transport", help="by default ipc where colocated, else distributed")
     parser.add_argument("--requests", type=int, default=1024, help="a step; eight for each prompt")
     parser.add_argument("--concurrency", type=int, default=256)
@@ -266,22 +357,41 @@ def main() -> None:
     parser.add_argument(
         "--end-early", action="store_true", help="kill the run before its last checkpoint, which takes minutes at 4B"
     )
+    parser.add_argument(
+        "--in-flight", type=lambda text: [int(number) for number in text.split(",")], help="multiples of eight"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of each number in flight")
+    parser.add_argument("--keep", type=Path, help="a folder that is kept, and used again if it is there")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "model", asked)
+    with contextlib.ExitStack() as stack:
+        folder = asked.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if not (folder / "model" / "config.json").exists():
+            write_model(folder / "model", asked)
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         for number, engine in enumerate(asked.engine or [{}]):
             chosen = argparse.Namespace(**vars(asked) | {"engine": {"name": "sglang", **engine}})
-            print(json.dumps(measure(chosen, folder, f"runs-{number}", tokens)), flush=True)
+            measured = in_flight if asked.in_flight else measure
+            print(json.dumps(measured(chosen, folder, f"runs-{number}", tokens)), flush=True)
+
+
+def in_flight(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[list[int]]) -> dict[str, Any]:
+    """One engine by the number of requests in flight."""
+    (folder / "even.py").write_text(REWARD)
+    (folder / "run.toml").write_text(run_file(asked, folder / runs))
+    options = asked.engine | PROGRAMS[asked.engine["name"]].batch_options(max(asked.in_flight))
+    plain = PROGRAMS[asked.engine["name"]](options, folder / "model", asked.device)
+    found = by_requests_in_flight(asked, folder, None if asked.run_only else plain)
+    return {"shape": asked.shape, "engine": asked.engine["name"], "new_tokens": asked.new_tokens} | found
 
 
 def measure(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[list[int]]) -> dict[str, Any]:
     """One engine; `asked.engine` has its options."""
     steps = [] if asked.server_only else run_slime(asked, folder, runs)
+    if steps:
+        print(table(folder / runs / "rollout"), flush=True)
     plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
     compared = {} if asked.run_only else compare(asked, steps, *ask_server(asked, plain, tokens))
     return {
@@ -295,7 +405,7 @@ def measure(asked: argparse.Namespace, folder: Path, runs: str, tokens: list[lis
         "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
         **compared,
         **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
-        "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
+        "diff": differences(folder / runs / "rollout"),
     }
 
 

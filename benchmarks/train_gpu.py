@@ -9,7 +9,8 @@ Each step is `TrainBackend.train_step` on --micros micro-batches of --tokens pac
 backward, gradient norm, AdamW. No rollouts are part of it. Prints one JSON line for each --options; tokens are prompt and
 response, `model_tflops` counts three forwards of the model (nothing for recomputation), and a score is a forward
 without gradients. `mfu` is the share of 989 TFLOP/s by the formula of common tables, 6 N + 12 x layers x hidden size x
-length of the longest sequence for each token (N: all parameters, embeddings too).
+length of the longest sequence for each token (N: all parameters, embeddings too; of a
+mixture of experts those that a token is computed with).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +79,20 @@ SHAPES = {
         "head_dim": 128,
         "intermediate_size": 3072,
         "moe_intermediate_size": 768,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe-3b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 1024,
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,
@@ -196,7 +212,9 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
     backend.close()
     speed = num_tokens / statistics.median(step_s)
     sizes = SHAPES[asked.shape]
-    per_token = 6 * num_parameters(folder) + 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * asked.longest
+    per_token = (
+        6 * active_parameters(folder, sizes) + 12 * sizes["num_hidden_layers"] * sizes["hidden_size"] * asked.longest
+    )
     return {
         "backend": asked.backend,
         "options": options,
@@ -224,6 +242,15 @@ def num_parameters(folder: Path) -> int:
         with safe_open(path, "pt") as weights:
             count += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return count
+
+
+def active_parameters(model: Path, sizes: dict[str, Any]) -> float:
+    """Those that a token is computed with."""
+    if "num_experts" not in sizes:
+        return num_parameters(model)
+    expert = 3 * sizes["hidden_size"] * sizes["moe_intermediate_size"]
+    idle = sizes["num_experts"] - sizes["num_experts_per_tok"]
+    return num_parameters(model) - sizes["num_hidden_layers"] * idle * expert
 
 
 def add_sequences(parser: argparse.ArgumentParser) -> None:

@@ -39,20 +39,23 @@ class BatchClock(TrainerCallback):
 
     def __init__(self, steps_per_batch: int) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.logged: list[dict[str, float]] = []
         self._steps_per_batch = steps_per_batch
         self._began = 0.0
+        self._used = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._began = time.perf_counter()
+        self._began, self._used = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self._steps_per_batch == 0:
-            now = time.perf_counter()
+            now, used = time.perf_counter(), time.process_time()
             self.seconds.append(now - self._began)
-            self._began = now
+            self.cpu_seconds.append(used - self._used)
+            self._began, self._used = now, used
 
     def on_log(
         self,
@@ -130,10 +133,11 @@ def main() -> None:
         trainer.train()
     samples = settings["prompts"] * settings["samples_per_prompt"]
     batches, seen = [], 0.0
-    for seconds, logs in zip(clock.seconds, clock.logged, strict=True):
+    for seconds, cpu_seconds, logs in zip(clock.seconds, clock.cpu_seconds, clock.logged, strict=True):
         batches.append(
             {
                 "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
                 "sampled": round(logs["completions/mean_length"] * samples),
                 # Prompt and completion tokens since the start; every one of them is in one forward and backward.
                 "trained": round(logs["num_tokens"] - seen),

@@ -28,6 +28,7 @@ from slime_core.contracts.hookspecs import (
     EvalDone,
     RolloutEnd,
     RunEnd,
+    RunReady,
     RunStart,
     SampleFailed,
     StepTrained,
@@ -81,6 +82,11 @@ class Console:
         self._task = self._progress.add_task("training", total=total, completed=event.rollout_id, status="")
 
     @hookimpl
+    def run_ready(self, event: RunReady) -> None:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in event.lap.parts.items() if seconds >= 0.1)
+        self._rich.print(f"ready after {event.lap.seconds:.1f} s: {parts}", style="dim")
+
+    @hookimpl
     def step_trained(self, event: StepTrained) -> None:
         rollout, perf = event.report.rollout, event.report.perf
         learnt = f"loss {event.report.steps[-1].get('train/loss', 0.0):.3f}" if event.report.steps else "not trained"
@@ -121,7 +127,11 @@ class Console:
             for name, value in event.report.metrics.items()
             if name.removeprefix("eval/") in named or "-pass@" in name
         )
-        self._rich.print(f"[bold]eval[/] after {event.report.rollout_id + 1} steps: {scores}")
+        after = f"after {event.report.rollout_id + 1} steps"
+        self._rich.print(f"[bold]eval[/] {after}: {scores}")
+        if self._run.config.debug.print_completions_interval is not None and not self._run.generates:
+            for name, groups in event.groups.items():
+                print_completions(self._rich, f"completions of {name} {after}", groups)
 
     @hookimpl
     def checkpoint_saved(self, event: CheckpointSaved) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_core.atomic_io.storage import written
+from slime_core.cli import BEGAN
 from slime_core.cli.invocation import bind_invocation, parse_words, warn
 from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.config.bound import BoundRun
@@ -86,6 +87,7 @@ def start_options(own: Mapping[str, str | bool]) -> StartOptions:
         ckpt_step=None if step is None else int(str(step)),
         replay=None if replay is None else Path(str(replay)),
         accept=frozenset(map(ChangeKind, kinds)),
+        began=BEGAN,
         report=(lambda line: None) if own.get("quiet") else (lambda line: print(f"note: {line}.", file=sys.stderr)),
     )
 

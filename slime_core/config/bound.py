@@ -288,6 +288,12 @@ class BoundRun:
         return int(self.backend.driver.adapter_rank(self.backend.config))
 
     @property
+    def weights_follow(self) -> bool:
+        """See `EngineSetup.weights_follow`."""
+        whole = self.transport is not None and not self.adapter_rank
+        return whole and self.updates_weights and self.config.sync.update_weights_interval == 1
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the policy."""
         launcher = self.config.launcher

@@ -204,7 +204,8 @@ class DebugConfig(Table):
     """Debugging and profiling."""
 
     print_completions_interval: int | None = Field(None, gt=0)
-    """Rollout steps between two prints of a few completions; `slime eval` prints some of each set to standard error."""
+    """Rollout steps between two prints of a few completions. Where nothing is generated they are the data's, and evaluations
+    print those of the model. `slime eval` prints some of each set to standard error."""
     log_passrate: bool = False
     """Log pass@k of the training rollouts (rollout/passrate/pass@k) also when rewards are not just fail and pass: those with
     reward 1 pass."""

@@ -1,7 +1,8 @@
 """RolloutEngine: generates tokens with weights that a trainer sends.
 
-Calling order: `start`; `load_bucket` until the last one; any number of concurrent `generate`; for a weight update
-`pause`, `load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may block it for one decode step at most.
+Calling order: perhaps `prepare_start`; `start`; `load_bucket` until the last one; any number of concurrent `generate`; for a
+weight update `pause`, `load_bucket`..., `resume`; `stop`. An engine runs in one event loop and may block it for one decode step
+at most.
 """
 
 from __future__ import annotations
@@ -83,10 +84,16 @@ class EngineInfo:
     """Bearer token that `address` requires; None: none."""
     pid: int | None = None
     """Process id of the server; None: the process that called `start`."""
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Parts of its start that follow each other, as far as they are known."""
 
 
 class RolloutEngine(ABC):
     """See the module's calling order."""
+
+    async def prepare_start(self, setup: EngineSetup) -> None:
+        """Begins what takes long and uses no device memory, such as processes that import their modules, and returns at once:
+        trainers still use the devices. `start` with the same setup follows, or `stop`. By default nothing."""
 
     @abstractmethod
     async def start(self, setup: EngineSetup) -> EngineInfo:

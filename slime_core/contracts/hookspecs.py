@@ -20,7 +20,7 @@ import pluggy
 if TYPE_CHECKING:
     from slime_core.types.batch import Batch, TokenColumns
     from slime_core.types.prompt import Prompt
-    from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+    from slime_core.types.report import EvalReport, Lap, TrainReport, WeightUpdateReport
     from slime_core.types.sample import SampleGroup
 
 PROJECT: Final = "slime"
@@ -61,6 +61,14 @@ class RunStart(Event):
     """Policy version that the run starts with."""
     plugins: tuple[str, ...] = ()
     """Every plugin in use, as `dist/name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunReady(Event):
+    """Sent when trainers and engines have started and engines have the trainers' weights. The first step follows."""
+
+    lap: Lap
+    """What the time since the program's start was spent on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +138,8 @@ class StepTrained(Event):
 
     rollout_id: int
     report: TrainReport
+    lap: Lap | None = None
+    """What the time since the step before was spent on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -90,6 +90,8 @@ class EngineSetup:
     """Largest rank of the LoRA adapter that its weight updates consist of; 0: they are whole weights."""
     offload: bool = False
     """It shares devices with a trainer: `sleep` and `wake_up` will be called."""
+    weights_follow: bool = False
+    """Whole weights are sent whenever it wakes up, before it generates."""
     routed_experts: bool = False
     """Requests will require expert ids; only set for an engine that may have `Capability.ROUTED_EXPERTS`."""
     reward_model: bool = False

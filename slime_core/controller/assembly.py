@@ -41,6 +41,7 @@ from slime_core.workers.launcher import Launcher
 from slime_core.workers.role_specs import RoleSpecs
 from slime_core.workers.roles import start_roles
 from slime_core.workers.rollout_workers import RolloutWorkers, rollout_workers_of
+from slime_core.workers.stopwatch import StartTimes
 from slime_core.workers.train_group import TrainGroup
 
 
@@ -54,6 +55,7 @@ class RunPlace:
     hooks: Hooks
     store: CheckpointStore
     state: RunState
+    times: StartTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ async def assemble_session(
         saved_rollout_id=place.state.rollout_id,
         faults=reports.failures,
         trace=trace,
+        start_times=place.times,
     )
     return session
 
@@ -186,10 +189,10 @@ async def start_workers(
         stack.push_async_callback(rollout.stop)
     try:
         async with asyncio.TaskGroup() as starting:
-            trainers = starting.create_task(start_trained(run, inputs, launcher, agreement, place.device, place.folder))
+            trainers = starting.create_task(start_trained(run, inputs, launcher, agreement, place))
             # An engine that shares devices uses their free memory: the trainers are offloaded by then.
             first = trainers if run.config.launcher.colocate else None
-            engines = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first))
+            engines = starting.create_task(start_engines(specs, launcher, middlewares, with_engine, first, place.times))
             if rollout is not None:
                 starting.create_task(rollout.start(partial(reward_engines, engines)))
             for generator in generators.values() if rollout is None else ():
@@ -236,7 +239,7 @@ def colocation_of(run: BoundRun, workers: Workers, device: str) -> ColocationMan
 
 
 async def start_trained(
-    run: BoundRun, inputs: RunInputs, launcher: Launcher, agreement: Agreement, device: str, folder: RunFolder
+    run: BoundRun, inputs: RunInputs, launcher: Launcher, agreement: Agreement, place: RunPlace
 ) -> dict[str, TrainGroup]:
     """The trained roles; none in a run that only generates."""
     if run.config.rollout.debug_rollout_only:
@@ -244,12 +247,12 @@ async def start_trained(
     specs = RoleSpecs(
         run=run,
         agreement=agreement,
-        device="cuda" if device == "cuda" else "cpu",
-        run_dir=folder.path,
+        device="cuda" if place.device == "cuda" else "cpu",
+        run_dir=place.folder.path,
         num_rollout=inputs.num_rollout,
         converter=inputs.converter,
     )
-    return await start_roles(specs, launcher, inputs.role_configs)
+    return await start_roles(specs, launcher, inputs.role_configs, place.times)
 
 
 def build_generators(run: BoundRun, stack: contextlib.AsyncExitStack) -> dict[str, Generator]:

@@ -75,6 +75,7 @@ RENAMES: Final = Renames(
         ("engine", "prefill_options"): ("prefill_servers", {}),
         ("engine", "decode_options"): ("prefill_servers", {}),
         ("engine", "python"): ("prefill_servers", None),
+        ("engine", "sleep_level"): ("prefill_servers", None),
         ("reward", "rm_program"): ("rm_model", None),
         ("generate", "sample_hook_paths"): ("missing_log_probs", []),
         ("backend", "hooks"): ("mtp_loss_scaling_factor", None),

@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from slime_core.atomic_io.storage import written
-from slime_core.contracts.hookspecs import Event, EventLoopBlocked, RunEnd, UpdateWeightsEnd, hookimpl
+from slime_core.contracts.hookspecs import (
+    Event,
+    EventLoopBlocked,
+    RunEnd,
+    RunReady,
+    StepTrained,
+    UpdateWeightsEnd,
+    hookimpl,
+)
 from slime_core.errors import StorageError
+from slime_core.types.report import Lap
 
 
 class EventLog:
@@ -39,6 +48,15 @@ class EventLog:
     @hookimpl
     def run_start(self, event: Event) -> None:
         self._write_fields(event, "rollout_id", "version")
+
+    @hookimpl
+    def run_ready(self, event: RunReady) -> None:
+        self._write(event, "start_time", **fields_of(event.lap))
+
+    @hookimpl
+    def step_trained(self, event: StepTrained) -> None:
+        if event.lap is not None:
+            self._write(event, "step_time", rollout_id=event.rollout_id, **fields_of(event.lap))
 
     @hookimpl
     def checkpoint_saved(self, event: Event) -> None:
@@ -76,6 +94,12 @@ class EventLog:
         line = {"time": time, "attempt": event.run.attempt, "event": name}
         with written(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line | {key: plain(value) for key, value in fields.items()}) + "\n")
+
+
+def fields_of(lap: Lap) -> dict[str, Any]:
+    """`began` in seconds since the epoch; `spans` as [part, start, end] in seconds from it, those of a millisecond and more."""
+    spans = [[part, round(start, 3), round(end, 3)] for part, start, end in lap.spans if end - start >= 0.001]
+    return {"began": lap.began, "seconds": lap.seconds, "spans": spans}
 
 
 def plain(value: Any) -> Any:

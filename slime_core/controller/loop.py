@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -230,20 +229,18 @@ async def run_loop(session: Session) -> None:
     schedule.restore(session.kept_ahead)
     await session.update_weights()
     await evaluate_at_start(session)
-    session.times.taken()
-    session.step_began = time.perf_counter()
+    session.begin_steps()
     try:
         while session.state.rollout_id < session.num_rollout:
             step = session.state.rollout_id
-            began = time.perf_counter()
-            schedule.start_through(step + config.rollout.max_async_level if schedule.pooled else step)
-            groups = await schedule.next_groups()
-            schedule.start_through(step + config.rollout.max_async_level)
-            waited_s = time.perf_counter() - began
+            with session.times.of("rollout"):
+                schedule.start_through(step + config.rollout.max_async_level if schedule.pooled else step)
+                groups = await schedule.next_groups()
+                schedule.start_through(step + config.rollout.max_async_level)
             report = await session.train(step, groups)
             due = session.is_due(step)
             # Logged before it is saved: a checkpoint never holds a step that was not logged, unless logging it raised an error.
-            session.advance(step, report, waited_s=waited_s)
+            session.advance(step, report)
             await saving.keep_schedule()
             if report.stuck is not None:
                 # Only now: the step counts as trained, and what was changed before it is saved.
@@ -260,7 +257,7 @@ async def run_loop(session: Session) -> None:
                     await schedule.wait_idle()
                 if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
-                with session.times.of("sync"):
+                with session.times.of("update_weights"):
                     await session.update_weights()
             if due.evaluate:
                 await session.evaluate(step)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slime_core.algorithm.metrics import EVAL_AXIS, ROLLOUT_AXIS, TRAIN_AXIS, generation_metrics
 from slime_core.config.bound import BoundRun
@@ -21,6 +22,7 @@ from slime_core.contracts.hookspecs import (
     RolloutEnd,
     RolloutStart,
     Run,
+    RunReady,
     StepTrained,
     UpdateWeightsEnd,
     UpdateWeightsStart,
@@ -47,14 +49,18 @@ from slime_core.rollout.groups import GroupRunner
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.trace import RolloutTrace
 from slime_core.types.buffer_item import BufferItem, ItemKind
-from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
+from slime_core.types.report import EvalReport, Lap, TrainReport, WeightUpdateReport
 from slime_core.types.sample import SampleGroup
 from slime_core.workers.colocation import ColocationManager
-from slime_core.workers.stopwatch import Stopwatch
+from slime_core.workers.stopwatch import StartTimes, Stopwatch
 from slime_core.workers.train_group import TrainGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BESIDE_SYNC: Final = frozenset({"save", "eval", "drain", "other"})
+"""Parts of a step before its rollout that are not its weight update."""
 
 
 class StepActions(NamedTuple):
@@ -102,10 +108,6 @@ class Session:
     """Steps that the last complete checkpoint holds."""
     stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
-    step_began: float = field(default_factory=time.perf_counter)
-    """When the last step was trained; before the first one, when the loop began it."""
-    times: Stopwatch = field(default_factory=Stopwatch)
-    """What the loop does between two steps."""
     last_eval: EvalReport | None = None
     last_train: TrainReport | None = None
     weight_update_report: WeightUpdateReport | None = None
@@ -115,6 +117,9 @@ class Session:
     generation: dict[int, dict[str, float]] = field(default_factory=dict)
     """Generation metrics of each step."""
     trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(None))
+    start_times: StartTimes | None = None
+    start_metrics: dict[str, float] = field(default_factory=dict)
+    """Of the start, for the first step's record."""
     ended_early: str | None = None
     """Why there were fewer steps than num_rollout."""
     evaluation: asyncio.Task[None] | None = None
@@ -131,11 +136,24 @@ class Session:
         return next(iter(self.roles.values()))
 
     @property
+    def times(self) -> Stopwatch:
+        """What the time is spent on; a lap ends when a step is trained."""
+        return self.colocation.times
+
+    @property
     def trained_versions(self) -> range:
         """Policy versions whose tokens may be trained now, the policy's own last. Engines that never got a weight update
         report version -1."""
         oldest = -1 if self.transport is None else self.state.version - self.run.max_staleness
         return range(oldest, self.state.version + 1)
+
+    def begin_steps(self) -> None:
+        """Ends the start: what it was spent on becomes an event, and metrics of the first step."""
+        lap = self.times.lap()
+        if self.start_times is not None:
+            lap = self.start_times.ready(lap)
+            self.start_metrics = {"perf/start_time": lap.seconds, **lap.metrics("perf/start/")}
+            self.hooks.emit(RunReady(run=self.event, lap=lap))
 
     async def settled(self) -> None:
         """In a replay, returns when all recorded events have happened and everything can be aborted; else at once."""
@@ -215,14 +233,13 @@ class Session:
 
     async def train(self, step: int, groups: Sequence[SampleGroup]) -> TrainReport:
         """Scores the groups, computes advantages and takes the optimizer steps."""
-        async with self.colocation.train():
-            return await self.learner.train(step, groups, self.state.version)
+        with self.times.of("train"):
+            async with self.colocation.train():
+                return await self.learner.train(step, groups, self.state.version)
 
-    def advance(self, step: int, report: TrainReport, *, waited_s: float) -> None:
-        """Counts a trained step, emits its event and logs its metrics. `waited_s`: while its groups were not there."""
-        first = self.state.optimizer_steps
-        now = time.perf_counter()
-        step_s, self.step_began = now - self.step_began, now
+    def advance(self, step: int, report: TrainReport) -> None:
+        """Counts a trained step, emits its event and logs its metrics."""
+        first, lap = self.state.optimizer_steps, self.times.lap()
         # First, before anything that can fail: the trainers hold the step, and a checkpoint with the old state would train it
         # again. The error of a failing tracker names the metrics that it lacks; the other trackers have them.
         self.last_train = report
@@ -235,27 +252,27 @@ class Session:
         )
         self.optimizer_idle.set()
         with contextlib.ExitStack() as afterwards:
-            afterwards.callback(self._log_step, step, first, report, waited_s, step_s)
-            self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report))
+            afterwards.callback(self._log_step, step, first, report, lap)
+            self.hooks.emit(StepTrained(run=self.event, rollout_id=step, report=report, lap=lap))
 
-    def _log_step(self, step: int, first: int, report: TrainReport, waited_s: float, step_s: float) -> None:
+    def _log_step(self, step: int, first: int, report: TrainReport, lap: Lap) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
-        moves, parts = self.colocation.times(), self.times.taken()
-        idle_s = waited_s + parts.get("perf/drain_time", 0.0) + moves.get("perf/engine_sleep_time", 0.0)
+        idle_s = sum(lap.parts.get(part, 0.0) for part in ("rollout", "drain", "engine_sleep"))
         perf = {
             **report.perf,
-            "perf/rollout_time": waited_s,
-            "perf/step_time": step_s,
+            "perf/step_time": lap.seconds,
             "perf/train_wait_time": idle_s,
-            "perf/wait_time_ratio": idle_s / step_s,
+            "perf/wait_time_ratio": idle_s / lap.seconds,
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
-            **moves,
-            **parts,
+            **lap.metrics(),
+            "perf/sync_time": sum(end - start for part, start, end in until_rollout(lap) if part not in BESIDE_SYNC),
+            **self.start_metrics,
         }
+        self.start_metrics = {}
         if self.weight_update_report is not None:
-            perf["perf/update_weights_time"] = self.weight_update_report.seconds
+            perf["perf/update_weights_push_time"] = self.weight_update_report.seconds
             perf["perf/update_weights_wire_bytes"] = float(self.weight_update_report.bytes_sent)
             if self.weight_update_report.density is not None:
                 perf["perf/update_weights_density"] = self.weight_update_report.density
@@ -321,6 +338,7 @@ class Session:
                     await self.colocation.rollout(joining=engine)
                     return await admit(None)
                 try:
+                    asleep = self.colocation.weights_asleep
                     async with self.colocation.sync(self.policy, joining=engine):
                         version = self.state.version
                         # A step may have begun meanwhile: then the trainers' weights are no policy version yet.
@@ -329,6 +347,9 @@ class Session:
                             continue
                         await engine.call_all("pause")
                         await self.transport.push(self.policy, engine, version)
+                        if asleep and self.run.weights_follow and self.client is not None:
+                            # The others wake up too, and may have dropped theirs.
+                            await self._push(self.transport, self.client)
                     await self.colocation.rollout(joining=engine)
                     await engine.call_all("resume")
                 except EngineError:
@@ -435,6 +456,11 @@ class Session:
             # ExitStack calls the last one first.
             for tracker in reversed(self.trackers):
                 each.callback(log_lines, tracker, lines, rollout_id)
+
+
+def until_rollout(lap: Lap) -> Iterator[tuple[str, float, float]]:
+    """What was done between two steps, before rollouts are waited for."""
+    return itertools.takewhile(lambda span: span[0] not in ("rollout", "train"), lap.spans)
 
 
 def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:

@@ -36,6 +36,8 @@ class StartOptions:
     """Changes with which an unfinished run continues."""
     report: Callable[[str], object] = lambda line: None
     """Called with a line for the user."""
+    began: float | None = None
+    """When the program began, on the clock of `time.perf_counter`; None: its start counts from `start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

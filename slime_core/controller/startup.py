@@ -44,6 +44,7 @@ from slime_core.rollout.request_replay import RequestReplay
 from slime_core.workers.choose import choose_device
 from slime_core.workers.engines import build_middlewares
 from slime_core.workers.launcher import Launcher
+from slime_core.workers.stopwatch import StartTimes
 
 LOOP_HELD_S: Final = 30.0
 """Seconds for which the event loop may be blocked before the blocking code is reported."""
@@ -84,7 +85,8 @@ async def start(
         shared = LauncherSetup(colocate=config.launcher.colocate, num_engines=config.launcher.num_engines)
         launcher: Launcher = run.launcher.driver.build_launcher(run.launcher.config, shared)
         stack.push_async_callback(launcher.stop)
-        parts = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state)
+        times = StartTimes.of_driver(options.began)
+        parts = RunPlace(folder=folder, event=event, device=device, hooks=hooks, store=store, state=state, times=times)
         session = await assemble_session(run, inputs, launcher, parts, stack)
         session.trackers = trackers
         if found is not None:

@@ -84,7 +84,7 @@ DISTRIBUTION_OF: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     },
     groups.TRANSPORTS: {
         "slime-local": ("direct",),
-        "slime-transports": ("ipc", "distributed", "disk", "delta", "adapter"),
+        "slime-transports": ("ipc", "distributed", "disk", "delta", "adapter", "frozen"),
     },
     groups.TRACKERS: {"slime-track": ("tensorboard", "wandb", "mlflow")},
     groups.CONVERTERS: {"slime-megatron": ("torch_dist", "hf"), "slime-quantize": ("fp8", "int4")},

@@ -270,6 +270,8 @@ class RewardPool:
 
 def verdict_on(sample: Sample, value: RewardValue, reward_key: str | None, where: str) -> RewardResult:
     """Result from the value that a reward returned."""
+    if type(value) is float and math.isfinite(value):
+        return RewardResult(value=value)
     try:
         # The value is foreign: also reading it may raise.
         with foreign(where, "its value", error=RewardError):

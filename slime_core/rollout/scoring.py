@@ -13,7 +13,6 @@ from slime_core.config.part import PluginSpec
 from slime_core.config.rollout import RewardPolicy, RolloutConfig
 from slime_core.contracts.reward import Outcome
 from slime_core.errors import RewardError, unknown_name
-from slime_core.registry.boundary import held
 from slime_core.rollout.failures import with_failure
 from slime_core.rollout.rewards import RewardResult
 from slime_core.types.sample import Sample, SampleGroup, SpanReward, Status
@@ -146,9 +145,11 @@ def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Reward
             parts[label] = verdict.value
             parts |= {f"{label}/{name}": number for name, number in verdict.parts.items()}
     weight = {reward.label: reward.weight for reward in plan.rewards}
-    with held() as too_large:
+    try:
         total = math.fsum(weight[label] * (verdict.value or 0.0) for label, verdict in verdicts.items())
-    if too_large.error is not None or not math.isfinite(total):
+    except OverflowError:
+        total = math.inf
+    if not math.isfinite(total):
         where = sample.prompt.origin or f"group {sample.group_index}"
         raise RewardError(
             f"{where}: the weighted sum of the rewards {parts or 'of this run'} is too large for a float."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -70,3 +70,19 @@ class EvalReport:
     rollout_id: int
     version: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """What a stretch of time was spent on."""
+
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds by part. In a step their sum is `seconds`; at the start of a run, parts are done at the same time."""
+    spans: Sequence[tuple[str, float, float]]
+    """(part, start, end) in seconds from `began`. In a step there are no gaps and overlaps."""
+
+    def metrics(self, prefix: str = "perf/") -> dict[str, float]:
+        return {f"{prefix}{part}_time": seconds for part, seconds in self.parts.items()}

@@ -96,8 +96,7 @@ class Trajectory:
         self, *, status: Status | None = None, reward: float | None = None, metadata: dict[str, Any] | None = None
     ) -> Sample:
         """Returns the sample. status: overrides that of the last completion; metadata: added to the prompt's."""
-        response = np.concatenate([np.empty(0, np.int32), *self._tokens])
-        mask = np.concatenate([np.empty(0, np.uint8), *self._mask])
+        response, mask = joined(self._tokens, np.int32), joined(self._mask, np.uint8)
         text, raw = texts_of(self._tokenizer, response, mask)
         return Sample(
             index=self.index,
@@ -107,7 +106,7 @@ class Trajectory:
             tokens=np.concatenate([self.prompt.token_ids, response]),
             prompt_length=len(self.prompt.token_ids),
             loss_mask=mask,
-            rollout_log_probs=np.concatenate([np.empty(0, np.float32), *self._log_probs]),
+            rollout_log_probs=joined(self._log_probs, np.float32),
             response=text,
             raw_response=raw,
             spans=tuple(self._spans),
@@ -135,10 +134,17 @@ class Trajectory:
         self._length += len(tokens)
 
 
+def joined(parts: list[npt.NDArray[Any]], dtype: type) -> npt.NDArray[Any]:
+    """A copy, also of one part: it may be a view of an engine's whole response."""
+    return parts[0].copy() if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+
 def without_untrained_end(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Sample:
     """Cuts the response after its last token that is trained or that a policy sampled: what follows, such as the output of a
     tool beyond the budget, costs memory and computation and has no gradient. A response without such a token, and one that a
     partial rollout will continue, stay as they are."""
+    if sample.loss_mask[-1:].any():
+        return sample
     trained = np.flatnonzero(sample.loss_mask)
     end = max(int(trained[-1]) + 1 if len(trained) else 0, *(e for _, s, e in sample.spans if e > s), 0)
     if sample.status is Status.ABORTED or not 0 < end < sample.response_length:

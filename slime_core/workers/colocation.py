@@ -21,6 +21,7 @@ from typing import Any, Final
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.transport import EngineGroup
 from slime_core.workers.devices import Devices, DeviceUser
+from slime_core.workers.stopwatch import Stopwatch
 
 
 class Phase(StrEnum):
@@ -76,6 +77,16 @@ class ColocationManager:
         the phase that waits for it."""
         self._leaving.add(gone)
 
+    @property
+    def times(self) -> Stopwatch:
+        """What the time of the run is spent on."""
+        return self._devices.times
+
+    @property
+    def weights_asleep(self) -> bool:
+        """The engines' weights are offloaded, or dropped."""
+        return MemoryTag.WEIGHTS not in self._held
+
     async def settle(self, engine: EngineGroup) -> None:
         """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
         if self.offloads and self._engines is not None:
@@ -111,19 +122,15 @@ class ColocationManager:
                 await self._wake(Phase.SYNC, joining)
                 yield
 
-    def times(self) -> Mapping[str, float]:
-        """Metrics: seconds of offloading and onloading since the last call."""
-        return self._devices.times.taken()
-
     async def _put_to_sleep(self, phase: Phase, joining: EngineGroup | None) -> None:
         """Offloads from the engines what they do not hold in this phase."""
         if self._engines is None:
             return
         surplus = frozenset(MemoryTag) - ENGINES[phase]
         if gone := self._held & surplus:
-            # Requests of a rollout that was aborted do not end by themselves.
-            await self._engines.call_all("pause")
-            with self._devices.times.of("engine_sleep"):
+            with self.times.of("engine_sleep"):
+                # Requests of a rollout that was aborted do not end by themselves.
+                await self._engines.call_all("pause")
                 await self._engines.call_all("sleep", in_order(gone))
             self._held -= gone
         if joining is not None:
@@ -142,12 +149,12 @@ class ColocationManager:
         if self._engines is None:
             return
         if missing := ENGINES[phase] - self._held:
-            with self._devices.times.of("engine_wake_up"):
+            with self.times.of("engine_wake_up"):
                 # Engines continue to wake up if this is cancelled.
                 self._held |= missing
                 await self._engines.call_all("wake_up", in_order(missing))
-            if phase is Phase.ROLLOUT:
-                await self._engines.call_all("resume")
+                if phase is Phase.ROLLOUT:
+                    await self._engines.call_all("resume")
         if joining is not None:
             await joining.call_all("wake_up", in_order(ENGINES[phase]))
 

@@ -37,6 +37,7 @@ class EngineSpecs:
                 num_devices=launcher.rollout_num_gpus_per_engine,
                 first_device=index * launcher.rollout_num_gpus_per_engine,
                 offload=launcher.offloads_rollout(self.device),
+                weights_follow=self.run.weights_follow,
                 transport=None if self.run.transport is None else self.run.transport.entry.name,
                 adapter_rank=self.run.adapter_rank,
                 routed_experts=self.run.routing_replay is RoutingReplay.ROLLOUT,

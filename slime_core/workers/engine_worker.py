@@ -30,6 +30,9 @@ class EngineWorker:
         self._spec = spec
         self._engine: RolloutEngine = spec.agreement.resolve(spec.engine, spec.agreement.registry()).build()
 
+    async def prepare_start(self) -> None:
+        await self._engine.prepare_start(self._spec.setup)
+
     async def start(self) -> EngineInfo:
         info = await self._engine.start(self._spec.setup)
         return info if info.pid is not None else replace(info, pid=os.getpid())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from slime_core.rollout.teacher_client import TeacherClient
 from slime_core.workers.engine_specs import EngineSpecs
 from slime_core.workers.engine_worker import EngineWorkerSpec
 from slime_core.workers.launcher import Launcher
+from slime_core.workers.stopwatch import StartTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +45,19 @@ async def start_engines(
     middlewares: Mapping[str, RouterMiddleware],
     with_engine: bool,
     first: asyncio.Task[Any] | None,
+    times: StartTimes,
 ) -> StartedEngines:
     """Starts the policy's engines, if it needs any, behind `middlewares`; and those of other models. `first`: awaited
     before."""
-    if first is not None:
-        await asyncio.wait({first})
-    run = specs.run
+    run, of_policy = specs.run, specs.of_policy() if with_engine else []
     client, teacher, reward = None, None, None
+    began = time.perf_counter()
+    if first is not None:
+        await launcher.prepare_engines(of_policy)
+        await asyncio.wait({first})
     if with_engine:
-        of_policy = specs.of_policy()
         engines, infos = await launcher.start_engines(of_policy)
+        times.add("engine", began, infos[0].start_seconds)
         require(of_policy, infos, media=run.media)
         client = client_of(run, engines, middlewares)
     if run.teacher is not None:

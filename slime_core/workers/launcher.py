@@ -23,13 +23,18 @@ class RankHandle(Protocol):
 
 
 class Launcher(ABC):
-    """Calling order: `start_trainers`, `start_engines`, any calls on handles, `end_engine` and `restart_engine`, `stop`."""
+    """Calling order: `start_trainers`, perhaps `prepare_engines`, `start_engines`, any calls on handles, `end_engine` and
+    `restart_engine`, `stop`."""
 
     @abstractmethod
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         """One worker per spec, in their order; not set up yet. Fills in what only the launcher knows (rendezvous). Specs are by
         role, then by rank. Roles of one call have equally many ranks, and rank r of each runs on the same device; another
         call gets other devices."""
+
+    async def prepare_engines(self, specs: Sequence[EngineWorkerSpec]) -> None:
+        """Called while trainers start on the same devices, if `start_engines` with these specs will follow. A launcher may call
+        `EngineWorker.prepare_start`."""
 
     @abstractmethod
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:

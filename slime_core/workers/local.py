@@ -47,6 +47,8 @@ class LocalLauncher(Launcher):
         self._engines: list[EngineWorker | None] = []
         """None: ended and not replaced yet."""
         self._specs: list[EngineWorkerSpec] = []
+        self._prepared: dict[int, EngineWorker] = {}
+        """Engines that have not started yet, by index."""
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         before = len(self._ranks)
@@ -57,11 +59,17 @@ class LocalLauncher(Launcher):
             self._ranks.append(LocalRank(worker, thread))
         return self._ranks[before:]
 
+    async def prepare_engines(self, specs: Sequence[EngineWorkerSpec]) -> None:
+        for spec in specs:
+            engine = self._prepared[spec.setup.index] = EngineWorker(spec)
+            await engine.prepare_start()
+
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         infos, started = [], []
         for spec in specs:
-            engine = EngineWorker(spec)
+            engine = self._prepared.get(spec.setup.index) or EngineWorker(spec)
             infos.append(await engine.start())
+            self._prepared.pop(spec.setup.index, None)
             started.append(engine)
             self._engines.append(engine)
             self._specs.append(spec)
@@ -86,7 +94,8 @@ class LocalLauncher(Launcher):
         return value
 
     async def stop(self) -> None:
-        engines, self._engines = self._engines, []
+        engines, self._engines = [*self._prepared.values(), *self._engines], []
+        self._prepared = {}
         ranks, self._ranks = self._ranks, []
         threads, self._threads = self._threads, []
         # All of them, also if stopping one fails: engines first, each in the order of its start.

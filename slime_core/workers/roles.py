@@ -16,11 +16,12 @@ from slime_core.workers.devices import Devices
 from slime_core.workers.launcher import Launcher
 from slime_core.workers.limited_rank import limited
 from slime_core.workers.role_specs import RoleSpecs
+from slime_core.workers.stopwatch import StartTimes
 from slime_core.workers.train_group import TrainerLimits, TrainGroup
 
 
 async def start_roles(
-    roles: RoleSpecs, launcher: Launcher, model_configs: Mapping[str, Mapping[str, Any]]
+    roles: RoleSpecs, launcher: Launcher, model_configs: Mapping[str, Mapping[str, Any]], times: StartTimes
 ) -> dict[str, TrainGroup]:
     """The ranks of every trained role, set up, by the role's name. `model_configs`: config.json of each role's model."""
     run, started = roles.run, {}
@@ -31,11 +32,13 @@ async def start_roles(
             offload = roles.device == "cuda" and (len(sharing) > 1 or with_engines)
         devices = Devices(offload=offload)
         specs = [roles.of_role(role) for role in sharing]
-        handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
+        with times.of("trainer/imports"):
+            handles = iter(await launcher.start_trainers([spec for of_role in specs for spec in of_role]))
         for role in sharing:
             ranks = list(itertools.islice(handles, role.num_ranks))
             ranks = limited(ranks, role.name, run.config.train.rank_call_timeout)
-            layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
+            with times.of("trainer/load"):
+                layouts: list[Layout] = list(await asyncio.gather(*(rank.call("setup") for rank in ranks)))
             trainers = TrainGroup(
                 launcher,
                 ranks,

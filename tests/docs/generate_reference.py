@@ -1,9 +1,11 @@
-"""Writes docs/reference/keys.md, flags.md, hooks.md and contracts.md from the code: python tests/docs/generate_reference.py"""
+"""Writes docs/reference/keys.md, flags.md, hooks.md and contracts.md from the code, and from metrics.md what the page of
+`slime view` shows of metrics: python tests/docs/generate_reference.py"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -28,6 +30,7 @@ from slime_core.registry.options import type_text
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "docs" / "reference"
+MEANINGS: Final = ROOT / "plugins/slime-viewer/src/slime_viewer/metric_meanings.json"
 BAR: Final = "&#124;"
 COMMAND: Final = "python tests/docs/generate_reference.py"
 OURS: Final = {"slime-rl", *(path.name for path in (ROOT / "plugins").iterdir())}
@@ -397,6 +400,17 @@ def signature(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return "\n".join([*lines, f"{word} {method.name}({ast.unparse(method.args)}){returns}"])
 
 
+def metric_meanings() -> str:
+    """Name, unit and meaning of each metric in metrics.md, a line each."""
+    rows = [row.split("|")[1:4] for row in (FOLDER / "metrics.md").read_text().splitlines() if row.startswith("| `")]
+    found = [
+        [name, unit.strip(), meaning.strip().replace("`", "")]
+        for names, unit, meaning in rows
+        for name in re.findall(r"`([^`]+)`", names)
+    ]
+    return "[\n" + ",\n".join(json.dumps(line, ensure_ascii=False) for line in found) + "\n]\n"
+
+
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +442,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "flags.md": flags_page(registry),
         FOLDER / "hooks.md": hooks_page(),
         FOLDER / "contracts.md": contracts_page(),
+        MEANINGS: metric_meanings(),
     }
 
 

@@ -3,6 +3,7 @@ and the newest checkpoint is still the one of the highest step."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,17 @@ def test_a_clock_that_is_set_while_a_run_works(tiny: TinyRun) -> None:
         if name in ("seconds", "blocked_seconds") or (name.endswith(("_s", "_time")) and not name.endswith("_per_s"))
     }
     assert len(durations) > 20
+    # The spans of a step follow each other and are its metrics, though the clock was set between them.
+    parts = ("rollout", "drain", "train", "update_weights", "save", "eval", "other")
+    steps = [record["metrics"] for record in tiny.metrics() if record["axis"] == "rollout/step"]
+    for step, event in zip(steps, [line for line in lines if line.get("event") == "step_time"], strict=True):
+        spans = event["spans"]
+        assert sum(step.get(f"perf/{part}_time", 0.0) for part in parts) == pytest.approx(step["perf/step_time"])
+        assert sum(end - start for _, start, end in spans) == pytest.approx(event["seconds"], rel=0.01, abs=0.01)
+        assert all(before[2] <= after[1] + 0.001 for before, after in itertools.pairwise(spans))
+    (first, second) = (line for line in lines if line.get("event") == "start_time")
+    assert {"driver", "trainer/imports", "trainer/load", "engine/other"} <= {part for part, _, _ in second["spans"]}
+    assert first["seconds"] == pytest.approx(steps[0]["perf/start_time"], abs=0.001)
     assert not {name: value for name, value in durations.items() if not 0 <= value < 3600}
     assert all(
         value >= 0 for record in tiny.metrics() for name, value in record["metrics"].items() if "tok_per_s" in name

@@ -88,6 +88,16 @@ def test_sft_is_the_likelihood_of_the_responses(finished: TinyRun) -> None:
     assert not any("train/ppo_kl" in step or "rollout/advantages" in step for step in steps)
 
 
+def test_completions_of_the_data_and_of_the_model_are_named(tiny: TinyRun) -> None:
+    words = ("--num-rollout", "1", "--eval-prompt-data", "few", "train.jsonl@[0:2]", "--eval-interval", "1")
+    ended = tiny.run(*SFT, *words, "--print-completions-interval", "1")
+    assert ended.code == 0, ended.err
+    titles = [line for line in ended.out.splitlines() if line.startswith("completions")]
+    assert titles == [
+        "completions of few after 0 steps:", "completions of the data at step 0:", "completions of few after 1 steps:",
+    ]  # fmt: skip
+
+
 def test_a_resumed_sft_run_continues_in_the_data(finished: TinyRun, tmp_path: Path) -> None:
     runs = shutil.copytree(finished.runs, tmp_path / "runs")
     (runs / "tiny/summary.json").unlink()

@@ -248,6 +248,148 @@ def test_each_view_of_a_real_run_has_no_serious_fault(recorded: Path, browser: B
 
 
 @pytest.mark.browser
+def test_rollouts_are_sorted_searched_and_opened(recorded: Path, context: BrowserContext) -> None:
+    """The worst sample of a step takes one click; its tokens have their numbers on hover; its address opens it again."""
+    errors = Errors()
+    with served(recorded) as server:
+        page = errors.watch(context.new_page())
+        page.goto(server.address)
+        go(page, "rollouts?step=1")
+        rows = page.locator("main a.row")
+        rows.first.wait_for()
+        for column, ascending in (("reward", True), ("spread", False), ("longest", False)):
+            page.get_by_role("columnheader", name=column, exact=True).get_by_role("link").click()
+            page.locator(f"th[aria-sort={'ascending' if ascending else 'descending'}]", has_text=column).wait_for()
+            order = f"sort={column}&descending={int(not ascending)}"
+            expected = server.get(f"/api/runs/tiny/groups?step=1&{order}")["group"]
+            assert [int(text) for text in rows.all_inner_texts()] == expected
+
+        page.get_by_role("button", name="worst").click()
+        samples = server.get("/api/runs/tiny/samples?step=1&limit=1000")
+        worst = min(range(len(samples["at"])), key=lambda row: (samples["reward"][row], -samples["advantage"][row]))
+        index = samples["at"][worst]["index"]
+        page.get_by_role("heading", name=f"sample {index}").wait_for()
+        sample = server.get(f"/api/runs/tiny/sample?step=1&index={index}")
+        columns = {column["title"]: column for column in sample["tokens"]["columns"]}
+        assert {column["name"] for column in columns.values()} >= {
+            "advantage", "log_prob", "rollout_log_prob", "mismatch", "mask", "version",
+        }  # fmt: skip
+        page.locator("[data-place='0']").hover()
+        card = page.get_by_role("tooltip")
+        shown = dict(row.inner_text().split("\n") for row in card.locator("dl > div").all())
+        assert list(shown) == list(columns)
+        assert float(shown["Advantage"].replace("\u2212", "-")) == pytest.approx(
+            columns["Advantage"]["values"][0], rel=1e-3
+        )
+        for title, column in columns.items():
+            page.get_by_role("combobox", name="Color by").select_option(column["name"])
+            letter = {"diverging": "d", "sequential": "s", "category": "c"}[column["scale"]]
+            page.locator(f"[data-place='0'][class^='{letter}']").wait_for()
+            assert f"color={column['name']}" in page.url, title
+        page.keyboard.press("#")
+        page.locator("[data-place='0'][data-number]").wait_for()
+        page.reload()
+        page.get_by_role("heading", name=f"sample {index}").wait_for()
+        page.locator("[data-place='0'][data-number]").wait_for()
+
+        go(page, "rollouts?step=all&q=%22+%22&where=reward<1")
+        page.get_by_role("searchbox", name="Search").or_(page.get_by_label("Search")).first.fill("=")
+        page.get_by_label("Filter").fill("reward<1 step=2")
+        total = server.get("/api/runs/tiny/samples?step=all&q=%3D&where=reward%3C1%20step%3D2")["total"]
+        assert total > 0
+        page.get_by_text(f"{total} samples").first.wait_for()
+    assert errors == []
+
+
+@pytest.fixture(scope="module")
+def runs(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two runs. The second has another learning rate, and files as a run on GPUs that trainer and engines share."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("one", "two"):
+        shutil.copytree(recorded, folder / name, ignore=shutil.ignore_patterns("index", "checkpoints"))
+    two = folder / "two"
+    manifest = json.loads((two / "manifest.json").read_text())
+    manifest["config"]["train"]["lr"] = 0.125
+    manifest["config"]["launcher"] |= {"colocate": True, "device": "cuda", "actor_num_gpus_per_node": 2}
+    (two / "manifest.json").write_text(json.dumps(manifest))
+    times = [json.loads(line) for line in (two / "view/times.jsonl").read_text().splitlines()]
+    trained = [line for line in times if line.get("kind") == "train"]
+    memory = [
+        {"time": line[end], "memory": {"host": [4e9, 6e10], "GPU 0": [used, 8e10], "GPU 1": [used / 2, 8e10]}}
+        for line in trained
+        for end, used in (("from", 5e10), ("to", 7e10))
+    ]
+    with (two / "view/times.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in memory)
+    moved = [["engine_sleep", 0.0, 0.1], ["wake_up", 0.1, 0.2], ["train", 0.2, 0.3]]
+    with (two / "events.jsonl").open("a") as file:
+        for line in trained:
+            event = {"event": "step_time", "rollout_id": line["step"], "began": line["from"] - 0.1, "spans": moved}
+            file.write(json.dumps({"time": "2026-01-01T00:00:00+00:00", "attempt": 1, **event}) + "\n")
+    plan = {"groups": [{"needed_bytes": 6e10, "host_bytes": 5e9}], "target": {"device": "cuda"}}
+    (two / "view/plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.mark.browser
+def test_runs_are_laid_over_each_other_and_their_configs_compared(runs: Path, context: BrowserContext) -> None:
+    errors = Errors()
+    with served(runs) as server:
+        page = errors.watch(context.new_page())
+        page.goto(server.address)
+        go(page, "curves?run=one")
+        page.get_by_label("Lay two over").check()
+        legend = page.locator(".run-legend").or_(page.locator(".runs"))
+        legend.get_by_text("two").first.wait_for()
+        chart = page.locator("figure.metric", has_text="rollout/raw_reward").first
+        chart.get_by_role("img", name="one: 3 points").wait_for()
+        assert "two: 3 points" in (chart.get_by_role("img").get_attribute("aria-label") or "")
+        for axis in ("tokens", "hours"):
+            page.get_by_role("button", name=axis).click()
+            page.wait_for_url(f"**x={axis}*")
+        page.keyboard.press("s")
+        page.wait_for_url("**smooth=0.2*")
+        assert page.get_by_text("not known for this metric").count() == 0
+        go(page, "compare?run=one&over=two")
+        row = page.get_by_role("row", name="train.lr")
+        row.wait_for()
+        assert row.inner_text().split()[-1] == "0.125"
+    assert errors == []
+
+
+@pytest.mark.browser
+def test_a_run_on_gpus_on_a_phone(runs: Path, browser: Browser) -> None:
+    """Sleep, memory and plan; no view is wider than the screen."""
+    errors = Errors()
+    with served(runs) as server:
+        context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+        page = errors.watch(context.new_page())
+        page.goto(server.address)
+        for view, text in {
+            **VIEWS,
+            "sample?index=1&step=0": "train.jsonl",
+            "curves?metric=train/loss": "train/loss",
+        }.items():
+            go(page, f"{view}{'&' if '?' in view else '?'}run=two")
+            page.locator("main").get_by_text(text).first.wait_for()
+            page.wait_for_load_state("networkidle")
+            assert page.evaluate("document.documentElement.scrollWidth") == 390, view
+        go(page, "timeline?run=two")
+        page.get_by_role("columnheader", name="wake up").wait_for()
+        heads = page.get_by_role("columnheader").all_inner_texts()
+        devices = page.get_by_role("row", name="devices 1 x 2 GPU").locator("th, td").all_inner_texts()
+        assert "ms" in devices[heads.index("sleep")]
+        assert "ms" in devices[heads.index("wake up")]
+        page.get_by_role("img", name="GPU 0: 6 points, last 65.19").wait_for()
+        go(page, "health?run=two")
+        row = page.get_by_role("row", name="fullest GPU")
+        row.wait_for()
+        assert row.inner_text().split("\t")[1:4] == ["55.9 GiB", "65.2 GiB", "74.5 GiB"]
+        context.close()
+    assert errors == []
+
+
+@pytest.mark.browser
 def test_a_run_is_shown_while_it_continues(
     make_tiny: Callable[[Path], Any], context: BrowserContext, tmp_path: Path
 ) -> None:
@@ -266,6 +408,9 @@ def test_a_run_is_shown_while_it_continues(
             page.wait_for_function(
                 "() => /[5-9] of 40|[1-4][0-9] of 40/.test(document.querySelector('.state').textContent)"
             )
+            for view, text in VIEWS.items():
+                go(page, view)
+                page.locator("main").get_by_text(text).first.wait_for()
             go(page, "rollouts")
             page.locator("main a.row").first.wait_for()
         finally:

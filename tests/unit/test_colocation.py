@@ -120,13 +120,14 @@ async def test_offload_and_onload_times_are_reported_once():
     device = Device()
     device.trainer = {"weights"}
     colocation, devices, trainer, engines = await colocated(device)
-    assert colocation.times().keys() == {"perf/sleep_time"}, "settling"
+    assert colocation.times.lap().parts.keys() == {"sleep", "other"}, "settling"
     await update_weights(colocation, trainer, engines, device)
     await step(colocation, devices, trainer, device)
-    times = colocation.times()
-    assert times.keys() == {f"perf/{who}{move}_time" for who in ("", "engine_") for move in ("sleep", "wake_up")}
-    assert all(seconds > 0 for seconds in times.values())
-    assert colocation.times() == {}
+    lap = colocation.times.lap()
+    assert lap.parts.keys() == {"sleep", "wake_up", "engine_sleep", "engine_wake_up", "other"}
+    assert all(seconds > 0 for seconds in lap.parts.values())
+    assert sum(lap.parts.values()) == pytest.approx(lap.seconds)
+    assert colocation.times.lap().parts.keys() == {"other"}
 
 
 @pytest.mark.parametrize(("offload_train", "offload_rollout"), [(True, False), (False, True), (False, False)])

@@ -5,6 +5,7 @@ import contextlib
 import functools
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -769,6 +770,24 @@ def test_engines_continue_after_one_beside_them_got_its_weights(offload_rollout,
             assert not session.policy.awake
             calls = [call for call in ward.engines[0].calls if call != "health"]
             assert calls == (["pause", "sleep", "wake_up", "resume"] if offload_rollout else [])
+
+    run_fast(scene())
+
+
+@pytest.mark.parametrize("weights_follow", [True, False])
+def test_engines_that_dropped_their_weights_get_them_with_one_that_is_started_again(weights_follow):
+    """After a step's training and before its weight update: they wake up with the newcomer."""
+
+    async def scene():
+        async with Ward([FaultyEngine()]).open() as ward:
+            session = await a_colocated_session(ward.client, offload_rollout=True)
+            session.run = SimpleNamespace(weights_follow=weights_follow)
+            session._push = partial(Session._push, session)
+            async with session.colocation.train():
+                pass
+            await Session.update_engine_weights(session, Newcomer(), Admitted())
+            assert [version for _, version, _ in session.transport.pushed] == [4] * (2 if weights_follow else 1)
+            assert ward.engines[0].calls[-1] == "resume"
 
     run_fast(scene())
 

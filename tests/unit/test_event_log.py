@@ -12,14 +12,16 @@ from slime_core.contracts.hookspecs import (
     EventLoopBlocked,
     Run,
     RunEnd,
+    RunReady,
     RunStart,
     SampleFailed,
+    StepTrained,
     UpdateWeightsEnd,
 )
 from slime_core.controller.event_log import EventLog
 from slime_core.errors import EngineError, StorageError
 from slime_core.registry.hooks import Hooks
-from slime_core.types.report import WeightUpdateReport
+from slime_core.types.report import Lap, TrainReport, WeightUpdateReport
 from slime_plugin_kit.scripted_rollout import prompt_of
 
 
@@ -40,11 +42,16 @@ def test_lines_have_the_fields_of_the_event_and_are_appended(tmp_path):
     hooks.emit(
         SampleFailed(run=run, prompt=prompt_of(7), sample_index=29, attempt=2, will_retry=False, error=ValueError("no"))
     )
+    lap = Lap(began=7.0, seconds=2.5, parts={"train": 2.5}, spans=[("other", 0, 0.0004), ("train", 0.0004, 2.5)])
+    hooks.emit(RunReady(run=run, lap=lap))
+    hooks.emit(
+        StepTrained(run=run, rollout_id=4, report=TrainReport(version=5, steps=(), rollout={}, perf={}), lap=lap)
+    )
     hooks.emit(EventLoopBlocked(run=run, seconds=31.25, where="paced.py:9 paced"))
     hooks.emit(RunEnd(run=run, rollout_id=5, version=5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines.pop(0) == {"event": "of an attempt before"}
-    assert [line.pop("attempt") for line in lines] == [2] * 8
+    assert [line.pop("attempt") for line in lines] == [2] * 10
     times = [line.pop("time") for line in lines]
     assert times == sorted(times)
     assert lines == [
@@ -54,6 +61,8 @@ def test_lines_have_the_fields_of_the_event_and_are_appended(tmp_path):
         {"event": "engine_recovered", "rollout_id": 4, "engine": 1, "version": 4, "seconds": 3.5},
         {"event": "weights_compared", "version": 4, "compared_with": "engines"},
         {"event": "sample_failed", "group": 7, "sample": 29, "tries": 2, "will_retry": False, "error": "ValueError: no"},
+        {"event": "start_time", "began": 7.0, "seconds": 2.5, "spans": [["train", 0.0, 2.5]]},
+        {"event": "step_time", "rollout_id": 4, "began": 7.0, "seconds": 2.5, "spans": [["train", 0.0, 2.5]]},
         {"event": "loop_held", "seconds": 31.25, "where": "paced.py:9 paced"},
         {"event": "run_end", "rollout_id": 5, "version": 5, "error": None},
     ]  # fmt: skip

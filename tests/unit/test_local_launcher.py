@@ -27,10 +27,16 @@ NUMBER = 0
 class Counted:
     """Knows as the how many-th it was started."""
 
+    number, prepared = 9, False
+
+    async def prepare_start(self, setup):
+        self.prepared, self.folder = True, setup.run_dir
+
     async def start(self, setup):
         global NUMBER
         NUMBER += 1
         self.number, self.folder = NUMBER, setup.run_dir
+        (self.folder / f"prepared_{self.number}").touch() if self.prepared else None
         return EngineInfo(capabilities=frozenset(), pid=setup.seed or None)
 
     async def version(self):
@@ -99,6 +105,19 @@ async def test_an_engine_that_fails_to_stop_leaves_no_other_running(specs, tmp_p
     with pytest.raises(RuntimeError, match="cannot even be stopped"):
         await launcher.stop()
     assert [path.name for path in tmp_path.iterdir()] == [f"stop_{number}"]
+
+
+async def test_an_engine_that_was_prepared_is_the_one_that_starts(specs, tmp_path):
+    launcher = LocalLauncher()
+    await launcher.prepare_engines(specs)
+    engines, _ = await launcher.start_engines(specs)
+    numbers = [await engine.call("version") for engine in engines]
+    assert {path.name for path in tmp_path.iterdir()} == {f"prepared_{number}" for number in numbers}
+    # A run whose trainers fail.
+    other = LocalLauncher()
+    await other.prepare_engines(specs)
+    await other.stop()
+    assert (tmp_path / "stop_9").exists()
 
 
 async def test_an_engine_that_was_ended_is_ended_once(specs, tmp_path):

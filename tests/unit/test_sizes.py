@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-KERNEL_LINES: Final = 20_810
+KERNEL_LINES: Final = 21_000
 FUNCTION_LINES: Final = 60
 CLASS_LINES: Final = 250
 TOP_MODULES: Final = {"__init__", "errors", "groups", "plugin", "testing"}
@@ -17,6 +17,7 @@ TOP_MODULES: Final = {"__init__", "errors", "groups", "plugin", "testing"}
 LARGE_CLASSES: Final = {
     "EngineClient": "one queue of requests over engines that come and go: its state is one",
     "Session": "the verbs of a run over one state, most of them a few lines",
+    "OwnLoop": "the calls of a loop of one's own, over one record of its gradients and steps",
     "RayLauncher": "the launcher contract over one cluster",
     "FsdpBackend": "the backend contract over one trainer: a method for each call",
     "LocalEngine": "the engine contract over one task that runs the decoders: a method for each call",

@@ -177,6 +177,32 @@ def test_sleep_and_wake_change_nothing_on_the_cpu(folders, start, pack, samples,
     np.testing.assert_array_equal(backend.forward_only([pack(samples)])[0].log_probs, before)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "bfloat16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}],
+    ids=["float32", "bfloat16"],
+)
+def test_host_memory_for_the_moments_is_there_before_the_first_step(
+    options, folders, start, pack, samples, sequence_policy
+):
+    """Else the sleep after the first step would wait until it is locked, for many seconds."""
+    backend = start(folders("qwen3"), options)
+    backend.sleep()
+    kept = backend._ready.offloader._others._memory
+    kept.room(0)
+    reserved = kept._memory
+    backend.wake_up()
+    backend.train_step([pack(samples)], sequence_policy())
+    state = backend._ready.optimizer.state.values()
+    moments = sum(local(value).nbytes for of_one in state for value in of_one.values())
+    assert moments < len(reserved) < 2 * moments, "beside small tensors, whose bytes are rounded up"
+    backend.sleep()
+    assert kept._memory is reserved
+    assert not any(local(value).untyped_storage().nbytes() for of_one in state for value in of_one.values())
+    backend.wake_up()
+    assert kept._memory is reserved
+
+
 def test_two_backends_share_a_process_group(folders, start, pack, samples):
     first, second = (start(folders("qwen3"), {"precision": "bfloat16"}) for _ in range(2))
     second.close()

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import py_compile
 import sys
 
 import torch
@@ -48,6 +49,20 @@ def test_missing_things_are_reported_with_advice(monkeypatch):
     assert "built for CUDA 13.0 and sees no device" in by(found, "devices")[0].detail
     assert by(found, "python")[0].state is State.BAD
     assert by(found, "open files")[0].advice.startswith("ulimit -n")
+
+
+def test_packages_that_are_compiled_in_every_process_are_reported(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_compile.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(examination, "SLOW_TO_COMPILE", ("slow_to_compile", "is_not_there"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (found,) = examination.bytecode(Registry())
+    assert found.state is State.NOTE
+    assert found.detail.startswith("none of slow_to_compile, and PYTHONDONTWRITEBYTECODE is set")
+    assert "-m compileall" in found.advice
+    py_compile.compile(str(tmp_path / "slow_to_compile.py"))
+    (found,) = examination.bytecode(Registry())
+    assert found.state is State.GOOD
 
 
 def test_a_foreign_kernel_and_distributions_that_require_it_are_reported(tmp_path, monkeypatch):

@@ -130,6 +130,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def main():
     options = json.loads(sys.stdin.buffer.readline())
+    for gate in (word.removeprefix("gate=") for word in sys.argv[1:] if word.startswith("gate=")):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
     print("loading", options["model_path"], flush=True)
     shown = {key: options.get(key) for key in ("disaggregation_mode", "disaggregation_bootstrap_port")}
     print("options", json.dumps(shown), flush=True)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -104,3 +105,20 @@ def test_the_listing_has_each_hook_and_its_purpose(monkeypatch, capsys):
             assert hook.purpose in line
             assert hook.when in line
             assert line.rstrip().endswith("yes")
+
+
+def test_a_server_that_was_begun_early_waits_before_it_uses_devices(monkeypatch, tmp_path):
+    gate, connected = tmp_path / "open", []
+    monkeypatch.setattr(hooks, "on_one_address", lambda method: method)
+    monkeypatch.setattr(sys, "argv", ["launch", "one-address", f"gate={gate}"])
+
+    def connects(*args):
+        connected.append(gate.exists())
+
+    thread = threading.Thread(target=hooks.meet_on_one_address, args=(connects, 1, 0, "tcp://127.0.0.1:1"))
+    thread.start()
+    thread.join(0.3)
+    assert not connected
+    gate.touch()
+    thread.join(10)
+    assert connected == [True]

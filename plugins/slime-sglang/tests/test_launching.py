@@ -18,11 +18,12 @@ from slime_core.errors import EngineError
 from slime_serving.connection import new_pool
 from slime_serving.devices import devices_of
 from slime_serving.server_process import ServerProcess
-from slime_sglang import launching
+from slime_sglang import launching, server_group
 from slime_sglang.launching import options_for, start_server
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.plugin import Sglang
 from slime_sglang.server_args import OWNED
+from slime_sglang.server_group import SglangServers
 
 HERE = Path(__file__).parent
 
@@ -63,6 +64,10 @@ class WithOptions(Sglang.Config):
     """With this option, whether SGLang is installed or not."""
 
     chunked_prefill_size: int | None = None
+    cuda_graph_max_bs_decode: int | None = None
+    disable_cuda_graph: bool | None = None
+    max_running_requests: int | None = None
+    speculative_algorithm: str | None = None
 
 
 def test_servers_that_prefill_have_options_of_their_own(setup):
@@ -71,6 +76,57 @@ def test_servers_that_prefill_have_options_of_their_own(setup):
     assert (prefill["disaggregation_mode"], prefill["chunked_prefill_size"]) == ("prefill", 64)
     assert decode["disaggregation_mode"] == "decode"
     assert "chunked_prefill_size" not in decode
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "options", "expected"),
+    [
+        (256, {}, None),
+        (512, {}, 512),
+        (1025, {"servers": 2}, 513),
+        (4096, {}, 1024),
+        (4096, {"servers": 4, "prefill_servers": 2}, 1024),
+        (1024, {"max_running_requests": 300}, 300),
+        (1024, {"cuda_graph_max_bs_decode": 64}, 64),
+        (1024, {"disable_cuda_graph": True}, None),
+    ],
+)
+def test_graphs_hold_a_servers_share_of_the_requests_in_flight(setup, in_flight, options, expected):
+    gpu = replace(setup, device="cuda", num_devices=4, max_batch=in_flight)
+    assert options_for(WithOptions(**options), gpu, 0).get("cuda_graph_max_bs_decode") == expected
+
+
+def test_without_a_gpu_there_are_no_graphs(setup):
+    assert "cuda_graph_max_bs_decode" not in options_for(Sglang.Config(), replace(setup, max_batch=1024), 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "dropped"),
+    [
+        ({"weights_follow": True, "transport": "ipc"}, {}, True),
+        ({"weights_follow": True, "transport": "ipc"}, {"sleep_level": 1}, False),
+        ({"weights_follow": True, "transport": "delta"}, {}, False),
+        ({"weights_follow": False, "transport": "ipc"}, {}, False),
+        ({"weights_follow": False, "transport": "ipc"}, {"sleep_level": 2}, True),
+        ({"weights_follow": False, "transport": None}, {"sleep_level": 2}, False),
+    ],
+)
+def test_weights_that_are_sent_after_every_sleep_are_not_kept(setup, setting, options, dropped):
+    setup.model_path.mkdir()
+    (setup.model_path / "config.json").write_text("{}")
+    gpu = replace(setup, device="cuda", offload=True, **setting)
+    found = options_for(Sglang.Config(**options), gpu, 0)
+    assert (found["enable_memory_saver"], found["enable_weights_cpu_backup"]) == (True, not dropped)
+    # A draft comes from a folder of its own, and no weight update sends it.
+    with_draft = options_for(WithOptions(**options, speculative_algorithm="EAGLE"), gpu, 0)
+    assert with_draft["enable_draft_weights_cpu_backup"]
+
+
+def test_quantized_weights_are_kept(setup):
+    setup.model_path.mkdir()
+    (setup.model_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    gpu = replace(setup, device="cuda", offload=True, weights_follow=True, transport="ipc")
+    assert options_for(Sglang.Config(), gpu, 0)["enable_weights_cpu_backup"]
 
 
 def test_options(setup):
@@ -118,6 +174,32 @@ async def test_a_start(setup, fake):
     assert log.stat().st_mode & 0o077 == 0, "the log may have the token in it"
     assert log.read_text().count("frozen") == 1, "what it has loaded is looked through for garbage at every push"
     assert started.connection.token not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+
+
+async def test_a_server_that_was_begun_early_waits_for_its_start(setup, fake, monkeypatch):
+    monkeypatch.setattr(server_group, "in_source", lambda target, folder: True)
+    servers = SglangServers(Sglang.Config())
+    await servers.prepare(setup)
+    (begun,) = servers._begun.values()
+    log = setup.run_dir / "logs" / "sglang-0-0.log"
+    await asyncio.sleep(0.5)
+    assert begun.process.exit_code is None
+    assert "loading" not in log.read_text()
+    await servers.start(setup)
+    assert servers.pid == begun.process.pid
+    assert log.read_text().count("loading") == 1
+    (gates,) = servers._gates
+    await servers.stop()
+    assert (begun.process.exit_code, gates.exists()) == (-signal.SIGKILL, False)
+
+
+async def test_a_server_that_was_begun_and_never_started_is_ended(setup, fake, monkeypatch):
+    monkeypatch.setattr(server_group, "in_source", lambda target, folder: True)
+    servers = SglangServers(Sglang.Config())
+    await servers.prepare(setup)
+    (begun,) = servers._begun.values()
+    await servers.stop()
+    assert begun.process.exit_code == -signal.SIGKILL
 
 
 async def test_a_server_that_dies_at_its_start(setup, fake):

@@ -29,8 +29,8 @@ def new_server(model, tmp_path):
 
     def start(*options, folder="server"):
         server = ServedProcess(tmp_path / folder, model, "--name", MODEL, *options)
-        server.start()
         started.append(server)
+        server.start()
         return server
 
     yield start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ class Weights:
 
 class ScriptedModels:
     whole = False
+    draws_by_seed = True
     max_models = 3
     max_weights = 2
+    base_weights = None
 
     def __init__(self) -> None:
         self.base = BaseModel(name="base", folder=Path("base"), arch="none", vocab_size=50, max_length=64)
@@ -39,6 +41,9 @@ class ScriptedModels:
         self.gate = threading.Event()
         """Cleared: a call of a trainer waits."""
         self.gate.set()
+        self.disk = threading.Event()
+        """Cleared: what is saved is not written."""
+        self.disk.set()
         self.waiting: list[Future[list[Completion]]] = []
         self.has_waiting = threading.Event()
         self.hold_samples = False
@@ -67,10 +72,16 @@ class ScriptedModels:
         self._note(name, "optim_step", adam.lr)
         return float(len(self.done[name]))
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        folder.mkdir()
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
         self.calls.append(f"{name} save")
-        (folder / "done.json").write_text(json.dumps(self.done[name]))
+        content = json.dumps(self.done[name])
+
+        def write() -> None:
+            assert self.disk.wait(20)
+            folder.mkdir()
+            (folder / "done.json").write_text(content)
+
+        return write
 
     def open_weights(self, folder: Path) -> Weights:
         self.open += 1

@@ -13,11 +13,19 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[3]
 CLIENT_PYTHON: Final = ROOT / ".venv-tinker/bin/python"
 CLIENTS: Final = Path(__file__).parent / "client"
-START_S: Final = 120
+START_S: Final = 240
 RUN_FILE: Final = """\
 name = "served"
 backend = {{ name = "fsdp", max_adapters = 4 }}
 engine = {{ name = "local", max_adapters = 8 }}
+
+[model]
+hf_checkpoint = "{model}"
+"""
+WHOLE_RUN_FILE: Final = """\
+name = "served"
+backend = "fsdp"
+engine = "local"
 
 [model]
 hf_checkpoint = "{model}"
@@ -28,7 +36,8 @@ class ServedProcess:
     def __init__(self, folder: Path, model: Path, *options: str) -> None:
         """`options`: of the command, in addition."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "run.toml").write_text(RUN_FILE.format(model=model))
+        text = WHOLE_RUN_FILE if "--full-parameters" in options else RUN_FILE
+        (folder / "run.toml").write_text(text.format(model=model))
         self._folder = folder
         self._options = options
         self._port = 0
@@ -36,7 +45,8 @@ class ServedProcess:
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        scheme = "https" if "--tls-key" in self._options else "http"
+        return f"{scheme}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         """Returns when it serves; a second time on the same port."""
@@ -68,14 +78,17 @@ class ServedProcess:
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:
-        assert self._process is not None
+        if self._process is None:
+            return 0
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
         return self._process.wait(timeout=60)
 
 
-def client(address: str, cwd: Path, *words: str, key: str = "tml-any") -> subprocess.Popen[str]:
-    """A program of the folder `client`, or a module with `-m`."""
+def client(
+    address: str, cwd: Path, *words: str, key: str = "tml-any", authority: Path | None = None
+) -> subprocess.Popen[str]:
+    """A program of the folder `client`, or a module with `-m`. `authority`: certificate that it trusts, beside none."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -84,11 +97,14 @@ def client(address: str, cwd: Path, *words: str, key: str = "tml-any") -> subpro
         "TINKER_BASE_URL": address,
         "TINKER_TELEMETRY": "0",
     }
+    if authority is not None:
+        environment["SSL_CERT_FILE"] = str(authority)
     words = words if words[0] == "-m" else (str(CLIENTS / words[0]), *words[1:])
     return subprocess.Popen(
         [CLIENT_PYTHON, str(CLIENTS), *words],
         cwd=cwd,
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

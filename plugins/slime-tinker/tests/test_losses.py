@@ -5,13 +5,14 @@ import pytest
 import torch
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.types import Datum, ForwardBackwardRequest, ModelInput
+from tinker.types import Datum, ForwardBackwardRequest, ModelInput, TensorData
 from tinker.types.forward_backward_input import ForwardBackwardInput
 
 from slime_core.registry import Registry
 from slime_tinker.errors import RequestError
 from slime_tinker.loss_calls import table_of
 from slime_tinker.loss_sum import loss_of
+from slime_tinker.training import trained_outcome
 from slime_tinker.training_data import training_data
 
 LENGTHS = (5, 1, 9)
@@ -79,7 +80,7 @@ def parsed(datums, name, config, **limits):
 def test_a_loss_is_the_documented_one(name):
     datums, log_probs = case(name)
     data = parsed(datums, name, CONFIGS[name])
-    found = loss_of(Registry.from_environment(), data.loss, data.datums, np.concatenate(log_probs))
+    found = loss_of(Registry.from_environment(), data.parts[0].loss, data.datums, np.concatenate(log_probs))
     start = 0
     for own, datum, length in zip(log_probs, datums, LENGTHS, strict=True):
         inputs = {key: torch.from_numpy(np.array(value.data)).double() for key, value in datum.loss_fn_inputs.items()}
@@ -98,10 +99,10 @@ def test_its_gradient_is_the_documented_one(name):
 
     datums, log_probs = case(name)
     data = parsed(datums, name, CONFIGS[name])
-    options = dict(data.loss)
+    options = dict(data.parts[0].loss)
     registry = Registry.from_environment()
     part = BoundPlugin.of(
-        registry.resolve(groups.LOSSES, options.pop("name"), where="x"), data.loss["name"], options, where="x"
+        registry.resolve(groups.LOSSES, options.pop("name"), where="x"), data.parts[0].loss["name"], options, where="x"
     )
     for datum, sent, own in zip(data.datums, datums, log_probs, strict=True):
         inputs = {key: torch.from_numpy(np.array(value.data)).double() for key, value in sent.loss_fn_inputs.items()}
@@ -119,6 +120,27 @@ def test_its_gradient_is_the_documented_one(name):
         values = part.build()(given, samples).values
         (values * torch.from_numpy(datum.loss_weights).double()).sum().backward()
         torch.testing.assert_close(ours.grad, leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_thresholds_of_each_token(name):
+    """Some datums have their own; the others have those of the request."""
+    datums, log_probs = case(name)
+    expected, rng = 0.0, np.random.default_rng(1)
+    for number, (datum, own) in enumerate(zip(datums, log_probs, strict=True)):
+        inputs = {key: torch.from_numpy(np.array(value.data)).double() for key, value in datum.loss_fn_inputs.items()}
+        config = dict(CONFIGS[name])
+        if number != 1:
+            for key, choices in (("clip_low_threshold", (0.9, 0.97)), ("clip_high_threshold", (1.01, 1.2))):
+                chosen = rng.choice(choices, len(own)).astype(np.float32)
+                datum.loss_fn_inputs[key] = TensorData.from_numpy(chosen)
+                config[key] = torch.from_numpy(chosen.astype(np.float64).round(6))
+        expected += float(documented(name, torch.from_numpy(own).double(), inputs, config))
+    data = parsed(datums, name, CONFIGS[name])
+    assert 3 < len(data.parts) < 6
+    outcome = trained_outcome(Registry.from_environment(), data, np.concatenate(log_probs))
+    found = pb.ForwardBackwardOutput.FromString(outcome.content)
+    assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(

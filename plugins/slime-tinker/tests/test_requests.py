@@ -1,6 +1,7 @@
 """Order, repetition, chunks, long polling, snapshots, tenants, limits and errors, against models that note their calls."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scripted_models import ScriptedModels
 from sdk_calls import limits, retention, serving, settings
 
 from slime_tinker.keys import Keys
+from slime_tinker.sampler_weights import OpenWeights
 
 pytestmark = pytest.mark.asyncio
 
@@ -192,6 +194,60 @@ async def test_limits(tmp_path):
         models.gate.set()
 
 
+async def test_files_are_written_beside_the_turns_of_others(tmp_path):
+    models = ScriptedModels()
+    async with serving(models, settings(tmp_path)) as (_, calls):
+        session = await calls.session()
+        slow, other = await calls.model(session), await calls.model(session, 1)
+        models.disk.clear()
+        saved = await calls.post("save_weights", model_id=slow, seq_id=1, path="slow")
+        twice = await calls.post("save_weights", model_id=slow, seq_id=2, path="slow")
+        step = await calls.optim_step(slow, 3)
+        assert (await calls.result(await calls.optim_step(other, 1)))["metrics"]["step"] == 1
+        # Its own results come in their order.
+        assert models.done[slow][-1] == ["optim_step", 0.5]
+        assert (await calls.fetch(step)).json()["type"] == "try_again"
+        models.disk.set()
+        path = (await calls.result(saved.json()["request_id"]))["path"]
+        assert "is being written" in (await calls.result(twice.json()["request_id"]))["error"]
+        await calls.result(step)
+        # What was saved is from before the step.
+        loaded = await calls.post("load_weights", model_id=slow, seq_id=4, path=path, optimizer=True)
+        await calls.result(loaded.json()["request_id"])
+        assert models.done[slow] == [["create", 0]]
+
+
+async def test_weights_are_opened_in_the_order_of_requests(tmp_path):
+    """A stream of requests for what is open does not keep out those that wait for others to be closed."""
+    models = ScriptedModels()
+    models.max_weights = 1
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "done.json").write_text("[]")
+    order, trainer = [], ThreadPoolExecutor(1)
+    weights = OpenWeights(models, trainer)
+
+    async def use(name, until):
+        async with weights.using(tmp_path / name):
+            order.append(name)
+            opened.set()
+            await until.wait()
+
+    opened, held, free = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    free.set()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(use("one", held))
+        await opened.wait()
+        for name in ("two", "one"):
+            tasks.create_task(use(name, free))
+            for _ in range(9):
+                await asyncio.sleep(0)
+        assert order == ["one"]
+        held.set()
+    assert order == ["one", "two", "one"]
+    trainer.shutdown()
+
+
 async def test_what_is_wrong_is_named(tmp_path):
     async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
         session = await calls.session()
@@ -229,7 +285,7 @@ async def test_what_is_wrong_is_named(tmp_path):
         sampler = created.json()["sampling_session_id"]
         wrong = [
             ({"num_samples": 0}, "num_samples = 0"),
-            ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
+            ({"topk_sample_logprobs": 51}, "topk_sample_logprobs = 51: must be from 0 to 50"),
             ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3: must be from 1 to 2"),
             ({"sampling_params": {"max_tokens": 1, "stop": []}}, "stop = []"),
             ({"sampling_params": {"max_tokens": 1, "top_p": 0}}, "top_p"),

@@ -1,5 +1,6 @@
 """What outlives a server that ends without notice, and what is deleted when."""
 
+import asyncio
 import json
 import time
 
@@ -75,6 +76,48 @@ async def test_requests_without_a_result_run_after_the_restart(tmp_path):
         tokens = (await calls.result(sample)).sequences[0].tokens
         assert np.frombuffer(tokens, np.int32).tolist() == [1]
         assert [call[0] for call in after.done[model]] == ["create", "optim_step", "forward_backward", "optim_step"]
+
+
+async def test_a_state_that_was_not_written_is_computed_again(tmp_path):
+    models = ScriptedModels()
+    models.disk.clear()
+
+    async def script(service, calls):
+        model = await calls.model(await calls.session())
+        step = await calls.optim_step(model, 1)
+        assert (await calls.fetch(step)).json()["type"] == "try_again"
+        assert f"{model} save" in models.calls
+        return model, step
+
+    model, step = await killed(models, settings(tmp_path, save_after_s=0.0), script)
+    models.disk.set()
+    after = ScriptedModels()
+    async with serving(after, settings(tmp_path)) as (_, calls):
+        assert (await calls.result(step))["metrics"]["step"] == 1
+        assert [call[0] for call in after.done[model]] == ["create", "optim_step"]
+
+
+async def test_a_request_that_ends_the_server_does_not_end_the_next(tmp_path):
+    models = ScriptedModels()
+    models.forward = lambda name, datums: 1 / 0
+
+    found = []
+
+    async def until_it_ends():
+        async with serving(models, settings(tmp_path)) as (_, calls):
+            model = await calls.model(await calls.session())
+            found.append((model, await calls.forward_backward(model, 1, 5, forward_only=True)))
+            await asyncio.sleep(20)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await until_it_ends()
+    assert isinstance(ended.value.exceptions[0], ZeroDivisionError)
+    ((model, request),) = found
+    async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
+        result = await calls.result(request)
+        assert "ended the server" in result["error"]
+        assert result["category"] == "server"
+        assert "metrics" in await calls.result(await calls.optim_step(model, 2))
 
 
 async def test_a_failed_request_fails_again(tmp_path):

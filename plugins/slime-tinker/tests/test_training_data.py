@@ -64,9 +64,16 @@ def test_sparse_targets_of_one_column():
 
 def test_thresholds_that_are_sent_with_every_token():
     limits = {"clip_low_threshold": [0.7, 0.7], "clip_high_threshold": [1.4, 1.4]}
-    data = parsed([policy([3, 4], [4, 5], [-1.0, -1.0], [1.0, 1.0], **limits)], "ppo", {})
-    assert data.loss["eps_clip"] == pytest.approx(0.3, abs=1e-12)
-    assert data.loss["eps_clip_high"] == pytest.approx(0.4, abs=1e-12)
+    (part,) = parsed([policy([3, 4], [4, 5], [-1.0, -1.0], [1.0, 1.0], **limits)], "ppo", {}).parts
+    assert part.loss["eps_clip"] == pytest.approx(0.3, abs=1e-12)
+    assert part.loss["eps_clip_high"] == pytest.approx(0.4, abs=1e-12)
+
+
+def test_defaults_are_the_documented_ones():
+    sent = [policy([3, 4], [4, 5], [-1.0, -1.0], [1.0, 1.0])]
+    found = {name: parsed(sent, name, {}).parts[0].loss for name in ("ppo", "cispo")}
+    assert found["ppo"] == {"name": "clip", "eps_clip": pytest.approx(0.2), "eps_clip_high": pytest.approx(0.2)}
+    assert found["cispo"] == {"name": "cispo", "eps_clip": 1.0, "eps_clip_high": 3.0}
 
 
 IMAGE = Datum(
@@ -102,9 +109,9 @@ IMAGE = Datum(
             '"advantages"][0] is not 0',
         ),
         (
-            [policy([3, 4], [4, 5], [0.0, 0.0], [1.0, 1.0], clip_low_threshold=[0.7, 0.8])],
+            [policy([3] * 17, [3] * 17, [0.0] * 17, [1.0] * 17, clip_low_threshold=[0.1 + n / 100 for n in range(17)])],
             "ppo",
-            "differ between tokens",
+            "17 different pairs",
         ),
         (
             [datum(list(range(1, 49)) * 2, target_tokens=[*range(2, 49), *range(1, 49), 1])],

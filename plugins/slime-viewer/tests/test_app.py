@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -190,6 +191,33 @@ def test_runs_beside_each_other(run_folder: Path, tmp_path: Path, ask: Ask) -> N
     assert rows["train.lr"] == ["0.2", "0.1"]
     with pytest.raises(ConfigError, match="no such folder"):
         RunList([tmp_path / "nowhere"])
+
+
+def test_a_folder_of_runs_is_read_as_the_runs_in_it(run_folder: Path, tmp_path: Path, ask: Ask) -> None:
+    asking = ask(tmp_path)
+    cursor = asking("/api/changes")["cursor"]
+    assert [run["id"] for run in asking("/api/runs")["runs"]] == ["a run"]
+    assert asking(f"{RUN}/groups", step=0)["group"] == [0, 1]
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "manifest.json").write_text("{}")
+    os.utime(later / "manifest.json", (2e9, 2e9))
+    assert [run["id"] for run in asking("/api/runs")["runs"]] == ["later", "a run"]
+    assert [changed["run"] for changed in asking("/api/changes", cursor=cursor)["changed"]] == ["later"]
+
+
+def test_metrics_have_the_meaning_of_the_reference(run_folder: Path, ask: Ask) -> None:
+    names = ("rollout/response_len/max", "eval/test-pass@4", "train/critic-pg_loss", "acme/metric")
+    write_metrics(run_folder, [("rollout/step", 2, 2, dict.fromkeys(names, 1.0))])
+    found = {metric["name"]: metric["meaning"] for metric in ask(run_folder)(f"{RUN}/metrics")["metrics"]}
+    assert found["rollout/raw_reward"] == "mean reward of the scored samples, before shaping (reward)"
+    assert found["eval/test"] == "mean reward; a sample without a reward counts as 0 (reward)"
+    assert [found[name] for name in names] == [
+        "trained tokens of a sample (tokens): largest",
+        "estimate of the share of prompts with a passing response among K (pass_threshold) (share)",
+        "the policy loss alone, after corrections (loss); of the critic",
+        None,
+    ]
 
 
 def test_a_panel(run_folder: Path, ask: Ask) -> None:

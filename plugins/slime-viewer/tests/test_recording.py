@@ -13,6 +13,7 @@ import slime_viewer.recording
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.data.table import dump_file, dumped_steps, read_groups
 from slime_core.types.batch import TokenColumns
+from slime_viewer.plan_recording import PlanRecording
 from slime_viewer.recording import Recording, first_to_go, thin_out
 from slime_viewer.sample_numbers import read_columns
 
@@ -76,6 +77,44 @@ def test_writing_takes_a_hundredth_of_the_runs_time(tmp_path: Path, monkeypatch:
     assert recording.takes(2)
     assert not recording.takes(1)
     recording.end()
+
+
+def test_the_plan_of_a_long_run_is_there_without_being_asked_for(tmp_path: Path) -> None:
+    """Counted by `slime plan` in a process of its own, once; a config that cannot be planned leaves nothing."""
+    (tmp_path / "config.toml").write_text('name = "x"\nmodel.nonsense = 1\n')
+    plan = PlanRecording(tmp_path, after_s=1e6)
+    plan.advance(None)
+    assert not plan.is_counting
+    failing = PlanRecording(tmp_path, after_s=0.0)
+    failing.advance(80 * 2**30)
+    assert failing.is_counting
+    failing.wait()
+    failing.advance(None)
+    assert list((tmp_path / "view").iterdir()) == []
+    failing.advance(None)
+    assert not failing.is_counting
+
+
+def test_slow_programs_that_measure_memory_are_asked_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: one that takes 1 s is asked every 100 s, one that takes no time every 5 s."""
+    now, asked = 0.0, []
+
+    def slow() -> dict[str, tuple[int, int]]:
+        nonlocal now
+        asked.append(now)
+        now += 1.0
+        return {"host": (1, 2)}
+
+    monkeypatch.setattr(slime_viewer.recording.time, "monotonic", lambda: now)
+    monkeypatch.setattr(slime_viewer.recording, "memory_in_use", slow)
+    recording = Recording(tmp_path, attempt=1)
+    for instant in (0.0, 50.0, 99.0, 101.0):
+        now = instant
+        recording.write_memory()
+    recording.end()
+    assert asked == [0.0, 101.0]
 
 
 def test_the_newest_step_stays(tmp_path: Path) -> None:

@@ -115,6 +115,15 @@ def test_the_trainers_numbers_are_means_over_trained_tokens(folder: Path) -> Non
         assert row["mismatch"][place] == pytest.approx(gap, rel=1e-5)
         assert row["advantage"][place] == pytest.approx(np.abs(columns.advantages[own])[mask].mean(), rel=1e-5)
     assert row["entropy"] == [None] * batch.num_samples
+    # Of equal rewards the one that teaches most is the worst, or the best.
+    for sign in (1, -1):
+        ordered = indexed(folder).table.samples(Asked(sort="reward", descending=sign < 0, step=1, limit=1000)).rows
+        assert ordered["index"] == [
+            row["index"][place]
+            for place in sorted(
+                range(batch.num_samples), key=lambda place: (sign * row["reward"][place], -row["advantage"][place])
+            )
+        ]
 
 
 def test_groups_by_their_spread(folder: Path) -> None:

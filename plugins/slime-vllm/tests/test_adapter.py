@@ -12,6 +12,7 @@ from vllm_setup import LONG, PYTHON, asked, differences, endless, require_close,
 
 from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason
+from slime_plugin_kit import adapters_case
 from slime_plugin_kit.event_loop import BackgroundLoop
 from slime_plugin_kit.one_rank import OneRank
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of
@@ -23,6 +24,7 @@ from slime_vllm.plugin import Vllm
 pytestmark = pytest.mark.vllm
 
 ADAPTER = {"transport": "adapter", "adapter_rank": 4}
+HELD = {"max_adapters": 3, "max_adapter_rank": 8, "adapters_at_once": 2}
 PROMPT = [5, 6, 7, 8, 9, 10] * 50
 """More than a block of vLLM's prefix cache, of 128 tokens on a CPU."""
 
@@ -59,12 +61,12 @@ def changed(trained, seed):
 
 @pytest.fixture(scope="module")
 def served(model, tmp_path_factory):
-    """In place of the session's, which has no layers for adapters."""
+    """In place of the session's, which has no layers for adapters. It has places for several."""
     run_dir = tmp_path_factory.mktemp("run")
     background = BackgroundLoop()
-    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580))
+    engine = Vllm.build(Vllm.Config(python=str(PYTHON), start_timeout=580, **HELD))
     try:
-        info = background.run(engine.start(setup_for(model, run_dir, max_batch=128, **ADAPTER)))
+        info = background.run(engine.start(setup_for(model, run_dir, max_batch=128, transport="frozen")))
         yield Served(info, [info.address], model, run_dir, engine, background)
     finally:
         background.run(engine.stop())
@@ -103,6 +105,20 @@ async def require_responses_of(engine, trained, version):
     require_close(apart(trained, request, response))
     assert {span.version for span in response.spans} == {version}
     return response
+
+
+async def test_several_adapters_at_once(served, model, tmp_path):
+    """Before the transport's: of a server with one more it would not be known which one an update replaces."""
+    engine = served.attach(**HELD)
+    await engine.start(setup_for(model, tmp_path, transport="frozen"))
+    try:
+        await engine.pause()
+        await engine.keep_weights(0)
+        await engine.resume()
+        await adapters_case.require_two_adapters(engine, model)
+        await adapters_case.require_refusals(engine, model, most=3, rank=8)
+    finally:
+        await engine.stop()
 
 
 async def update(engine, rank, version):

@@ -219,6 +219,25 @@ async def test_what_is_wrong_on_a_cpu_is_refused(options, text, tmp_path):
         await Vllm.build(Vllm.Config(**options)).start(setup_for(tmp_path, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "options", "expected"),
+    [
+        (256, {}, {}),
+        (512, {}, {"max_num_seqs": 512}),
+        (1000, {}, {"max_num_seqs": 1000, "max_cudagraph_capture_size": 1000}),
+        (4096, {"servers": 2}, {"max_num_seqs": 2048, "max_cudagraph_capture_size": 1024}),
+        (4096, {"data_parallel_size": 8}, {"max_num_seqs": 512}),
+        (1000, {"enforce_eager": True}, {"max_num_seqs": 1000}),
+        (1000, {"max_num_seqs": 64}, {"max_num_seqs": 64}),
+        (1000, {"max_cudagraph_capture_size": 8}, {"max_num_seqs": 1000, "max_cudagraph_capture_size": 8}),
+    ],
+)
+def test_batches_are_as_large_as_a_servers_share_of_the_requests_in_flight(in_flight, options, expected, tmp_path):
+    setup = setup_for(tmp_path, tmp_path, device="cuda", max_batch=in_flight, num_devices=8)
+    found = options_for(Vllm.Config(**options), setup, 0)
+    assert {name: found[name] for name in ("max_num_seqs", "max_cudagraph_capture_size") if name in found} == expected
+
+
 def test_options_of_servers_that_share_devices(tmp_path):
     gpu = setup_for(tmp_path, tmp_path, device="cuda", offload=True)
     options = options_for(Vllm.Config(pause_mode="in_place"), gpu, 0)

@@ -34,18 +34,22 @@ from slime_fsdp.held_adapters import Accumulated, HeldAdapter, HeldAdapters, sum
 from slime_fsdp.optimizer import (
     gradient_norm,
     learning_rate,
+    make_optimizer,
     make_state,
     optimizer_tensors,
     scale_gradients,
     set_step,
+    state_sizes,
 )
 from slime_fsdp.optimizer_step import OptimizerStep
-from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration
+from slime_fsdp.packed_model import Outputs, PackedModel, forget_iteration, reload
 from slime_fsdp.preparation import prepare
 from slime_fsdp.staging import Staging
 from slime_fsdp.trainer import Trainer, make_trainer
 from slime_training.adapters.backend import AdapterBackend
+from slime_training.adapters.folder import AdapterCopy
 from slime_training.adapters.shape import AdapterShape
+from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.collective_errors import raise_on_all_ranks
 from slime_training.context_parallel import segments_of
 from slime_training.device_memory import reports_out_of_memory
@@ -53,15 +57,18 @@ from slime_training.finite_state import StateTensor
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
 from slime_training.random_state import random_state
+from slime_training.restartable import RestartableBackend
 from slime_training.rounded_adamw import local
 from slime_training.scores import scores_of
 from slime_training.trainer_backend import TrainerBackend
 
 
-class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
+class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
     def __init__(self, config: FsdpConfig) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
+        self._expects = False
+        """Host memory for the state is allocated, or being allocated."""
 
     def forward_only(
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
@@ -243,6 +250,26 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
     def adapter_config(self) -> Mapping[str, Any]:
         return config_file_of(self._ready.model.adapters)
 
+    def new_optimizer(self) -> None:
+        trainer = self._of_all_weights
+        if trainer.step is not None:
+            self._drop_gradients()
+        trainer.optimizer = make_optimizer(
+            trainer.model, chosen_optimizer(trainer.setup), trainer.setup.optimizer, self._config
+        )
+        trainer.steps_done = 0
+
+    def restart(self) -> None:
+        trainer = self._of_all_weights
+        reload(trainer.model, trainer.folder, self._config, trainer.placement, seed=trainer.setup.seed)
+        self.new_optimizer()
+
+    @property
+    def _of_all_weights(self) -> Trainer:
+        if self._config.freezes_base:
+            raise ConfigError("backend fsdp trains adapters here: leave lora_rank and max_adapters out.")
+        return self._ready
+
     def use_adapter(self, name: str | None) -> None:
         self._adapters.use(name)
 
@@ -262,6 +289,9 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
             raise_on_all_ranks(write, ranks.group, self._ready.setup.world_size)
         except OSError as error:
             raise storage_error(folder, error) from error
+
+    def copy_adapter(self, name: str, optimizer: bool) -> AdapterCopy | None:
+        return self._adapters.copy(name, optimizer) if self._ready.ranks.is_first else None
 
     def export_adapter_of(self, name: str) -> Bucket | None:
         trainer = self._ready
@@ -397,6 +427,14 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend):
         for held in self._held:
             held.step = None
             held.optimizer.zero_grad(set_to_none=True)
+        if not self._expects:
+            self._expects = True
+            device = trainer.placement.device.type
+            own = [
+                tensor.untyped_storage().nbytes() for tensor in self._other_tensors() if tensor.device.type == device
+            ]
+            moments = state_sizes(trainer.optimizer, trainer.optimizer_driver, self._config, device)
+            trainer.offloader.expect([*own, *moments])
         trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
         torch.cuda.empty_cache()
 

@@ -19,7 +19,14 @@ from slime_core.errors import ConfigError
 from slime_fsdp.config import FsdpConfig
 from slime_fsdp.optimizer import optimizer_of, optimizer_tensors
 from slime_fsdp.optimizer_step import OptimizerStep
-from slime_training.adapters.folder import read_adapter_folder, read_optimizer_file, require_fit, write_adapter_folder
+from slime_training.adapters.folder import (
+    AdapterCopy,
+    copied,
+    read_adapter_folder,
+    read_optimizer_file,
+    require_fit,
+    write_adapter_folder,
+)
 from slime_training.adapters.low_rank import LowRank, LowRankLayers
 from slime_training.adapters.shape import AdapterShape, adapted_layers
 from slime_training.finite_state import StateTensor
@@ -172,6 +179,17 @@ class HeldAdapters:
             held.shape,
             base=self.base,
             optimizer=held.state_tensors() if optimizer else None,
+            steps=held.steps_done,
+        )
+
+    def copy(self, name: str, optimizer: bool) -> AdapterCopy:
+        held = self.named(name)
+        state = held.state_tensors() if optimizer else None
+        return AdapterCopy(
+            low_rank=held.low_rank.map(copied),
+            shape=held.shape,
+            base=self.base,
+            optimizer=None if state is None else {name: copied(tensor) for name, tensor in state.items()},
             steps=held.steps_done,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from slime_core.errors import CheckpointError, ConfigError
 from slime_fsdp.config import FsdpConfig, optimizer_problems
 from slime_fsdp.hidden_matrices import hidden_matrices
 from slime_fsdp.packed_model import PackedModel
-from slime_training.rounded_adamw import local
+from slime_training.rounded_adamw import STORED, local
 
 
 def make_optimizer(
@@ -58,6 +58,24 @@ def optimizer_of(
     if options.rounds_state:
         rounded = RoundedState(exp_avg=options.exp_avg_dtype, exp_avg_sq=options.exp_avg_sq_dtype)
     return chosen.driver.build(chosen.options)(groups, config, rounded)
+
+
+def state_sizes(
+    optimizer: torch.optim.Optimizer, driver: type[OptimizerDriver], options: FsdpConfig, device: str
+) -> Iterator[int]:
+    """Bytes of each tensor that the first step will add to the optimizer's state on the device of this type; none for
+    optimizers that do not list their moments."""
+    if optimizer.state or driver.moments is None:
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        weight = local(parameter.detach())
+        if weight.device.type != device:
+            continue
+        kept_in = (STORED[options.exp_avg_dtype], STORED[options.exp_avg_sq_dtype])
+        dtypes = kept_in if options.rounds_state else (weight.dtype,) * len(driver.moments)
+        yield from (weight.numel() * dtype.itemsize for dtype in dtypes)
+        # The number of its step.
+        yield torch.float32.itemsize
 
 
 def learning_rate(config: OptimizerConfig, steps_done: int, total_steps: int) -> float:

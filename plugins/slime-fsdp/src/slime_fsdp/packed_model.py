@@ -39,8 +39,10 @@ from slime_training.batch_invariant.mode import InvariantKernels
 from slime_training.batch_invariant.products import product_shapes, require_equal_rows
 from slime_training.deterministic_gather import DeterministicGather
 from slime_training.file_form import is_as_in_files
+from slime_training.fusion import keep_compiled
 from slime_training.head import EntropyMode, chunk_positions
 from slime_training.onednn import onednn_available, use_onednn
+from slime_training.rms_norm import use_rms_norm
 from slime_training.rounded_adamw import STORED
 
 GATHER_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
@@ -263,6 +265,7 @@ def build_model(
             # Only the layer itself reads this flag to checkpoint; its children stay in eval mode, without dropout.
             layer.training = True
     if config.compile:
+        keep_compiled()
         for layer in layers:
             layer.compile()
     if mesh is not None:
@@ -272,7 +275,7 @@ def build_model(
 
 
 def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placement) -> None:
-    """Replaces the products of linear layers, or checks that those of torch are batch-invariant where that is required."""
+    """Replaces the products of linear layers, and norms, or checks that those of torch are batch-invariant where that is required."""
     if config.fp8_recipe is not None:
         from slime_fsdp.float8_layers import use_float8
 
@@ -283,6 +286,7 @@ def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placem
         require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif uses_onednn(config, placement):
         use_onednn(model)
+        use_rms_norm(model)
 
 
 def uses_onednn(config: FsdpConfig, placement: Placement) -> bool:
@@ -387,16 +391,35 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
-    """Copies weights and buffers of rank 0 to every rank's shards."""
-    if placement.mesh is None:
-        raise AssertionError("there is one rank: no shards to fill")
-    packed.to_empty(device=placement.parameter_device)
+def reload(packed: PackedModel, folder: ModelFolder, config: FsdpConfig, placement: Placement, *, seed: int) -> None:
+    """Loads the weights of the folder that a model without adapters was built from into it once more."""
+    attention = PACKED if config.attn_implementation == "packed" else config.attn_implementation
+    loaded, _ = load_on_first_rank(lambda: (folder.load_model(attention, seed), None), placement.mesh)
+    if placement.mesh is not None:
+        refill(packed, loaded, placement)
+        return
+    assert loaded is not None
+    weights, source = packed.model.state_dict(), loaded.state_dict()
+    with torch.no_grad():
+        for name in packed.weight_names:
+            weights[name].copy_(source[name])
+
+
+def refill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
+    """Copies weights of rank 0 to every rank's shards."""
     set_model_state_dict(
         packed.model,
         {} if loaded is None else loaded.state_dict(),
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=placement.cpu_offload),
     )
+
+
+def fill(packed: PackedModel, loaded: PreTrainedModel | None, placement: Placement) -> None:
+    """Copies weights and buffers of rank 0 to every rank's shards."""
+    if placement.mesh is None:
+        raise AssertionError("there is one rank: no shards to fill")
+    packed.to_empty(device=placement.parameter_device)
+    refill(packed, loaded, placement)
     source = {} if loaded is None else dict(loaded.named_buffers())
     for name, buffer in list(packed.model.named_buffers()):
         values = torch.empty_like(buffer, device=placement.device)

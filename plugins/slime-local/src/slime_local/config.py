@@ -49,7 +49,8 @@ class LocalConfig(DriverConfig):
         return 64 if self.max_adapters is None else self.max_adapters
 
     threads: int = Field(default=0, ge=0)
-    """CPU threads of a decode step. 0: one for models of under ten million parameters, else torch's own number."""
+    """CPU threads of an operation. 0: for models of under ten million parameters one, and the rows of a decode step are
+    divided among as many threads as torch has; else torch's own number."""
 
 
 class DirectConfig(DriverConfig):

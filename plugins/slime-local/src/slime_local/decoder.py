@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 import torch
@@ -27,10 +27,13 @@ from slime_local.running_batch import DELAY_END, DELTA, END, STOP_SET, RunningBa
 from slime_local.sampler import Special, sample
 from slime_local.stop_table import StopTable
 from slime_local.stop_text import StopText
+from slime_local.threads import PartThreads
 
 _CPU_ROWS = 1024
 """Rows per forward pass on a CPU: beyond this the activations of a pass outgrow the caches and what the allocator keeps,
 and a pass costs more per token (with 768 rows of 384 float32 and glibc's own thresholds already 4 us more)."""
+_CPU_HALVED = 512
+"""Rows from which a step on a CPU has an even number of passes, for threads to share."""
 
 
 class Decoder:
@@ -41,8 +44,10 @@ class Decoder:
         *,
         engine_index: int,
         admission: Admission,
+        threads: PartThreads,
     ) -> None:
         self._model = model
+        self._threads = threads
         self._stop_text = stop_text
         self._engine_index = engine_index
         self._admission = admission
@@ -114,9 +119,9 @@ class Decoder:
         slots = self._slots
         slots.reserve(0, 0)
         n = slots.count
-        parts = 1 if slots.device.type != "cpu" else -(-n // _CPU_ROWS)
+        parts = 1 if slots.device.type != "cpu" else passes(n)
         edges = [n * part // parts for part in range(parts + 1)]
-        logits = [self._decode_rows(slice(begin, end)) for begin, end in pairwise(edges)]
+        logits = self._threads.map(self._decode_rows, list(starmap(slice, pairwise(edges))))
         return torch.cat(logits) if parts > 1 else logits[0]
 
     def _decode_rows(self, rows: slice) -> Tensor:
@@ -275,6 +280,11 @@ class Decoder:
         for row in (*self._rows, *self._admission.waiting):
             row.ticket.fail(error)
         self._admission.waiting.clear()
+
+
+def passes(rows: int) -> int:
+    """Forward passes of a decode step on a CPU. Not by the number of threads: results would depend on the machine's."""
+    return 1 if rows < _CPU_HALVED else 2 * -(-rows // (2 * _CPU_ROWS))
 
 
 def _reals(params: SamplingParams) -> list[float]:

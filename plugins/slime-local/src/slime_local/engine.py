@@ -28,7 +28,7 @@ from slime_local.request_checks import check_prompts, check_requests
 from slime_local.request_row import ListTicket, RequestRow, StreamTicket, Ticket
 from slime_local.schedule import Gate
 from slime_local.stop_text import StopText
-from slime_local.threads import choose_threads, use_threads
+from slime_local.threads import PartThreads, choose_threads, part_threads, use_threads
 from slime_local.weights import WeightLoader
 from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
 
@@ -64,8 +64,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
         self._model: RolloutModel = load_model(self._config, setup)
+        size, parts = self._model.network.num_parameters(), 1
         if self._model.device.type == "cpu":
-            use_threads(choose_threads(self._config.threads, self._model.network.num_parameters()))
+            parts = part_threads(self._config.threads, size, reads_only=self._model.reads_only)
+            use_threads(choose_threads(self._config.threads, size))
+        self._threads = PartThreads(parts)
         self._stop_text = StopText(setup.model_path, setup.trust_remote_code)
         self._decoder = self._new_decoder(setup)
         self._adapters = LoadedAdapters(
@@ -97,6 +100,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             self._model,
             self._stop_text,
             engine_index=setup.index,
+            threads=self._threads,
             admission=Admission(
                 max_running=min(self._config.max_running, setup.max_batch),
                 max_prefill_tokens=self._config.max_prefill_tokens,
@@ -349,3 +353,4 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             return
         self._task.cancel()
         await asyncio.wait([self._task])
+        self._threads.close()

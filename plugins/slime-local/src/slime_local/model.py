@@ -28,6 +28,7 @@ from slime_training.batch_invariant.products import product_shapes, require_equa
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
 from slime_training.model_config import with_rotated_share
 from slime_training.onednn import onednn_available, use_onednn
+from slime_training.rms_norm import use_rms_norm
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
@@ -44,6 +45,14 @@ class RolloutModel:
     """None: it takes none."""
     true_on_policy: bool = False
     """Everything is computed with `slime_training.batch_invariant`."""
+
+    @property
+    def reads_only(self) -> bool:
+        """A forward changes nothing in the model, so that threads may share it. Rotary positions that depend on the longest
+        sequence so far do."""
+        kinds = [getattr(module, "rope_type", "") for module in self.network.modules()]
+        names = " ".join(str(kind) for kind in kinds)
+        return not self.true_on_policy and "dynamic" not in names and "longrope" not in names
 
     def kernels(self) -> AbstractContextManager[object]:
         return InvariantKernels() if self.true_on_policy else nullcontext()
@@ -149,6 +158,7 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         _check_true_on_policy(config, network)
     elif _uses_onednn(config, network):
         use_onednn(network)
+        use_rms_norm(network)
     vocab_size = network.get_input_embeddings().num_embeddings
     with InvariantKernels() if setup.true_on_policy else nullcontext():
         layers = _probe(network, device)

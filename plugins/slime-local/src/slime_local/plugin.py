@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.transport import TransportDriver
@@ -51,6 +51,15 @@ class Direct(TransportPlanner, TransportDriver):
 
     Config = DirectConfig
     serves: ClassVar[tuple[str, ...]] = ("local", "sglang")
+
+    @classmethod
+    def problems(cls, config: DirectConfig, engine: Any) -> list[str]:
+        if not getattr(engine, "keeps_weights", False):
+            return []
+        return [
+            f"engine.max_adapters = {engine.max_adapters}: servers with adapters keep the weights of their folder. Pass "
+            "--transport frozen."
+        ]
 
     @classmethod
     def memory(cls, config: DirectConfig, num_bytes: int) -> TransportMemory:

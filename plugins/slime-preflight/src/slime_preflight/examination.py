@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import resource
 import shutil
 import socket
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,13 +31,14 @@ FEW_FILES: Final = 4096
 LITTLE_DISK: Final = 10 * 2**30
 LITTLE_SHARED: Final = 2 * 2**30
 SHARED: Final = Path("/dev/shm")
+SLOW_TO_COMPILE: Final = ("torch", "transformers", "slime_core")
 
 
 def examine(registry: Registry, engine_pythons: Sequence[str] = ()) -> list[Found]:
     """All results, in the order in which they are printed. `engine_pythons`: interpreters that start engines' servers."""
     checks: tuple[Callable[[Registry], Iterable[Found]], ...] = (
         python, packages, old_kernel, devices, cluster, plugins,
-        partial(engine_programs, pythons=engine_pythons), machine,
+        partial(engine_programs, pythons=engine_pythons), bytecode, machine,
     )  # fmt: skip
     return [found for check in checks for found in check(registry)]
 
@@ -167,6 +171,30 @@ def plugins(registry: Registry) -> Iterator[Found]:
             yield Found(
                 what=noun, state=State.BAD, detail="none is installed", advice="Install one; the README lists them."
             )
+
+
+def bytecode(_: Registry) -> Iterator[Found]:
+    """Whether a process finds compiled modules. Without them, torch and transformers take ten seconds to import, every time."""
+    lacking, closed = [], False
+    for name in SLOW_TO_COMPILE:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        compiled = Path(importlib.util.cache_from_source(spec.origin))
+        if not compiled.exists():
+            lacking.append(name)
+            closed |= sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
+    if not closed:
+        yield Found(what="compiled modules", state=State.GOOD, detail="are kept")
+        return
+    packages = sysconfig.get_path("purelib")
+    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "their folder cannot be written"
+    yield Found(
+        what="compiled modules",
+        state=State.NOTE,
+        detail=f"none of {', '.join(lacking)}, and {reason}: every process of a run compiles them anew, for ten seconds",
+        advice=f"unset PYTHONDONTWRITEBYTECODE, or once: {sys.executable} -m compileall -q -j 0 {packages}",
+    )
 
 
 def machine(_: Registry) -> Iterator[Found]:

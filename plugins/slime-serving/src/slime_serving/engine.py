@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,10 +17,13 @@ from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
+from slime_serving.adapters import ServedAdapters
 from slime_serving.connection import Connection
 from slime_serving.held_weights import HeldWeights
 from slime_serving.in_flight import RequestsInFlight
+from slime_serving.requests import vocab_size_of
 from slime_serving.server_group import ServerGroup
+from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
 
 
 class Scores(Protocol):
@@ -27,11 +31,14 @@ class Scores(Protocol):
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]: ...
 
+    async def prompt(self, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None) -> PromptLogProbs:
+        """tokens: two or more."""
+
 
 G = TypeVar("G", bound=ServerGroup[Any])
 
 
-class ServingEngine(RolloutEngine, Generic[G]):
+class ServingEngine(RolloutEngine, AdapterEngine, Generic[G]):
     """Sends every request as one POST over a shared connection pool. While the engine is paused requests wait here, and
     those that were running are sent again with their tokens so far, unless a subclass pauses in another way."""
 
@@ -46,6 +53,8 @@ class ServingEngine(RolloutEngine, Generic[G]):
         """None: a reward model, or a machine other than the engine's first."""
         self._held: HeldWeights | None = None
         self._scores: Scores | None = None
+        self._adapters: ServedAdapters | None = None
+        """None: its servers hold no adapters."""
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
@@ -60,8 +69,8 @@ class ServingEngine(RolloutEngine, Generic[G]):
 
     @abstractmethod
     async def prepare(self, setup: EngineSetup) -> None:
-        """Sets `_requests`, `_held` and, if it has them, `_scores`; the servers respond. Not called for a reward model, nor
-        on a machine other than the engine's first."""
+        """Sets `_requests`, `_held` and, if it has them, `_scores` and `_adapters`; the servers respond. Not called for a
+        reward model, nor on a machine other than the engine's first."""
 
     @abstractmethod
     def capabilities(self, setup: EngineSetup) -> frozenset[Capability]: ...
@@ -88,6 +97,11 @@ class ServingEngine(RolloutEngine, Generic[G]):
 
     # ---------------------------------------------------------------- start and end
 
+    async def prepare_start(self, setup: EngineSetup) -> None:
+        """Starts servers that import their modules and then wait, if the program can."""
+        self.check_setup(setup)
+        await self._fleet.prepare(setup)
+
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Starts the servers, or connects to external ones. Raises EngineError if one dies, hangs, or has another model."""
         if self._setup is not None:
@@ -109,7 +123,13 @@ class ServingEngine(RolloutEngine, Generic[G]):
         # Rewards call a reward model's server themselves.
         offered = frozenset({Capability.HTTP}) if setup.reward_model else self.capabilities(setup)
         entrance = self.entrance
-        return EngineInfo(capabilities=offered, address=entrance.address, token=entrance.token, pid=self._fleet.pid)
+        return EngineInfo(
+            capabilities=offered,
+            address=entrance.address,
+            token=entrance.token,
+            pid=self._fleet.pid,
+            start_seconds=self._fleet.start_seconds,
+        )
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure
@@ -120,7 +140,10 @@ class ServingEngine(RolloutEngine, Generic[G]):
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
         if self._failure is None and self._setup is not None:
             self._fail(EngineError(f"{self._name} was stopped."))
-        await self._fleet.stop()
+        with contextlib.ExitStack() as stack:
+            if self._adapters is not None:
+                stack.callback(self._adapters.close)
+            await self._fleet.stop()
 
     @property
     def _name(self) -> str:
@@ -186,6 +209,57 @@ class ServingEngine(RolloutEngine, Generic[G]):
         if self._scores is None:
             raise EngineRefused(f"{self._name}: it computes no log-probs of given tokens.")
         return await self._scores.score(sequences, num_tokens)
+
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(self, name: str, scale: float, bucket: Bucket) -> None:
+        """See `ServedAdapters.load`."""
+        await self._with_adapters().load(name, scale, bucket)
+
+    async def drop_adapter(self, name: str) -> None:
+        adapters, in_flight = self._with_adapters(), self._asked()
+        await in_flight.abort(in_flight.using(name))
+        await adapters.drop(name)
+
+    async def prompt_log_probs(
+        self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
+    ) -> list[PromptLogProbs]:
+        """By one request per prompt, all at once. Raises EngineRefused for what `AdapterEngine.prompt_log_probs` names."""
+        setup, scores = self._ready(), self._scores
+        assert scores is not None
+        adapters = self._with_adapters()
+        if problem := adapters.problem(adapter):
+            raise EngineRefused(f"{self._name}: {problem}")
+        served = None if adapter is None else adapters.served_name(adapter)
+        if top_k > (size := vocab_size_of(setup)):
+            raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
+        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts)))
+
+    async def _prompt(
+        self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None
+    ) -> PromptLogProbs:
+        if len(tokens) > 1:
+            return await scores.prompt(tokens, top_k, adapter)
+        return PromptLogProbs(
+            log_probs=np.empty(0, np.float32),
+            top_ids=np.empty((0, top_k), np.int32),
+            top_log_probs=np.empty((0, top_k), np.float32),
+        )
+
+    def _with_adapters(self) -> ServedAdapters:
+        self._ready()
+        if self._adapters is None:
+            raise EngineRefused(f"{self._name}: it is started without adapters. Set engine.max_adapters.")
+        return self._adapters
+
+    async def keep_weights(self, version: int) -> None:
+        """The weights of its folder are this version. For the transport `frozen`."""
+        held = self._weights()
+        if not self._paused:
+            raise EngineError(f"{self._name}: a version requires a paused engine. Call pause first.")
+        held.expect()
+        await self._fleet.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await held.complete(version)
 
     # ---------------------------------------------------------------- pauses and weights
 

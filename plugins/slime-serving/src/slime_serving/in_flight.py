@@ -201,6 +201,10 @@ class RequestsInFlight:
             return xxhash.xxh3_64_intdigest(session.encode()) % len(self._fleet.servers)
         return min(range(len(self._fleet.servers)), key=lambda place: self._load[place])
 
+    def using(self, adapter: str) -> list[str]:
+        """Ids of the requests that name this adapter."""
+        return [name for name, run in self._running.items() if run.request.adapter == adapter]
+
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_serving.adapters import ServedAdapters
 from slime_serving.running import Running
 
 
@@ -18,6 +19,8 @@ class AcceptedRequests(ABC):
     vocab_size: int
     has_tokenizer: bool
     """The servers find stop strings."""
+    adapters: ServedAdapters | None = None
+    """None: the servers hold none."""
 
     @abstractmethod
     def begin(self, request: GenerateRequest) -> Running: ...
@@ -29,6 +32,12 @@ class AcceptedRequests(ABC):
     @abstractmethod
     def refuses(self, request: GenerateRequest) -> str | None:
         """Why this program cannot serve the request, as a sentence; None: it can."""
+
+    def adapter_of(self, request: GenerateRequest) -> str | None:
+        """The servers' name of the adapter that an accepted request names."""
+        if request.adapter is None or self.adapters is None:
+            return None
+        return self.adapters.served_name(request.adapter)
 
     def problem(self, requests: Sequence[GenerateRequest], running: Container[str]) -> str | None:
         """The first problem, as a sentence. `running`: ids in use."""
@@ -47,6 +56,10 @@ class AcceptedRequests(ABC):
     def _problem_of(self, request: GenerateRequest) -> str | None:
         if refusal := self.refuses(request):
             return refusal
+        if request.adapter is not None and self.adapters is None:
+            return f"request {request.request_id} names an adapter, and the engine holds none. Set engine.max_adapters."
+        if self.adapters is not None and (problem := self.adapters.problem(request.adapter)):
+            return f"request {request.request_id}: {problem}"
         tokens = request.token_ids
         if not len(tokens):
             return f"request {request.request_id} has no tokens. A prompt needs at least one."

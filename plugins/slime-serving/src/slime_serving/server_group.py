@@ -42,6 +42,8 @@ class ServerGroup(ABC, Generic[C]):
         self.name = f"engine {program}"
         self.servers: list[C] = []
         self._processes: list[ServerProcess] = []
+        self._begun: dict[int, Started[C]] = {}
+        """Servers that wait for `launch`, by place."""
         self._pool: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
         self._control_timeout_s = control_timeout_s
@@ -60,11 +62,25 @@ class ServerGroup(ABC, Generic[C]):
     def size(self) -> int:
         """Number of servers of the engine."""
 
+    def begin(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started[C] | None:
+        """Starts a server that waits, before it uses devices, until `launch` is called for this place. None: the program
+        cannot."""
+        return None
+
+    async def prepare(self, setup: EngineSetup) -> None:
+        """Begins the start of the servers; `start` follows, or `stop`."""
+        pool = self._pool = self._pool or new_pool()
+        if setup.num_nodes > 1 or self.external(setup, pool) is not None:
+            return
+        for place in range(self.size):
+            if (begun := self.begin(setup, place, pool)) is not None:
+                self._begun[place] = begun
+
     async def start(self, setup: EngineSetup) -> None:
         """Starts or connects to the servers. Raises EngineError if one dies or hangs; call `stop` then."""
         self.name = f"engine {setup.index}"
         allow_connections(setup.max_batch, self.name)
-        pool = self._pool = new_pool()
+        pool = self._pool = self._pool or new_pool()
         external = self.external(setup, pool)
         if external is not None:
             if setup.num_nodes > 1:
@@ -90,6 +106,11 @@ class ServerGroup(ABC, Generic[C]):
         """Pid of the first server; None for external servers."""
         return self._processes[0].pid if self._processes else None
 
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Parts of the first server's start; empty for external servers."""
+        return self._processes[0].start_seconds if self._processes else {}
+
     def watch(self, on_death: Callable[[EngineError], None]) -> None:
         """Calls `on_death` when the first process has died."""
         self._watch = asyncio.create_task(self._look(on_death), name=f"{self.name}, watch")
@@ -113,7 +134,10 @@ class ServerGroup(ABC, Generic[C]):
         if watch is not None:
             watch.cancel()
             await asyncio.wait([watch])
-        processes, self._processes = self._processes, []
+        processes, self._processes = [*(begun.process for begun in self._begun.values()), *self._processes], []
+        for port in (port for begun in self._begun.values() for port in begun.held):
+            port.close()
+        self._begun = {}
         pool, self._pool = self._pool, None
         try:
             ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)

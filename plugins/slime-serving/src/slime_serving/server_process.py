@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +42,12 @@ class LogFormat:
     """Beginning of its loggers' lines."""
     fatal: str
     """A process of it that logs a traceback with this text kills the others."""
+    clock: str = ""
+    """Format of the time in `imported`."""
+    imported: re.Pattern[str] | None = None
+    """A line with its time, when everything is imported and devices are used."""
+    seconds: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    """Parts of its start, in their order: a line of the first rank with seconds; several lines add up."""
 
 
 def address_of(host: str, port: int) -> str:
@@ -58,6 +66,21 @@ def errors_in(lines: Sequence[str], form: LogFormat) -> Iterator[tuple[bool, str
             fatal = None
 
 
+def start_seconds(lines: Sequence[str], form: LogFormat, began: float) -> dict[str, float]:
+    """Seconds of the parts of a start, as far as the log has them. `began`: when the process was started, since the epoch."""
+    found: dict[str, float] = {}
+    for line in lines:
+        if form.imported is not None and "imports" not in found and (at := form.imported.match(line)):
+            then = datetime.strptime(at[1], form.clock)
+            if then.year < datetime.fromtimestamp(began).year:
+                then = then.replace(year=datetime.fromtimestamp(began).year)
+            found["imports"] = max(then.timestamp() - began, 0.0)
+        for part, pattern in form.seconds.items():
+            if at := pattern.search(line):
+                found[part] = found.get(part, 0.0) + float(at[1])
+    return {part: found[part] for part in ("imports", *form.seconds) if part in found}
+
+
 class ServerProcess:
     """Starts `module` with `arguments` on the command line of `python`. `options` are sent to stdin, as one line of JSON. Its
     output goes to `log`, which only the user can read: servers write their options there, including the token."""
@@ -72,9 +95,13 @@ class ServerProcess:
         environment: Mapping[str, str],
         arguments: Sequence[str] = (),
         python: str = sys.executable,
+        gate: Path | None = None,
     ) -> None:
+        """`gate`: a file that the program waits for; `open_gate` makes it."""
         self.log = log
         self._form = form
+        self._gate = gate
+        self._began = time.time()
         self._ending = threading.Lock()
         self._ended = False
         """Set when it has ended: from then on its pid may belong to another process."""
@@ -101,6 +128,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def open_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.touch()
 
     @property
     def exit_code(self) -> int | None:
@@ -135,6 +166,11 @@ class ServerProcess:
                 return file.read().decode(errors="replace").splitlines()
         except OSError:
             return []
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Parts of its start; see `start_seconds`."""
+        return start_seconds(self._lines(), self._form, self._began)
 
     @property
     def why(self) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slime_session.live_run import LiveRun
     from slime_session.own_loop import Loss
     from slime_session.reports import OptimizerStepReport
+    from slime_training.adapters.folder import AdapterCopy
 
 
 class Adapter:
@@ -82,6 +83,11 @@ class Adapter:
         """Writes a folder in peft's format, with `optimizer` its optimizer state and step count too, and returns it. It is
         complete or absent; an earlier one of this name is replaced. Gradients are not saved. Raises StorageError."""
         return self._live.do(lambda: self._loop.save(self._state, Path(folder).absolute(), optimizer))
+
+    def copy(self, *, optimizer: bool = True) -> AdapterCopy:
+        """What `save` would write now, in host memory. Its `write(folder)` writes it in the thread that calls it, while this
+        session serves other calls."""
+        return self._live.do(lambda: self._loop.copy(self._state, optimizer))
 
     def remove(self) -> None:
         """Frees its memory; snapshots stay. A second call does nothing."""

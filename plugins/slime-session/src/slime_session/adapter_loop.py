@@ -25,7 +25,7 @@ from slime_session.named_plugins import those_with
 from slime_session.own_loop import Loss, OwnLoop, learner_of, objective_of, report_of, step_of
 from slime_session.reports import OptimizerStepReport
 from slime_training.adapters.drivers import AdapterHolder
-from slime_training.adapters.folder import read_adapter_folder
+from slime_training.adapters.folder import AdapterCopy, read_adapter_folder
 from slime_training.adapters.shape import AdapterShape
 
 
@@ -83,6 +83,11 @@ class AdapterLoop:
         self._require(adapter)
         await self._on_trainers("save_adapter", adapter.name, folder, optimizer)
         return folder
+
+    async def copy(self, adapter: AdapterState, optimizer: bool) -> AdapterCopy:
+        self._require(adapter)
+        copies = await self._on_trainers("copy_adapter", adapter.name, optimizer)
+        return next(found for found in copies if isinstance(found, AdapterCopy))
 
     async def forward(self, adapter: AdapterState, batch: LearnerBatch) -> Float32:
         self._require(adapter)

@@ -50,6 +50,7 @@ def open_session(
     from slime_session.engine_adapters import EngineAdapters
     from slime_session.own_loop import begin_loop
     from slime_session.session import TrainingSession
+    from slime_session.trainer_states import TrainerStates
 
     live, inputs = started(run_file, overrides, observers, options(fresh, resume, ckpt_step, accept_changes))
     try:
@@ -58,7 +59,7 @@ def open_session(
         live.close(error)
         raise
     engines = EngineAdapters(live.session)
-    return TrainingSession(live, loop, AdapterLoop(loop, engines), engines)
+    return TrainingSession(live, loop, TrainerStates(loop), AdapterLoop(loop, engines), engines)
 
 
 def run(

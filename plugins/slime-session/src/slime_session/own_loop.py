@@ -40,6 +40,7 @@ from slime_core.types.sample import Sample, SampleGroup
 from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
 from slime_core.workers.recorded_objective import Gradients
+from slime_core.workers.train_group import TrainGroup
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
 from slime_session.own_numbers import OwnNumbers
@@ -70,11 +71,13 @@ class OwnLoop:
         """The last one that gradients were computed for."""
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
-        self._training_s = self._waited_s = 0.0
+        self._training_s = 0.0
+        self._transport = session.transport
+        """The run's; see `TrainerStates.load_weights`."""
         self._numbers = OwnNumbers()
 
     async def collect(self) -> list[SampleGroup]:
-        await self._between_steps("collect")
+        await self.between_steps("collect")
         session, config = self.session, self.session.run.config
         step = session.state.rollout_id
         if step >= session.num_rollout:
@@ -82,15 +85,14 @@ class OwnLoop:
                 f"collect: all {session.num_rollout} rollout steps of this run are trained. Open it with a larger "
                 "train.num_rollout, or call sample, which has no limit."
             )
-        began = time.perf_counter()
         if not self._rollouts.has_started:
             # Groups that were collected and never trained count for no step.
             session.state = replace(session.state, next_collect=step)
         ahead = step + config.rollout.max_async_level
-        self._rollouts.start_through(ahead if self._rollouts.pooled else step)
-        groups = await self._rollouts.next_groups()
-        self._rollouts.start_through(ahead)
-        self._waited_s += time.perf_counter() - began
+        with session.times.of("rollout"):
+            self._rollouts.start_through(ahead if self._rollouts.pooled else step)
+            groups = await self._rollouts.next_groups()
+            self._rollouts.start_through(ahead)
         return groups
 
     async def sample(
@@ -101,11 +103,10 @@ class OwnLoop:
         session = self.session
         # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
         if self._accumulated and session.colocation.offloads:
-            await self._between_steps("sample")
+            await self.between_steps("sample")
         await self._end_step()
         if session.runner is None:
             raise ConfigError("sample: this run has no engine, since its collector needs none.")
-        began = time.perf_counter()
         if prompts is None or isinstance(prompts, int):
             scope = session.runner.settings.scope
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
@@ -115,20 +116,19 @@ class OwnLoop:
             scope, first = self._numbers.next_prompts(session.state.rollout_id, adapter, len(prompts))
             own = rendered(session, self._renderer, prompts, first)
         runner = own_runner(session.runner, scope, n_samples, held)
-        await session.colocation.rollout()
         running: list[RunningGroup] = []
-        try:
-            if items:
-                running += [runner.start(item.prompt, item.samples) for item in items]
-            else:
-                running += [runner.start(prompt) for prompt in own]
-            return await all_or_none([group.task for group in running])
-        except BaseException:
-            await runner.abort(running)
-            session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
-            raise
-        finally:
-            self._waited_s += time.perf_counter() - began
+        with session.times.of("rollout"):
+            await session.colocation.rollout()
+            try:
+                if items:
+                    running += [runner.start(item.prompt, item.samples) for item in items]
+                else:
+                    running += [runner.start(prompt) for prompt in own]
+                return await all_or_none([group.task for group in running])
+            except BaseException:
+                await runner.abort(running)
+                session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
+                raise
 
     async def score(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         runner = self.session.runner
@@ -151,8 +151,9 @@ class OwnLoop:
                 "n_samples_per_prompt): credit fewer groups, or set a larger rollout_batch_size."
             )
         state = session.state
-        async with session.colocation.train():
-            return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
+        with session.times.of("train"):
+            async with session.colocation.train():
+                return await learner.credit(state.rollout_id, groups, state.version, columns, may_be_short=True)
 
     async def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
         for place, datum in enumerate(datums):
@@ -169,7 +170,7 @@ class OwnLoop:
 
     async def train(self, batch: LearnerBatch) -> TrainReport:
         require_own_weights(self.session.run, "train")
-        await self._between_steps("train")
+        await self.between_steps("train")
         require_read(batch)
         async with self._training():
             report = await learner_of(self.session).steps(batch)
@@ -205,15 +206,39 @@ class OwnLoop:
         return report_of(trained, self.session.state.optimizer_steps + taken)
 
     async def update_weights(self) -> WeightUpdateReport | None:
-        await self._between_steps("update_weights")
+        await self.between_steps("update_weights")
         if not self._rollouts.in_flight:
             await self._rollouts.wait_idle()
-        with self.session.times.of("sync"):
+        self.session.transport = self._transport
+        with self.session.times.of("update_weights"):
             await self.session.update_weights()
         return self.session.weight_update_report
 
+    async def ready_for_weights(self, call: str) -> None:
+        """Before engines get other weights than the trainers'."""
+        self._require_state()
+        if self._accumulated and self.session.colocation.offloads:
+            await self.between_steps(call)
+        if not self._rollouts.in_flight:
+            await self._rollouts.wait_idle()
+
+    @contextlib.asynccontextmanager
+    async def beginning_again(self) -> AsyncIterator[TrainGroup]:
+        """Around what replaces the trainers' whole state, also one that an error left unknown. Gradients are dropped."""
+        if not self._lost:
+            self._accumulated = {}
+            await self._end_step()
+        self._accumulated, self._stepped = {}, {}
+        session = self.session
+        self._lost = True
+        async with session.colocation.train(), session.policy.turn():
+            yield session.policy
+        self._lost = False
+        # The trainers' weights are a policy version again.
+        session.optimizer_idle.set()
+
     async def evaluate(self) -> EvalReport:
-        await self._between_steps("evaluate")
+        await self.between_steps("evaluate")
         session = self.session
         if not len(session.evaluator):
             raise ConfigError("evaluate: this run has no evaluation set; add one to eval.datasets.")
@@ -224,7 +249,7 @@ class OwnLoop:
 
     async def save(self) -> Path:
         require_own_weights(self.session.run, "save")
-        await self._between_steps("save")
+        await self.between_steps("save")
         session = self.session
         step = session.state.rollout_id
         if step not in session.store.steps():
@@ -237,7 +262,7 @@ class OwnLoop:
 
     async def export(self) -> Path:
         require_own_weights(self.session.run, "export")
-        await self._between_steps("export")
+        await self.between_steps("export")
         await export_hf(self.session)
         return self.session.folder.hf
 
@@ -254,8 +279,9 @@ class OwnLoop:
         """Around what changes gradients or weights."""
         self._require_state()
         self._lost = True
-        async with self.session.colocation.train():
-            yield
+        with self.session.times.of("train"):
+            async with self.session.colocation.train():
+                yield
         self._lost = False
 
     def _require_state(self) -> None:
@@ -265,7 +291,7 @@ class OwnLoop:
                 "continues from the last checkpoint."
             )
 
-    async def _between_steps(self, call: str) -> None:
+    async def between_steps(self, call: str) -> None:
         """Ends the rollout step. TrainingError inside an optimizer step: trainers keep no gradients while they are saved,
         exported or offloaded."""
         self._require_state()
@@ -288,9 +314,9 @@ class OwnLoop:
     def _count(self, report: TrainReport) -> TrainReport:
         session = self.session
         report = replace(report, version=session.state.version + 1)
-        waited_s, self._waited_s, self._training_s = self._waited_s, 0.0, 0.0
+        self._training_s = 0.0
         self._numbers.step_ended()
-        session.advance(session.state.rollout_id, report, waited_s=waited_s)
+        session.advance(session.state.rollout_id, report)
         following = max(session.state.next_collect, session.state.rollout_id)
         session.state = replace(session.state, next_collect=following)
         if report.stuck is not None:
@@ -409,8 +435,7 @@ def require_read(batch: LearnerBatch) -> None:
 async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:
     """With the trainers' weights in the engines."""
     await session.update_weights()
-    session.times.taken()
-    session.step_began = time.perf_counter()
+    session.begin_steps()
     return OwnLoop(session, renderer)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime_session.live_run import LiveRun
     from slime_session.own_loop import Loss, OwnLoop, PromptLike
     from slime_session.reports import OptimizerStepReport
+    from slime_session.trainer_states import TrainerStates
     from slime_training.adapters.engine import PromptLogProbs
 
 T = TypeVar("T")
@@ -48,9 +49,12 @@ class TrainingSession:
     refuses to train or save, and opened again it continues from the last checkpoint. Nothing is saved unless `save` is called.
     """
 
-    def __init__(self, live: LiveRun, loop: OwnLoop, adapters: AdapterLoop, engines: EngineAdapters) -> None:
+    def __init__(
+        self, live: LiveRun, loop: OwnLoop, states: TrainerStates, adapters: AdapterLoop, engines: EngineAdapters
+    ) -> None:
         self._live = live
         self._loop = loop
+        self._states = states
         self._adapters = adapters
         self._engines = engines
         self._session = loop.session
@@ -278,6 +282,36 @@ class TrainingSession:
     def update_weights(self) -> WeightUpdateReport | None:
         """Sends the trainers' weights to the engines; None: the run has none."""
         return self._live.do(self._loop.update_weights)
+
+    def save_weights(self, folder: str | Path) -> Path:
+        """Writes the trainers' weights for `load_weights`, and returns the folder; an earlier one is replaced. Raises
+        StorageError."""
+        path = Path(folder).absolute()
+        return self._live.do(lambda: self._states.save_weights(path))
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Sends the weights that `save_weights` wrote to the engines, which sample with them until the next `load_weights` or
+        `update_weights`. The trainers' weights and gradients stay; `version` rises by one. Raises CheckpointError."""
+        path = Path(folder).absolute()
+        self._live.do(lambda: self._states.load_weights(path))
+
+    def save_state(self, folder: str | Path) -> Path:
+        """Writes weights, optimizer state and step count of the trainers, as the backend's checkpoints have them, and returns
+        the folder; an earlier one is replaced. Nothing else of the run is in it. Raises TrainingError between
+        `forward_backward` and `optim_step`, and StorageError."""
+        path = Path(folder).absolute()
+        return self._live.do(lambda: self._states.save_state(path))
+
+    def load_state(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """The trainers continue from what `save_state` wrote; without `optimizer` with its weights alone and a new optimizer.
+        Gradients are dropped, the engines keep their weights. It may follow an error inside `forward_backward` or
+        `optim_step`. Raises CheckpointError, and ConfigError for a backend whose trainers cannot begin again."""
+        path = Path(folder).absolute()
+        self._live.do(lambda: self._states.load_state(path, optimizer))
+
+    def restart(self) -> None:
+        """The trainers begin again with the weights of the run's model folder and a new optimizer, as `load_state` does."""
+        self._live.do(self._states.restart)
 
     def evaluate(self) -> EvalReport:
         """Evaluates all sets of the run file with the weights that the engines have."""

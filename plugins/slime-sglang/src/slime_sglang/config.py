@@ -17,9 +17,9 @@ from pydantic import (
     model_validator,
 )  # fmt: skip
 
-from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
 from slime_core.errors import near_matches
+from slime_serving.adapter_options import AdapterOptions
 from slime_sglang import router_args
 from slime_sglang.option_choices import Choices
 from slime_sglang.program import SGLANG
@@ -27,7 +27,7 @@ from slime_sglang.renamed_options import OtherName, other_names
 from slime_sglang.server_args import OWNED, ServerOption, installed_folder, installed_options
 
 
-class SglangOptions(DriverConfig):
+class SglangOptions(AdapterOptions):
     python: RunPath | None = None
     """Interpreter that starts the servers, such as `.venv-sglang/bin/python`: it needs SGLang, and nothing of slime. By default
     the run's own."""
@@ -58,6 +58,10 @@ class SglangOptions(DriverConfig):
     keys and values the new weights compute; every token's version is exact. `retract`: SGLang does the same inside.
     `in_place`: they keep keys and values of the old weights. Both need a server that reports versions by token span,
     and switch the radix cache off, since it could not be flushed."""
+    sleep_level: Literal[1, 2] | None = None
+    """With devices that a trainer shares: what happens to the weights while it works. 1: they are copied to the host, which
+    takes seconds in each step. 2: they are dropped; then every weight update must be sent before the next response. By default
+    2 where each step sends whole, plain weights, else 1."""
     deterministic: bool | None = None
     """SGLang's deterministic inference: each request's seed decides its draws. It costs a third of the throughput on a
     GPU. By default on for own servers on a CPU, off elsewhere."""

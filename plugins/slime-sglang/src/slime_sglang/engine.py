@@ -17,11 +17,13 @@ from slime_sglang.connection import SglangConnection
 from slime_sglang.experts import ExpertSizes
 from slime_sglang.features import Features
 from slime_sglang.held_weights import SglangWeights
-from slime_sglang.option_checks import problem_of_experts
+from slime_sglang.launching import drops_weights
+from slime_sglang.option_checks import problem_of_adapters, problem_of_experts
 from slime_sglang.program import SGLANG
 from slime_sglang.receiver import SglangReceiver
 from slime_sglang.requests import SglangRequests
 from slime_sglang.scoring import Scorer
+from slime_sglang.served_adapters import SglangAdapters
 from slime_sglang.server.hook_table import UNPINNED_EXPERTS, in_source
 from slime_sglang.server_group import SglangServers
 from slime_transports.receiver import ServerEndpoint
@@ -41,19 +43,26 @@ class SglangEngine(ServingEngine[SglangServers]):
         self._config = config
         self._features = Features()
         self._experts: ExpertSizes | None = None
+        self._dropped = False
+        """The weights were dropped when it slept."""
         self._scores = Scorer(self._fleet, timeout_s=config.request_timeout, require_alive=self._ready)
 
     def check_setup(self, setup: EngineSetup) -> None:
         self._experts = expert_sizes(self._config, setup) if setup.routed_experts else None
+        if self._config.most_adapters and (problem := problem_of_adapters(self._config, setup)):
+            raise EngineError(f"engine {setup.index}: {problem}")
 
     async def prepare(self, setup: EngineSetup) -> None:
         """Reads the features of the servers; builds the objects that serve requests and load weights."""
         self._features = await Features.of_all(self._fleet.servers, self._config, setup)
         weights = self._held = SglangWeights(self._fleet, self._config, setup, self._features)
         exact = self._config.pause_mode == "abort"
+        if self._config.most_adapters:
+            folder = setup.run_dir / "adapters" / f"{setup.index}-{self._incarnation}"
+            self._adapters = SglangAdapters(self._fleet, self._config, folder, setup)
         self._requests = RequestsInFlight(
             self._fleet,
-            SglangRequests.of(setup, self._features, experts=self._experts),
+            SglangRequests.of(setup, self._features, experts=self._experts, adapters=self._adapters),
             setup,
             # In the other modes weights change while requests run.
             expected_version=lambda: weights.given if exact else None,
@@ -65,7 +74,11 @@ class SglangEngine(ServingEngine[SglangServers]):
         await self._fleet.start_router(setup)
 
     def capabilities(self, setup: EngineSetup) -> frozenset[Capability]:
-        return self._features.capabilities(self._config, setup)
+        offered = self._features.capabilities(self._config, setup)
+        if self._adapters is None:
+            return offered
+        # Rows of several adapters are multiplied together.
+        return offered - {Capability.DETERMINISTIC, Capability.BATCH_INVARIANT} | {Capability.ADAPTERS}
 
     @property
     def entrance(self) -> SglangConnection:
@@ -102,13 +115,23 @@ class SglangEngine(ServingEngine[SglangServers]):
             await in_flight.interrupt()
         await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
 
+    async def resume(self) -> None:
+        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
+        if self._dropped and self._weights().incomplete:
+            raise EngineError(
+                f"{self._name}: its weights were dropped when it slept, and no whole version was sent since. Set "
+                "engine.sleep_level = 1 (--sglang-sleep-level 1) to keep them on the host."
+            )
+        self._dropped = False
+        await super().resume()
+
     async def resume_servers(self) -> None:
         await self._fleet.post("/continue_generation", {})
 
     async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Releases SGLang's memory of `tags`; weights are kept on the host. Paused requests wait here, so the servers are
-        idle."""
-        self._ready()
+        """Releases SGLang's memory of `tags`; see `engine.sleep_level` for the weights. Paused requests wait here, so the
+        servers are idle."""
+        setup = self._ready()
         running = 0 if self._requests is None else len(self._requests)
         gone = [tag for tag in (MemoryTag if tags is None else tags) if tag not in self._absent]
         if not gone:
@@ -117,6 +140,9 @@ class SglangEngine(ServingEngine[SglangServers]):
             raise EngineRefused(f"{self._name}: sleep while {running} requests run. Abort them first.")
         if MemoryTag.KV_CACHE in gone:
             await self._fleet.flush()
+        if MemoryTag.WEIGHTS in gone and self._held is not None and drops_weights(self._config, setup):
+            self._dropped = True
+            self._held.expect()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)
 

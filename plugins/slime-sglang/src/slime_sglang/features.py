@@ -41,7 +41,7 @@ class Features:
     async def of_all(cls, servers: Iterable[SglangConnection], config: SglangOptions, setup: EngineSetup) -> Features:
         """Features that all servers of an engine have. Raises EngineError also if they do not support the run's pause_mode."""
         # A server of a prefill/decode pair serves no request alone.
-        first, *others = [await cls.of(server, setup, alone=not config.prefill_servers) for server in servers]
+        first, *others = [await cls.of(server, config, setup, alone=not config.prefill_servers) for server in servers]
         found = first.common(others)
         if config.pause_mode != "abort" and not found.version_spans:
             raise EngineError(
@@ -51,7 +51,9 @@ class Features:
         return found
 
     @classmethod
-    async def of(cls, server: SglangConnection, setup: EngineSetup, *, alone: bool = True) -> Features:
+    async def of(
+        cls, server: SglangConnection, config: SglangOptions, setup: EngineSetup, *, alone: bool = True
+    ) -> Features:
         """Reads the features of a server. `alone`: False for a server of a pair, which is not asked to generate. Raises
         EngineError if it has another model than the run, or does not respond like SGLang."""
         args = await server.get("/server_info", timeout_s=TIMEOUT_S)
@@ -61,6 +63,7 @@ class Features:
                 f"{server.name} does not respond like SGLang: /server_info {str(args)[:150]}, /model_info {str(model)[:150]}."
             )
         require_same_model(server, model, setup)
+        require_adapters(server, args, config)
         return cls(
             sglang_version=str(args.get("version", "unknown")),
             tp_size=int(args.get("tp_size") or 1),
@@ -144,6 +147,18 @@ async def draws_by_token(server: SglangConnection) -> bool:
     except EngineError:
         return False
     return True
+
+
+def require_adapters(server: SglangConnection, args: Mapping[str, Any], config: SglangOptions) -> None:
+    """EngineError for a server that does not hold the adapters of the run. args: the response of /server_info."""
+    if not config.most_adapters:
+        return
+    most, rank = args.get("max_loaded_loras"), args.get("max_lora_rank") or 0
+    if not args.get("enable_lora") or (most is not None and most < config.most_adapters) or rank < config.adapter_rank:
+        raise EngineError(
+            f"{server.name}: start this server with --enable-lora, --max-loaded-loras {config.most_adapters} or more, "
+            f"--max-lora-rank {config.adapter_rank} or more and --lora-target-modules."
+        )
 
 
 def require_same_model(server: SglangConnection, model: Mapping[str, Any], setup: EngineSetup) -> None:

@@ -40,6 +40,8 @@ def first_of(meta: Mapping[str, Any], *names: str) -> int:
 class SglangRunning(Running):
     image_tokens: ImageTokens | None = None
     """The model's image tokens, for a request with images."""
+    adapter: str | None = None
+    """Its name on the servers."""
     experts: ExpertSizes | None = None
     """Set if expert ids can be requested."""
     drafts: SpecDecodeStats = field(default_factory=SpecDecodeStats)
@@ -88,6 +90,8 @@ class SglangRunning(Running):
             "logprob_start_len": -1,
             **asked,
         }
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if self.image_tokens is not None:
             body["input_ids"] = np.ascontiguousarray(self.image_tokens.collapsed(tokens))
             body["image_data"] = [data_url(image.data) for image in request.images]

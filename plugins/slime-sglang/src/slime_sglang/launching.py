@@ -7,13 +7,15 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.data.model_folder import read_model_config
+from slime_core.data.model_folder import read_model_config, shapes_in
 from slime_core.errors import EngineError
+from slime_serving.adapter_options import linear_sizes
 from slime_serving.devices import DEVICES, devices_of
 from slime_serving.held_port import held_port, number_of
 from slime_serving.image_tokens import ImageTokens
@@ -25,7 +27,17 @@ from slime_sglang.config import SglangOptions, options_of_role, role_of, server_
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
 from slime_sglang.option_checks import problem_of_devices
-from slime_sglang.server.hook_table import CHECKS, CPU_EXPERTS, CPU_SEEDS, DRAWS, FOLDERS, ONE_ADDRESS, SCORE_HEAD
+from slime_sglang.server.hook_table import (
+    CHECKS,
+    CPU_ADAPTERS,
+    CPU_EXPERTS,
+    CPU_SEEDS,
+    DRAWS,
+    FOLDERS,
+    GATE,
+    ONE_ADDRESS,
+    SCORE_HEAD,
+)
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
 MODULE: Final = "slime_sglang.server.launch"
@@ -36,6 +48,16 @@ OF_INTERPRETER: Final = frozenset({"PYTHONHOME", "VIRTUAL_ENV"})
 
 CHECKED_TRANSPORTS: Final = ("disk", "delta")
 """Transports whose weights are checked inside the server."""
+
+GRAPHS: Final = "cuda_graph_max_bs_decode"
+SETS_GRAPHS: Final = frozenset(
+    {GRAPHS, "cuda_graph_bs_decode", "cuda_graph_config", "disable_cuda_graph", "disable_decode_cuda_graph"}
+)
+"""Options that set up to how many requests are decoded by a CUDA graph."""
+LEAST_IN_GRAPHS: Final = 256
+"""SGLang's own limit on GPUs of 80 GB and more, with less than four ranks."""
+MOST_IN_GRAPHS: Final = 1024
+"""A server decodes more requests without a graph: each size takes memory and time at the start."""
 
 MARGIN: Final = 8
 """Tokens beyond the run's longest sequence: SGLang cuts responses a little before its context is full, without an error."""
@@ -89,12 +111,29 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
         if ImageTokens.of(setup.model_path) is not None:
             # The fast one requires torchvision, which is a stub on a CPU.
             options["disable_fast_image_processor"] = True
+    elif not SETS_GRAPHS & chosen.keys() and (graphs := sizes_in_graphs(config, setup, chosen)) > LEAST_IN_GRAPHS:
+        options[GRAPHS] = graphs
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
-        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
+        if any(name.startswith("speculative_") for name in chosen):
+            # No weight update sends a draft's weights.
+            options["enable_draft_weights_cpu_backup"] = True
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
+    if config.most_adapters and not setup.reward_model:
+        places = config.adapter_places + 1
+        options |= {
+            "enable_lora": True,
+            # One is for requests without an adapter.
+            "max_loras_per_batch": places,
+            "max_loaded_loras": max(config.most_adapters, places),
+            "max_lora_rank": config.adapter_rank,
+            "lora_target_modules": target_modules(setup.model_path),
+        }
+        if on_cpu:
+            options["lora_backend"] = "torch_native"
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
     if role is not None:
@@ -102,6 +141,30 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if not (setup.model_path / "tokenizer_config.json").exists():
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> int:
+    """The largest batch that a server decodes by a CUDA graph: its share of the requests in flight."""
+    decoding = config.servers - config.prefill_servers
+    share = -(-setup.max_batch // decoding)
+    return min(share, chosen.get("max_running_requests", share), MOST_IN_GRAPHS)
+
+
+def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
+    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`). Kept by default: quantized ones, since kernels
+    keep tensors beside them that no weight update sends, and those that a delta is applied to."""
+    if config.external_engine_addrs or not setup.offload or setup.transport is None:
+        return False
+    if config.sleep_level is not None:
+        return config.sleep_level == 2
+    if not setup.weights_follow or setup.transport == "delta" or getattr(config, "quantization", None):
+        return False
+    return not read_model_config(setup.model_path).get("quantization_config")
+
+
+def target_modules(model_path: Path) -> list[str]:
+    """SGLang's lora_target_modules: the layers that an adapter may have matrices for, by the last part of their names."""
+    return sorted({name.rpartition(".")[2] for name in linear_sizes(shapes_in(model_path))})
 
 
 def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
@@ -116,6 +179,7 @@ def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
         DRAWS: generates and deterministic,
         CPU_SEEDS: deterministic and on_cpu,
         CPU_EXPERTS: setup.routed_experts and on_cpu,
+        CPU_ADAPTERS: bool(options.get("enable_lora")) and on_cpu,
     }
     return [hook.name for hook, requested in needed.items() if requested]
 
@@ -161,6 +225,52 @@ def environment_for(
     return environment
 
 
+def log_of(setup: EngineSetup, place: int) -> Path:
+    return setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
+
+
+def name_of(config: SglangOptions, setup: EngineSetup, place: int) -> str:
+    return f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
+
+
+def begin_server(
+    config: SglangOptions,
+    setup: EngineSetup,
+    place: int,
+    pool: aiohttp.ClientSession,
+    *,
+    common_token: str | None = None,
+    packages: str | None = None,
+    gate: Path | None = None,
+) -> SglangStarted:
+    """Starts the process of a server; see `start_server`. `gate`: a file that its processes wait for when they have imported
+    their modules."""
+    options = options_for(config, setup, place)
+    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
+    token = common_token or secrets.token_urlsafe(24)
+    held = {"port": held_port(setup.host), "nccl_port": held_port()}
+    if options.get("disaggregation_mode") == "prefill":
+        held["disaggregation_bootstrap_port"] = held_port()
+    ports = {name: number_of(port) for name, port in held.items()}
+    waits = () if gate is None else (f"{GATE}{gate}",)
+    process = ServerProcess(
+        MODULE,
+        options | ports | {"api_key": token},
+        log=log_of(setup, place),
+        form=SGLANG_LOG,
+        environment=environment_for(setup, devices, options["tp_size"], packages),
+        arguments=[*hooks_for(setup, options), *waits],
+        python=config.python or sys.executable,
+        gate=gate,
+    )
+    return SglangStarted(
+        connection=SglangConnection(pool, address_of(setup.host, ports["port"]), token, name_of(config, setup, place)),
+        process=process,
+        held=tuple(held.values()),
+        bootstrap_port=ports.get("disaggregation_bootstrap_port"),
+    )
+
+
 async def start_server(
     config: SglangOptions,
     setup: EngineSetup,
@@ -169,40 +279,21 @@ async def start_server(
     *,
     common_token: str | None = None,
     packages: str | None = None,
+    begun: SglangStarted | None = None,
 ) -> SglangStarted:
     """Starts a server and waits until it responds. `common_token`: None gives it a token of its own. `packages`: see
-    `environment_for`. On a machine that is not
+    `environment_for`. `begun`: what `begin_server` returned for it. On a machine that is not
     the first one of an engine, starts that machine's part of the server. Raises EngineError with the log's last lines if it
     dies, or does not respond in time."""
-    options = options_for(config, setup, place)
-    hooks = hooks_for(setup, options)
-    devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
-    environment = environment_for(setup, devices, options["tp_size"], packages)
-    name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
-    log = setup.run_dir / "logs" / f"sglang-{setup.index}-{place}.log"
+    waiting = [] if begun is None else [begun]
+    log = log_of(setup, place)
     serves = not setup.node_rank
 
     def begin() -> SglangStarted:
-        token = common_token or secrets.token_urlsafe(24)
-        held = {"port": held_port(setup.host), "nccl_port": held_port()}
-        if options.get("disaggregation_mode") == "prefill":
-            held["disaggregation_bootstrap_port"] = held_port()
-        ports = {name: number_of(port) for name, port in held.items()}
-        process = ServerProcess(
-            MODULE,
-            options | ports | {"api_key": token},
-            log=log,
-            form=SGLANG_LOG,
-            environment=environment,
-            arguments=hooks,
-            python=config.python or sys.executable,
-        )
-        return SglangStarted(
-            connection=SglangConnection(pool, address_of(setup.host, ports["port"]), token, name),
-            process=process,
-            held=tuple(held.values()),
-            bootstrap_port=ports.get("disaggregation_bootstrap_port"),
-        )
+        if waiting:
+            waiting[0].process.open_gate()
+            return waiting.pop()
+        return begin_server(config, setup, place, pool, common_token=common_token, packages=packages)
 
     async def is_up(started: SglangStarted) -> None:
         # With the token, because another server may have taken this port. On a further machine, a part of a server has only a
@@ -215,4 +306,6 @@ async def start_server(
             # a CPU, twice for each weight update.
             await started.connection.post("/freeze_gc", {}, timeout_s=config.control_timeout)
 
-    return await start_until_up(name, "SGLang", log, begin, is_up, timeout_s=config.start_timeout)
+    return await start_until_up(
+        name_of(config, setup, place), "SGLang", log, begin, is_up, timeout_s=config.start_timeout
+    )

@@ -7,4 +7,16 @@ from typing import Final
 
 from slime_serving.server_process import LogFormat
 
-SGLANG_LOG: Final = LogFormat(stamp=re.compile(r"^\[[^\]]*\] "), fatal="hit an exception: ")
+FIRST_RANK: Final = r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?: TP0)?\] "
+
+SGLANG_LOG: Final = LogFormat(
+    stamp=re.compile(r"^\[[^\]]*\] "),
+    fatal="hit an exception: ",
+    clock="%Y-%m-%d %H:%M:%S",
+    imported=re.compile(f"{FIRST_RANK}Init torch distributed begin"),
+    seconds={
+        "connect": re.compile(r"^\[[^\]]*\d(?: TP0)?\] Init torch distributed ends\. elapsed=([\d.]+) s"),
+        "load": re.compile(r"^\[[^\]]*\d(?: TP0)?\] Load weight end\. elapsed=([\d.]+) s"),
+        "graphs": re.compile(r"^\[[^\]]*\d(?: TP0)?\] Capture .* graph end\. elapsed=([\d.]+) s", re.IGNORECASE),
+    },
+)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.data.model_folder import read_model_config
-from slime_sglang.launching import tokens_in_flight
+from slime_sglang.launching import drops_weights, tokens_in_flight
 from slime_training.footprint import kv_bytes_per_token, num_parameters
 from slime_training.memory_plan import EngineLoad, EngineMemory, MemoryItem, MemoryPhase
 
@@ -42,7 +42,7 @@ def engine_memory(config: Any, load: EngineLoad) -> EngineMemory | None:
     held = frozenset(serving | {MemoryPhase.SYNC})
     split = setup.num_devices > config.servers
     lines = [MemoryItem(component="weights", num_bytes=share.weights, moments=held, estimate=split)]
-    if given_back:
+    if given_back and not drops_weights(config, setup):
         asleep = frozenset({MemoryPhase.ASLEEP})
         lines.append(MemoryItem(component="weights", num_bytes=share.weights, moments=asleep, place="host"))
     fraction = getattr(config, "mem_fraction_static", None)

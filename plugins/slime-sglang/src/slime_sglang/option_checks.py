@@ -6,8 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from slime_core.contracts.setup import EngineLayout
+from slime_core.contracts.setup import EngineLayout, EngineSetup
+from slime_core.data.model_folder import read_model_config
 from slime_core.errors import near_matches
+from slime_serving.adapter_options import problem_of_offload, problems_of_adapters
 from slime_serving.interpreter import program_in
 from slime_sglang import router_args
 from slime_sglang.config import SglangOptions, no_choice, options_of_role, server_options
@@ -18,6 +20,8 @@ from slime_sglang.server_args import options_of
 ROLES: Final[tuple[Literal["prefill", "decode"], ...]] = ("prefill", "decode")
 SHARED: Final = frozenset({"pp_size", "quantization", "kv_cache_dtype", "page_size", "disaggregation_transfer_backend"})
 """Options that servers of one engine share: they hold the same weights, and send each other keys and values."""
+MLP_PADDING: Final = 32
+"""SGLang's for CPUs, which have kernels for such widths alone."""
 
 
 def problems_of_options(config: Any) -> list[str]:
@@ -106,6 +110,8 @@ def problems_of_role(config: SglangOptions, role: Literal["prefill", "decode"], 
 def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
     """Options that do not fit the engines and devices of the run."""
     problems = [problem_of_experts(config)] if layout.routed_experts else []
+    problems += problems_of_adapters(config, layout, getattr(config, "pp_size", None) or 1)
+    problems += problems_of_served_adapters(config) if config.most_adapters else []
     if layout.offload and config.pause_mode != "abort":
         problems.append(
             f'engine.pause_mode = "{config.pause_mode}", launcher.offload_rollout: paused requests stay on the servers, '
@@ -116,6 +122,39 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
     else:
         problems.append(problem_of_devices(config, layout.num_devices, layout.num_nodes, layout.devices_flag))
     return [problem for problem in problems if problem is not None]
+
+
+def problems_of_served_adapters(config: Any) -> list[str]:
+    """Options of SGLang that exclude adapters."""
+    where = f"engine.max_adapters = {config.max_adapters}"
+    problems = []
+    if config.router_policy != "none":
+        problems.append(
+            f'{where}, engine.router_policy = "{config.router_policy}": requests of adapters go to servers directly. Set none.'
+        )
+    if (getattr(config, "dp_size", None) or 1) > 1:
+        problems.append(f"{where}, engine.dp_size: SGLang loads no adapters while it runs then. Use engine.servers.")
+    held = max(config.most_adapters, config.adapter_places + 1)
+    if getattr(config, "enable_lora_overlap_loading", None) and held > 2 * (config.adapter_places + 1):
+        problems.append(
+            f"{where}, engine.enable_lora_overlap_loading: SGLang holds up to twice as many adapters as it has places then. "
+            f"Set engine.adapters_at_once = {-(-held // 2) - 1}, or leave it out."
+        )
+    return problems
+
+
+def problem_of_adapters(config: Any, setup: EngineSetup) -> str | None:
+    """Why the servers cannot hold adapters of this model on these devices; None: they can."""
+    if problem := problem_of_offload(config, offload=setup.offload):
+        return problem
+    model = read_model_config(setup.model_path)
+    width = (model.get("text_config") or model).get("intermediate_size") or 0
+    if setup.device == "cpu" and not config.external_engine_addrs and width % (MLP_PADDING * setup.num_devices):
+        return (
+            f"engine.max_adapters = {config.max_adapters}: on a CPU SGLang pads MLPs to multiples of {MLP_PADDING} features "
+            f"for each device, and adapters for the model's {width} do not fit then. Use GPUs, or another engine."
+        )
+    return None
 
 
 def problems_of_push(config: Any, quantization: Mapping[str, Any] | None) -> list[str]:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime_core.contracts.driver import Patch, TableOptions
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
+from slime_serving.adapter_options import AdapterOptions
 from slime_serving.interpreter import StartsProgram
 from slime_sglang import router_args
-from slime_sglang.config import make_config, may_return_experts, rename_notices
+from slime_sglang.config import SglangOptions, make_config, may_return_experts, rename_notices
 from slime_sglang.option_checks import problems_of_layout, problems_of_options, problems_of_push
 from slime_sglang.program import SGLANG
 from slime_sglang.server.hook_table import HOOKS, in_source
+from slime_training.adapters.drivers import AdapterSampler
 from slime_training.memory_plan import EnginePlanner
 
 if TYPE_CHECKING:
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
     from slime_training.memory_plan import EngineLoad, EngineMemory
 
 
-class Sglang(EnginePlanner, StartsProgram, EngineDriver):
+class Sglang(AdapterSampler, EnginePlanner, StartsProgram, EngineDriver):
     """SGLang servers as subprocesses, or external ones; optionally behind sglang-router."""
 
     Config = make_config()
     program = SGLANG
-    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta")
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta", "frozen")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.DETERMINISTIC,
@@ -39,6 +41,7 @@ class Sglang(EnginePlanner, StartsProgram, EngineDriver):
             Capability.HTTP,
             Capability.IMAGES,
             Capability.STRUCTURAL_TAG,
+            Capability.ADAPTERS,
         }
     ) | ({Capability.ROUTED_EXPERTS} if may_return_experts() else frozenset())
 
@@ -49,6 +52,14 @@ class Sglang(EnginePlanner, StartsProgram, EngineDriver):
         "rollout-external-engine-addrs": "external_engine_addrs",
         "router-policy": "router_policy",
     }
+
+    @classmethod
+    def max_adapters(cls, config: AdapterOptions) -> int:
+        return config.most_adapters
+
+    @classmethod
+    def draws_by_seed(cls, config: SglangOptions, device: str) -> bool:
+        return device == "cpu" if config.deterministic is None else config.deterministic
 
     @classmethod
     def table_options(cls) -> Sequence[TableOptions]:

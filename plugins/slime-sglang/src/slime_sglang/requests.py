@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_serving.adapters import ServedAdapters
 from slime_serving.image_tokens import ImageTokens
 from slime_serving.requests import AcceptedRequests, vocab_size_of
 from slime_sglang.experts import ExpertSizes
@@ -22,8 +23,16 @@ class SglangRequests(AcceptedRequests):
     """None: the servers were started without expert ids."""
 
     @classmethod
-    def of(cls, setup: EngineSetup, features: Features, *, experts: ExpertSizes | None) -> SglangRequests:
+    def of(
+        cls,
+        setup: EngineSetup,
+        features: Features,
+        *,
+        experts: ExpertSizes | None,
+        adapters: ServedAdapters | None = None,
+    ) -> SglangRequests:
         return cls(
+            adapters=adapters,
             vocab_size=vocab_size_of(setup),
             has_tokenizer=features.tokenizer,
             features=features,
@@ -36,6 +45,7 @@ class SglangRequests(AcceptedRequests):
             request=request,
             vocab_size=self.vocab_size,
             image_tokens=self.image_tokens if request.images else None,
+            adapter=self.adapter_of(request),
             experts=self.experts,
         )
 

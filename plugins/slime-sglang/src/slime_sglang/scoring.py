@@ -14,6 +14,7 @@ from slime_serving.connection import ConnectionLost
 from slime_serving.running import RequestIds
 from slime_sglang.connection import SglangConnection
 from slime_sglang.server_group import SglangServers
+from slime_training.adapters.engine import PromptLogProbs
 
 
 class Scorer:
@@ -24,6 +25,7 @@ class Scorer:
         self._timeout_s = timeout_s
         self._require_alive = require_alive
         self._rids = RequestIds()
+        self._asked = 0
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
@@ -35,6 +37,19 @@ class Scorer:
             for place, (tokens, count) in enumerate(zip(sequences, num_tokens, strict=True))
         ]
         return list(await asyncio.gather(*asked))
+
+    async def prompt(self, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None) -> PromptLogProbs:
+        """See `AdapterEngine.prompt_log_probs`; tokens: two or more."""
+        self._asked += 1
+        server = self._fleet.at(self._asked % len(self._fleet.servers))
+        count = len(tokens) - 1
+        body = score_body(self._rids.next_for("score"), tokens, count) | {"top_logprobs_num": top_k}
+        if adapter is not None:
+            body["lora_path"] = adapter
+        reply = await server.post("/generate", body, timeout_s=self._timeout_s)
+        log_probs = scored(reply, tokens, count, server.name)
+        ids, values = likeliest(reply, count, top_k, server.name)
+        return PromptLogProbs(log_probs=log_probs, top_ids=ids, top_log_probs=values)
 
     async def _score(self, place: int, tokens: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.float32]:
         if not count:
@@ -89,3 +104,20 @@ def are_these(returned: Sequence[int], asked: Sequence[int], *, last: int) -> bo
     return len(returned) == len(asked) and all(
         found == token or (found == 0 and token == last) for found, token in zip(returned, asked, strict=True)
     )
+
+
+def likeliest(reply: Any, count: int, top_k: int, server: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Ids and log-probs (count, top_k) of the likeliest tokens. Raises EngineError if `reply` is no valid response."""
+    if not top_k:
+        return np.empty((count, 0), np.int32), np.empty((count, 0), np.float32)
+    try:
+        rows = reply["meta_info"]["input_top_logprobs"][-count:]
+        ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
+        values = np.array([[entry[0] for entry in row] for row in rows], np.float32)
+        if ids.shape != (count, top_k) or not np.isfinite(values).all():
+            raise ValueError(f"shape {ids.shape} instead of {(count, top_k)}")
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(
+            f"{server}: the response to a request for likeliest tokens is invalid: {type(error).__name__}: {error}."
+        ) from error
+    return ids, np.minimum(values, 0.0)

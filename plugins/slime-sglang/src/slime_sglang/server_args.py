@@ -46,6 +46,11 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "enable_return_routed_experts": "train.use_rollout_routing_replay",
         "enable_deterministic_inference": "engine.deterministic",
         "stream_output": "the engine",
+        "enable_lora": "engine.max_adapters",
+        "lora_paths": "engine.max_adapters",
+        "max_loaded_loras": "engine.max_adapters",
+        "max_loras_per_batch": "engine.adapters_at_once",
+        "max_lora_rank": "engine.max_adapter_rank",
         "disaggregation_mode": "engine.prefill_servers",
         "disaggregation_bootstrap_port": "the engine: a free one",
     }

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Final
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any, ClassVar, Final, cast
 
 import aiohttp
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_serving.external import connect_external
-from slime_serving.interpreter import linked_packages
+from slime_serving.interpreter import Installed, linked_packages, program_in
 from slime_serving.server_group import ServerGroup
 from slime_sglang.config import SglangOptions, role_of
 from slime_sglang.connection import SglangConnection
-from slime_sglang.launching import PACKAGES, SglangStarted, start_server
+from slime_sglang.launching import PACKAGES, SglangStarted, begin_server, start_server
+from slime_sglang.program import SGLANG
 from slime_sglang.router import Router, WorkerRole, start_router
+from slime_sglang.server.hook_table import RENDEZVOUS, in_source
 
 FLUSH_TRIES: Final = 60
 """Attempts to flush, one per second: SGLang refuses while requests run."""
@@ -36,6 +40,8 @@ class SglangServers(ServerGroup[SglangConnection]):
         self._common_token = secrets.token_urlsafe(24) if config.prefill_servers else None
         self._packages: TemporaryDirectory[str] | None = None
         """Of slime, for an interpreter of its own."""
+        self._gates: list[Path] = []
+        """Folders that servers which were started early look into."""
 
     @property
     def size(self) -> int:
@@ -54,12 +60,37 @@ class SglangServers(ServerGroup[SglangConnection]):
             token_file=given.external_engine_token_file,
         )
 
-    async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted:
+    def _linked(self) -> str | None:
         if self._config.python is not None and self._packages is None:
             self._packages = linked_packages(*PACKAGES)
-        packages = None if self._packages is None else self._packages.name
+        return None if self._packages is None else self._packages.name
+
+    def begin(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted | None:
+        installed = None if self._config.python is None else program_in(self._config.python, SGLANG)
+        # Where it would wait. Without that it would use devices that trainers use.
+        if not in_source(RENDEZVOUS, installed.folder if isinstance(installed, Installed) else None):
+            return None
+        gate = Path(mkdtemp(prefix="slime-gate-")) / "open"
+        self._gates.append(gate.parent)
+        return begin_server(
+            self._config,
+            setup,
+            place,
+            pool,
+            common_token=self._common_token,
+            packages=self._linked(),
+            gate=gate,
+        )
+
+    async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted:
         started = await start_server(
-            self._config, setup, place, pool, common_token=self._common_token, packages=packages
+            self._config,
+            setup,
+            place,
+            pool,
+            common_token=self._common_token,
+            packages=self._linked(),
+            begun=cast("SglangStarted | None", self._begun.pop(place, None)),
         )
         self._bootstrap_ports[place] = started.bootstrap_port
         return started
@@ -68,6 +99,8 @@ class SglangServers(ServerGroup[SglangConnection]):
         try:
             await super().stop()
         finally:
+            for folder in self._gates:
+                shutil.rmtree(folder, ignore_errors=True)
             packages, self._packages = self._packages, None
             if packages is not None:
                 packages.cleanup()

@@ -7,11 +7,13 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from slime_core.controller.checkpoint import sync
 from slime_tinker.errors import RequestError
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement
@@ -103,9 +105,16 @@ def expiry(ttl_s: int | None) -> float | None:
     return time.time() + ttl_s
 
 
-def size_of(folder: Path) -> int:
-    """Bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def stored(folder: Path, write: Callable[[], None]) -> int:
+    """Writes a folder that is whole after a power failure, and returns its bytes."""
+    write()
+    size = 0
+    for path in sorted(folder.rglob("*")):
+        size += path.stat().st_size if path.is_file() else 0
+        sync(path)
+    sync(folder)
+    sync(folder.parent)
+    return size
 
 
 def shown(record: CheckpointRecord) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from slime_core.errors import SlimeError
+from slime_core.registry.boundary import error_text, held
 from slime_tinker.errors import not_found
 from slime_tinker.journal import Journal, Statement, accepted, finished
 from slime_tinker.records import Outcome, RequestRecord
@@ -55,6 +58,21 @@ class Futures:
         waiting = self._pending.pop(request_id, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(outcome)
+
+    @contextlib.asynccontextmanager
+    async def ended_by(self, request_id: str) -> AsyncIterator[None]:
+        """Around the work of a request. An error that ends the server is also its result, so that no restart repeats it."""
+        with held() as ended:
+            yield
+        error = ended.raised
+        if error is None:
+            return
+        if isinstance(error, Exception) and not isinstance(error, SlimeError) and request_id in self:
+            what = error_text(error)
+            await self.resolve(
+                request_id, failure(f"an error ended the server while this request ran: {what}.", user=False)
+            )
+        raise error
 
     async def fetch(self, request_id: str, tenant: str) -> Outcome | None:
         """None: it is not done; try again. RequestError for one that is not there."""

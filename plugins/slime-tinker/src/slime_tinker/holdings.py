@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from slime_core.errors import ConfigError
 from slime_tinker.errors import RequestError, not_found
 from slime_tinker.journal import Journal, Record, Statement, put, removed
 from slime_tinker.records import CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
@@ -94,6 +96,16 @@ class Holdings:
 
     def samplers_of(self, session: str) -> list[SamplerRecord]:
         return [record for record in self.samplers.values() if record.session == session]
+
+    def require_kind(self, *, whole: bool, folder: Path) -> None:
+        """ConfigError if what is kept are adapters and the server trains all weights, or the other way round."""
+        specs = [record.spec for record in self.checkpoints.values()]
+        specs += [record.spec for record in self.models.values() if not record.unloaded]
+        if any((spec.rank is None) != whole for spec in specs):
+            there, way = ("LoRA models", "without") if whole else ("models of --full-parameters", "with")
+            raise ConfigError(
+                f"{folder}: has {there}. Start {way} --full-parameters, or pass --state with another folder."
+            )
 
     def folders(self) -> Iterator[str]:
         """Names of all folders that something refers to."""

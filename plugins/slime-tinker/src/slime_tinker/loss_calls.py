@@ -39,11 +39,15 @@ def clip_options(config: Mapping[str, float]) -> dict[str, float]:
 
 
 THRESHOLDS: Final = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+"""Of ppo. Source of these and of cispo's: tutorials/202_loss_functions.py of tinker-cookbook. None of gspo is documented, which
+takes those of ppo here."""
+CISPO_THRESHOLDS: Final = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+"""No lower bound."""
 LOSSES: Final[Mapping[str, DocumentedLoss]] = {
     "cross_entropy": DocumentedLoss(table=lambda config: {"name": "sft"}, policy=False),
     "importance_sampling": DocumentedLoss(table=lambda config: {"name": "importance_sampling"}),
     "ppo": DocumentedLoss(table=lambda config: {"name": "clip", **clip_options(config)}, options=THRESHOLDS),
-    "cispo": DocumentedLoss(table=lambda config: {"name": "cispo", **clip_options(config)}, options=THRESHOLDS),
+    "cispo": DocumentedLoss(table=lambda config: {"name": "cispo", **clip_options(config)}, options=CISPO_THRESHOLDS),
     "dro": DocumentedLoss(
         table=lambda config: {"name": "dro", "beta": config["beta"]},
         options={"beta": 0.05},

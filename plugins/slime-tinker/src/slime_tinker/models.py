@@ -6,7 +6,7 @@ of the kind `SlimeError` are the client's or concern one request alone; after an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,15 @@ class PromptScores:
     top_log_probs: Float32 | None = None
     """(T - 1, k)"""
 
+    def last(self, number: int) -> PromptScores:
+        """Of the last `number` tokens."""
+        start = len(self.log_probs) - number
+        return PromptScores(
+            log_probs=self.log_probs[start:],
+            top_ids=None if self.top_ids is None else self.top_ids[start:],
+            top_log_probs=None if self.top_log_probs is None else self.top_log_probs[start:],
+        )
+
 
 class SamplerWeights(Protocol):
     """Weights that can be sampled from, as they were when they were saved."""
@@ -90,12 +99,20 @@ class Models(Protocol):
         """True: it trains all weights of one model. False: any number of LoRA adapters."""
 
     @property
+    def draws_by_seed(self) -> bool:
+        """The seeds of `start_sampling` alone decide what is drawn."""
+
+    @property
     def max_models(self) -> int:
         """Models at a time."""
 
     @property
     def max_weights(self) -> int:
-        """`SamplerWeights` at a time, the base not counted; at least 1."""
+        """`SamplerWeights` at a time, the base not counted without `base_weights`; at least 1."""
+
+    @property
+    def base_weights(self) -> Path | None:
+        """The base as a folder for `open_weights`; None: the base can be sampled from beside all others."""
 
     def create(self, name: str, spec: ModelSpec) -> None:
         """A model that computes what the base does. ConfigError for a spec that it cannot train."""
@@ -117,11 +134,12 @@ class Models(Protocol):
         """One optimizer step with the gradients since the last; returns their norm before clipping. Without gradients it is
         a step with gradients of zero."""
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Writes its weights, and with `optimizer` its optimizer state, into a folder that does not exist yet."""
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        """Takes its weights as they are now, and with `optimizer` its optimizer state. The function writes what is not written
+        yet into `folder`, which does not exist before, in any thread and beside other calls."""
 
     def open_weights(self, folder: Path) -> SamplerWeights:
-        """The weights that `save` wrote, for sampling. One of `max_weights` that are open at a time."""
+        """The weights that `save` wrote without `optimizer`, for sampling. One of `max_weights` that are open at a time."""
 
     def start_sampling(
         self, weights: SamplerWeights | None, prompt: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]

@@ -36,15 +36,26 @@ def forward_backward_outcome(outputs: Mapping[str, Sequence[Float32]], metrics: 
     return Outcome(content=message.SerializeToString(), is_proto=True)
 
 
-def sample_outcome(completions: Sequence[Completion], scores: PromptScores | None, last_n: int | None) -> Outcome:
-    """`scores`: of the prompt, None: not requested. `last_n`: of its tokens only; None: all."""
+def sample_outcome(
+    completions: Sequence[Completion],
+    scores: PromptScores | None,
+    last_n: int | None,
+    likeliest: Sequence[PromptScores] | None = None,
+) -> Outcome:
+    """`scores`: of the prompt, None: not requested. `last_n`: of its tokens only; None: all. `likeliest`: of each completion's
+    tokens; None: not requested."""
     message = pb.SampleResponse()
-    for completion in completions:
-        message.sequences.add(
+    for number, completion in enumerate(completions):
+        sequence = message.sequences.add(
             stop_reason=STOP_REASONS[completion.finish_reason],
             tokens=completion.token_ids.astype(np.int32).tobytes(),
             logprobs=completion.log_probs.astype(np.float32).tobytes(),
         )
+        if likeliest is not None and (ids := likeliest[number].top_ids) is not None:
+            top = sequence.topk_sampled_logprobs
+            top.length, top.k = ids.shape
+            top.token_ids = ids.astype(np.int32).tobytes()
+            top.logprobs = np.asarray(likeliest[number].top_log_probs, np.float32).tobytes()
     if scores is not None:
         unscored = 0 if last_n is None else len(scores.log_probs) - last_n
         log_probs = np.full(len(scores.log_probs) + 1, np.nan, np.float32)

@@ -13,6 +13,8 @@ import typer
 from slime_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slime_session import TrainingSession
+    from slime_tinker.models import Models
     from slime_tinker.settings import Tls
 
 app = typer.Typer()
@@ -33,6 +35,8 @@ NOT_USED: Final[dict[str, Any]] = {
     "train.num_rollout": 1,
 }
 """What every run file has to have, and no client's program reads; the run file may leave it out."""
+FORCED_OF_WHOLE: Final[dict[str, Any]] = {"train.max_skipped_steps": 2**31 - 1}
+"""With all weights of one model: a skipped step fails its request, and ends nothing."""
 DEFAULT_KEYS: Final = Path("slime-serve-keys.json")
 
 
@@ -45,6 +49,9 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the base model for clients; by default that of its folder.")
     ] = None,
+    full_parameters: Annotated[
+        bool, typer.Option("--full-parameters", help="Train all weights of one model at a time, and no LoRA adapters.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8700,
     keys: Annotated[Path, typer.Option(help="File of keys, which slime serve keys add writes.")] = DEFAULT_KEYS,
@@ -63,28 +70,25 @@ def serve(
 ) -> None:
     """Serve programs that are written against the Tinker SDK."""
     tls = check_access(host, keys, no_keys=no_keys, certificate=tls_certificate, key=tls_key)
-    from slime_core.config.load import read_run_file
     from slime_core.registry import Registry
     from slime_serving.listener import listen, shown
     from slime_session import open_session
     from slime_tinker.keys import Keys
     from slime_tinker.serve import BACKLOG
     from slime_tinker.serve import serve as run
-    from slime_tinker.session_adapters import SessionAdapters
     from slime_tinker.settings import Limits, Retention, Settings
 
-    overrides = {**left_out(read_run_file(run_file)), **chosen(set_ or []), **FORCED}
+    overrides = overridden(run_file, set_ or [], full_parameters=full_parameters)
     listener = listen(host, port, backlog=BACKLOG)
     with open_session(run_file, overrides=overrides) as session:
-        config = session.run.config
-        models = SessionAdapters(session, name=name or Path(config.model.hf_checkpoint).resolve().name)
+        models = models_of(session, name, full_parameters=full_parameters)
         settings = Settings(
-            state=state or session.folder.with_name(f"{config.name}-served"),
+            state=state or session.folder.with_name(f"{session.run.config.name}-served"),
             limits=Limits(max_models=max_models, max_tokens=max_tokens, max_body_bytes=max_body_mib * 2**20),
             retention=Retention(session_s=60.0 * session_minutes),
         )
         who = "no key required" if no_keys else f"keys in {keys}"
-        address = shown(listener, host) if tls is None else shown(listener, host).replace("http", "https", 1)
+        address = shown(listener, host).replace("http", "http" if tls is None else "https", 1)
         run(
             models,
             settings,
@@ -95,6 +99,15 @@ def serve(
             tls=tls,
             ready=lambda: print(f"slime serves {models.base.name} at {address}, {who}", flush=True),
         )
+
+
+def models_of(session: TrainingSession, name: str | None, *, full_parameters: bool) -> Models:
+    """`name`: of the base model, for clients; None: that of its folder."""
+    from slime_tinker.session_adapters import SessionAdapters
+    from slime_tinker.session_weights import SessionWeights
+
+    kind = SessionWeights if full_parameters else SessionAdapters
+    return kind(session, name=name or Path(session.run.config.model.hf_checkpoint).resolve().name)
 
 
 def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | None, key: Path | None) -> Tls | None:
@@ -122,6 +135,15 @@ def check_access(host: str, keys: Path, *, no_keys: bool, certificate: Path | No
     return None if certificate is None or key is None else Tls(certificate=certificate, key=key)
 
 
+def overridden(run_file: Path, words: list[str], *, full_parameters: bool) -> dict[str, Any]:
+    """Keys of the run file that it lacks, that `--set` gives and that clients decide."""
+    from slime_core.config.load import read_run_file
+
+    tables = read_run_file(run_file)
+    kept, forced = ({}, FORCED_OF_WHOLE) if full_parameters else (kept_weights(tables), {})
+    return {**left_out(tables), **kept, **chosen(words), **FORCED, **forced}
+
+
 def left_out(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of NOT_USED that the run file lacks.
 
@@ -135,6 +157,19 @@ def left_out(tables: Mapping[str, Any]) -> dict[str, Any]:
         if name not in given and not (table == "data" and given):
             found[key] = value
     return found
+
+
+def kept_weights(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The transport of engines over servers, whose weights are frozen, unless the run file names one.
+
+    >>> kept_weights({"engine": {"name": "vllm", "max_adapters": 8}})
+    {'sync.transport': 'frozen'}
+    >>> kept_weights({"engine": {"name": "local", "max_adapters": 8}})
+    {}
+    """
+    engine = tables.get("engine")
+    over_servers = isinstance(engine, Mapping) and engine.get("name") != "local" and engine.get("max_adapters")
+    return {"sync.transport": "frozen"} if over_servers and "transport" not in tables.get("sync", {}) else {}
 
 
 def chosen(words: list[str]) -> dict[str, Any]:

@@ -26,11 +26,14 @@ class OpenWeights:
         self._open: dict[Path, Open] = {}
         """The one that was used longest ago first."""
         self._changed = asyncio.Condition()
+        self._entrance = asyncio.Lock()
+        """In the order in which they come: requests for open weights, one after the other, would keep out all that wait for
+        others to be closed."""
 
     @contextlib.asynccontextmanager
     async def using(self, folder: Path) -> AsyncIterator[SamplerWeights]:
         """Inside, they stay open."""
-        async with self._changed:
+        async with self._entrance, self._changed:
             while folder not in self._open and len(self._open) >= self._models.max_weights:
                 idle = next((path for path, entry in self._open.items() if not entry.users), None)
                 if idle is None:

@@ -15,14 +15,14 @@ from tinker.types import SamplingParams as AskedParams
 
 from slime_core.errors import SlimeError
 from slime_core.rollout.seeds import request_seed
-from slime_core.types.completion import FinishReason, SamplingParams
+from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_tinker.admission import Admission
 from slime_tinker.checkpoints import Checkpoints
 from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures, failure
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, body_dropped_of
-from slime_tinker.models import BaseModel, Models, PromptScores
+from slime_tinker.models import BaseModel, Models, PromptScores, SamplerWeights
 from slime_tinker.records import Outcome, RequestRecord
 from slime_tinker.results import sample_outcome
 from slime_tinker.sampler_weights import OpenWeights
@@ -32,7 +32,6 @@ from slime_tinker.training_data import require_vocabulary
 
 MAX_TOP_K: Final = 128
 UNSERVED: Final = {
-    "topk_sample_logprobs": "top-k log-probs of sampled tokens",
     "target_prompt_logprobs": "log-probs of other tokens in the prompt's places",
     "prompt_alt_tokens_k": "draws in the prompt's places",
     "record_stability_info": "what stable_reinforce needs",
@@ -48,7 +47,10 @@ class Asked:
     seeds: list[int]
     prompt_log_probs: bool
     top_k: int
+    """Of the prompt's tokens."""
     last_n: int | None
+    sample_top_k: int
+    """Of the sampled tokens."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class Sampling:
     open_weights: OpenWeights
     admission: Admission
     limits: Limits
+    tasks: asyncio.TaskGroup
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def submit(self, record: RequestRecord) -> None:
@@ -81,18 +84,24 @@ class Sampling:
             task.cancel()
             await self.futures.resolve(request_id, failure(why, user=True), [body_dropped_of(request_id)])
 
+    def stop(self) -> None:
+        """The server ends: what has no result begins again with the next."""
+        for task in self._running.values():
+            task.cancel()
+
     async def cancel_of(self, sampler: str, why: str) -> None:
         for request_id in [name for name in self._running if name.rpartition(":")[0] == sampler]:
             await self.cancel(request_id, why)
 
     def _start(self, record: RequestRecord) -> None:
-        task = asyncio.ensure_future(self._run(record))
+        task = self.tasks.create_task(self._run(record))
         self._running[record.id] = task
         task.add_done_callback(lambda ended: self._running.pop(record.id, None))
 
     async def _run(self, record: RequestRecord) -> None:
         try:
-            outcome = await self._sample(record)
+            async with self.futures.ended_by(record.id):
+                outcome = await self._sample(record)
         except SlimeError as error:
             outcome = failure(str(error), user=not isinstance(error, SERVERS_FAULT))
         await self.futures.resolve(record.id, outcome, [body_dropped_of(record.id)])
@@ -100,28 +109,44 @@ class Sampling:
     async def _sample(self, record: RequestRecord) -> Outcome:
         request = SampleRequest.model_validate_json(record.body)
         asked = checked(request, record, self.models.base, self.limits)
+        if request.sampling_params.seed is not None and not self.models.draws_by_seed:
+            raise RequestError(
+                f"sampling_params.seed = {request.sampling_params.seed}: this server's engine draws without seeds. Leave it "
+                "out; engine sglang draws by seed with engine.deterministic = true."
+            )
         sampler = self.holdings.sampler(record.owner, record.tenant)
         async with AsyncExitStack() as stack:
-            weights = None
+            folder = self.models.base_weights
             if sampler.checkpoint is not None:
                 found = self.holdings.checkpoints.get(sampler.checkpoint)
                 if found is None:
+                    kept = self.limits.snapshots(whole=self.models.whole)
                     raise RequestError(
                         f"sampling_session_id {sampler.id}: its weights are deleted ({sampler.checkpoint}): the newest "
-                        f"{self.limits.max_snapshots} of a model without a name are kept, named ones until they expire."
+                        f"{kept} of a model without a name are kept, named ones until they expire."
                     )
-                weights = await stack.enter_async_context(
-                    self.open_weights.using(self.checkpoints.folder_of(found.folder))
-                )
+                folder = self.checkpoints.folder_of(found.folder)
+            weights = None
+            if folder is not None:
+                weights = await stack.enter_async_context(self.open_weights.using(folder))
             await stack.enter_async_context(self.admission.place(record.tenant, len(asked.seeds)))
             work = [asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))]
             scores: PromptScores | None = None
             if asked.prompt_log_probs or asked.top_k:
                 scores = await asyncio.wrap_future(self.models.prompt_scores(weights, asked.prompt, asked.top_k))
             (completions,) = await asyncio.gather(*work)
+            likeliest = None
+            if asked.sample_top_k:
+                likeliest = [await self._likeliest(weights, asked, completion) for completion in completions]
         if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
             raise RequestError("the request was aborted while it ran.")
-        return sample_outcome(completions, scores, asked.last_n)
+        return sample_outcome(completions, scores, asked.last_n, likeliest)
+
+    async def _likeliest(self, weights: SamplerWeights | None, asked: Asked, completion: Completion) -> PromptScores:
+        """Of the completion's tokens. Engines report the likeliest tokens of prompts alone, so that they read it as one."""
+        whole = [*asked.prompt, *completion.token_ids.tolist()]
+        scores = await asyncio.wrap_future(self.models.prompt_scores(weights, whole, asked.sample_top_k))
+        return scores.last(len(completion.token_ids))
 
 
 def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limits: Limits) -> Asked:
@@ -144,8 +169,10 @@ def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limi
         raise RequestError(f"prompt: {len(prompt)} tokens, and the model takes {base.max_length} with the response.")
     if not 1 <= request.num_samples <= limits.max_samples:
         raise RequestError(f"num_samples = {request.num_samples}: must be from 1 to {limits.max_samples}.")
-    if not 0 <= request.topk_prompt_logprobs <= min(MAX_TOP_K, base.vocab_size):
-        raise RequestError(f"topk_prompt_logprobs = {request.topk_prompt_logprobs}: must be from 0 to {MAX_TOP_K}.")
+    most = min(MAX_TOP_K, base.vocab_size)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= most:
+            raise RequestError(f"{name} = {getattr(request, name)}: must be from 0 to {most}.")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not 1 <= last_n <= len(prompt) - 1:
         raise RequestError(
@@ -164,6 +191,7 @@ def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limi
         prompt_log_probs=bool(request.prompt_logprobs),
         top_k=request.topk_prompt_logprobs,
         last_n=last_n,
+        sample_top_k=request.topk_sample_logprobs,
     )
 
 

@@ -127,6 +127,11 @@ class Service:
                 f"create_model: you have {own} models in the trainers, the most there may be; close a client."
             )
         if self.training.num_live >= self.models.max_models:
+            if self.models.whole:
+                raise RequestError(
+                    "create_model: this server trains all weights of one model at a time, and another model has its place. Try "
+                    "again when its client has closed; load_state loads a checkpoint into a model that is there."
+                )
             raise RequestError(
                 f"create_model: this server trains {self.models.max_models} models at a time, and all places are taken. "
                 "Try again when another client has closed."
@@ -160,6 +165,10 @@ class Service:
         if asked.model_path is None and asked.base_model is None:
             raise RequestError("create_sampling_session: neither model_path nor base_model.")
         checkpoint = None if asked.model_path is None else self.holdings.checkpoint(asked.model_path, tenant)
+        if checkpoint is not None and checkpoint.kind != "sampler" and self.models.whole:
+            raise RequestError(
+                f"model_path {asked.model_path}: a state for training. save_weights_for_sampler writes weights for sampling."
+            )
         sampler = SamplerRecord(
             id=f"{session.id}:sampler:{asked.sampling_session_seq_id}",
             tenant=tenant,
@@ -219,6 +228,7 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
     """A service that has taken up what its folder holds. Ends with an error if one of its parts does."""
     journal = Journal(settings.state / "journal.sqlite")
     holdings = Holdings.of(journal)
+    holdings.require_kind(whole=models.whole, folder=settings.state)
     trainer = ThreadPoolExecutor(1, "trainer")
     open_weights = OpenWeights(models, trainer)
     checkpoints = Checkpoints(
@@ -229,43 +239,46 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
         max_per_tenant=settings.limits.max_checkpoints,
     )
     futures, turns = Futures(journal, poll_s=settings.poll_s), Turns()
-    training = Training(
-        models=models,
-        holdings=holdings,
-        journal=journal,
-        futures=futures,
-        turns=turns,
-        checkpoints=checkpoints,
-        settings=settings,
-        registry=registry,
-        trainer=trainer,
-    )
-    sampling = Sampling(
-        models=models,
-        holdings=holdings,
-        journal=journal,
-        futures=futures,
-        checkpoints=checkpoints,
-        open_weights=open_weights,
-        admission=Admission(settings.sampling_places),
-        limits=settings.limits,
-    )
-    service = Service(
-        models=models,
-        settings=settings,
-        journal=journal,
-        holdings=holdings,
-        futures=futures,
-        turns=turns,
-        checkpoints=checkpoints,
-        training=training,
-        sampling=sampling,
-    )
     try:
-        await service.restore()
         async with asyncio.TaskGroup() as tasks:
+            training = Training(
+                models=models,
+                holdings=holdings,
+                journal=journal,
+                futures=futures,
+                turns=turns,
+                checkpoints=checkpoints,
+                settings=settings,
+                registry=registry,
+                trainer=trainer,
+                tasks=tasks,
+            )
+            sampling = Sampling(
+                models=models,
+                holdings=holdings,
+                journal=journal,
+                futures=futures,
+                checkpoints=checkpoints,
+                open_weights=open_weights,
+                admission=Admission(settings.sampling_places),
+                limits=settings.limits,
+                tasks=tasks,
+            )
+            service = Service(
+                models=models,
+                settings=settings,
+                journal=journal,
+                holdings=holdings,
+                futures=futures,
+                turns=turns,
+                checkpoints=checkpoints,
+                training=training,
+                sampling=sampling,
+            )
+            await service.restore()
             work = [tasks.create_task(turns.run()), tasks.create_task(service.clean())]
             yield service
+            sampling.stop()
             for task in work:
                 task.cancel()
         await training.save_states()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from slime_core.config.bound import BoundRun
 from slime_core.data.model_folder import context_length, read_model_config
 from slime_core.errors import ConfigError
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, SamplingParams
+from slime_core.workers.choose import choose_device
 from slime_session import Datum, TrainingSession
 from slime_session.adapter import Adapter, Snapshot
 from slime_session.own_loop import Loss
+from slime_session.reports import OptimizerStepReport
 from slime_tinker.errors import RequestError
 from slime_tinker.models import AdamSettings, BaseModel, ModelSpec, PromptScores, SamplerWeights
+from slime_training.adapters.drivers import AdapterSampler
 
 MOST_DATUMS: Final = 1024
 """Of one batch of the session; more datums are several, whose gradients add up."""
@@ -40,10 +45,13 @@ class SessionAdapters:
         if not self.max_models or not self.max_weights:
             raise ConfigError(
                 "backend.max_adapters and engine.max_adapters: not set, and each model of a client is an adapter. Set both in "
-                "the run file, such as 8 and 32, with a backend and an engine that have them (fsdp, local)."
+                "the run file, such as 8 and 32, with a backend and an engine that have them (fsdp; local, sglang, vllm); or "
+                "pass --full-parameters, for one model at a time that trains all weights."
             )
+        self.draws_by_seed = draws_by_seed(session.run)
         self.base = base_model(Path(config.model.hf_checkpoint), name)
-        self._scorer = ThreadPoolExecutor(SCORERS, "prompt-log-probs")
+        self.base_weights: Path | None = None
+        self._scorer = PromptScorer(session)
 
     def create(self, name: str, spec: ModelSpec) -> None:
         assert spec.rank is not None
@@ -77,15 +85,11 @@ class SessionAdapters:
         report = self._adapter(name).optim_step(
             adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay, grad_clip=adam.grad_clip
         )
-        if report.skipped:
-            raise RequestError(
-                f"optim_step: the gradient is not finite (norm {report.grad_norm:g}); nothing was changed. Lower "
-                "learning_rate, or look at logprobs and advantages."
-            )
+        require_taken(report)
         return report.grad_norm
 
-    def save(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        self._adapter(name).save(folder, optimizer=optimizer)
+    def save(self, name: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        return partial(self._adapter(name).copy(optimizer=optimizer).write, folder)
 
     def open_weights(self, folder: Path) -> SamplerWeights:
         return self._session.load_snapshot(folder)
@@ -97,7 +101,25 @@ class SessionAdapters:
         return self._session.start_generating(prompts, sampling, seeds=seeds, snapshot=snapshot_of(weights))
 
     def prompt_scores(self, weights: SamplerWeights | None, prompt: Sequence[int], top_k: int) -> Future[PromptScores]:
-        return self._scorer.submit(self._scores, snapshot_of(weights), prompt, top_k)
+        return self._scorer.start(snapshot_of(weights), prompt, top_k)
+
+    def close(self) -> None:
+        self._scorer.close()
+        self._session.close()
+
+    def _adapter(self, name: str) -> Adapter:
+        return self._session.adapters[name]
+
+
+class PromptScorer:
+    """Scores prompts in threads."""
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = session
+        self._threads = ThreadPoolExecutor(SCORERS, "prompt-log-probs")
+
+    def start(self, snapshot: Snapshot | None, prompt: Sequence[int], top_k: int) -> Future[PromptScores]:
+        return self._threads.submit(self._scores, snapshot, prompt, top_k)
 
     def _scores(self, snapshot: Snapshot | None, prompt: Sequence[int], top_k: int) -> PromptScores:
         (found,) = self._session.prompt_log_probs([prompt], top_k=top_k, snapshot=snapshot)
@@ -106,11 +128,23 @@ class SessionAdapters:
         return PromptScores(log_probs=found.log_probs, top_ids=found.top_ids, top_log_probs=found.top_log_probs)
 
     def close(self) -> None:
-        self._scorer.shutdown()
-        self._session.close()
+        self._threads.shutdown()
 
-    def _adapter(self, name: str) -> Adapter:
-        return self._session.adapters[name]
+
+def require_taken(report: OptimizerStepReport) -> None:
+    """RequestError for a step that changed nothing."""
+    if report.skipped:
+        raise RequestError(
+            f"optim_step: the gradient is not finite (norm {report.grad_norm:g}); nothing was changed. Lower "
+            "learning_rate, or look at logprobs and advantages."
+        )
+
+
+def draws_by_seed(run: BoundRun) -> bool:
+    """See `Models.draws_by_seed`."""
+    if run.engine is None or not issubclass(run.engine.driver, AdapterSampler):
+        return False
+    return bool(run.engine.driver.draws_by_seed(run.engine.config, choose_device(run.config.launcher.device)))
 
 
 def parts_of(datums: Sequence[Datum]) -> Iterator[Sequence[Datum]]:

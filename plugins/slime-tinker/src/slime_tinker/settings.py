@@ -23,6 +23,11 @@ class Limits:
     max_checkpoints: int = 1_000
     max_snapshots: int = 16
     """Of each model, weights for sampling that have no name; the oldest are deleted."""
+    max_whole_snapshots: int = 4
+    """The same of a model that trains all weights: each of them is a whole model on the disk."""
+
+    def snapshots(self, *, whole: bool) -> int:
+        return self.max_whole_snapshots if whole else self.max_snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Training: requests that change or read a model. They are written down, run in the order of their seq_id, and after a restart
-those that the model's saved state does not hold are run again."""
+those that the model's saved state does not hold are run again.
+
+A request has two halves: what the trainers do, in the model's turn, and its rest (files, results), while others have theirs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import (
     AdamParams,
@@ -25,7 +29,8 @@ from tinker.types import (
 
 from slime_core.errors import EngineError, SlimeError, StorageError, TrainingError
 from slime_core.registry import Registry
-from slime_tinker.checkpoints import Checkpoints, expiry, size_of
+from slime_core.types.batch import Float32
+from slime_tinker.checkpoints import Checkpoints, expiry, stored
 from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures, failure, json_outcome
 from slime_tinker.holdings import Holdings
@@ -41,6 +46,8 @@ from slime_tinker.turns import Turns
 T = TypeVar("T")
 Done: TypeAlias = tuple[Outcome, list[Statement]]
 """What the client gets, and what is written beside it."""
+Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Done]]
+"""What follows the trainers' half. SlimeError for what fails."""
 
 EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_sampler"})
 """Kinds that leave the model as it was; what they did is on the disk."""
@@ -63,6 +70,19 @@ class Live:
     """Seconds of training that its saved state does not hold."""
     saving_s: float = 0.0
     """Of its last saving."""
+    rest: asyncio.Task[None] | None = None
+    """Of the last request that was run; it follows that of the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedState:
+    """A model's whole state after its request `applied`, which is not written yet."""
+
+    folder: str
+    write: Callable[[], None]
+    applied: int
+    steps: int
+    staging_s: float
 
 
 @dataclass(slots=True)
@@ -77,6 +97,9 @@ class Training:
     registry: Registry
     trainer: Executor
     """One thread, in which all calls of `models` are made."""
+    tasks: asyncio.TaskGroup
+    _saving: set[str] = field(default_factory=set)
+    """Paths of checkpoints that are being written."""
     _live: dict[str, Live] = field(default_factory=dict)
 
     async def submit(self, record: RequestRecord, *beside: Statement) -> None:
@@ -124,9 +147,12 @@ class Training:
         if model.id not in self.turns:
             return
         await self.turns.idle(model.id)
-        for seq in self.turns.close(model.id):
+        waiting, live = self.turns.close(model.id), self._live.pop(model.id)
+        if live.rest is not None:
+            await asyncio.wait([live.rest])
+        for seq in waiting:
             await self.futures.resolve(request_id(model.id, seq), failure(why, user=True))
-        if self._live.pop(model.id).created:
+        if live.created:
             await self._call(partial(self.models.remove, model.id))
         model = self.holdings.models[model.id]
         await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))])
@@ -159,22 +185,53 @@ class Training:
         self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
     ) -> None:
         live = self._live[record.owner]
-        outcome: Outcome | None = None
-        statements: list[Statement] = []
+        rest: Rest | None = None
+        failed = False
         if effect:
             try:
-                outcome, statements = await self._kind(record, data)
+                async with self.futures.ended_by(record.id):
+                    rest = await self._kind(record, data)
             except SlimeError as error:
-                outcome = failure(str(error), user=not isinstance(error, SERVERS_FAULT))
+                rest, failed = rest_of(failed_outcome(error)), True
         live.applied = record.seq
-        if record.kind in ("optim_step", "load_weights") and outcome is not None and not outcome.failed:
-            statements += await self._saved_if_due(record, live)
-        if done:
-            await self.journal.write(statements)
-        elif outcome is not None:
-            await self.futures.resolve(record.id, outcome, statements)
+        state = None
+        if effect and not failed and record.kind in ("optim_step", "load_weights"):
+            state = await self._staged_if_due(record, live)
+        live.rest = self.tasks.create_task(self._finish(record, live, live.rest, rest, state, done))
         if not live.created:
+            await live.rest
             await self._give_up(record.owner)
+
+    async def _finish(
+        self,
+        record: RequestRecord,
+        live: Live,
+        before: asyncio.Task[None] | None,
+        rest: Rest | None,
+        state: StagedState | None,
+        done: bool,
+    ) -> None:
+        """The second half. It ends after those of all earlier requests of the model, so that a state which holds their effects
+        is never kept while one of them has no result."""
+        if before is not None:
+            await before
+        outcome: Outcome | None = None
+        statements: list[Statement] = []
+        if rest is not None:
+            try:
+                async with self.futures.ended_by(record.id):
+                    outcome, statements = await rest()
+            except SlimeError as error:
+                outcome = failed_outcome(error)
+        earlier = self.holdings.models[record.owner].state
+        if state is not None:
+            statements = statements + await self._kept(record.owner, live, state)
+        if done or outcome is None:
+            await self.journal.write(statements)
+        else:
+            await self.futures.resolve(record.id, outcome, statements)
+        if state is not None and earlier is not None:
+            await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
 
     async def _give_up(self, name: str) -> None:
         """Of a model whose first request failed: nothing else can be done with it."""
@@ -183,8 +240,9 @@ class Training:
         del self._live[name]
         await self.journal.write([self.holdings.put(replace(self.holdings.models[name], unloaded=True))])
 
-    async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Done:
-        runs: dict[str, Callable[[RequestRecord], Coroutine[Any, Any, Done]]] = {
+    async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Rest:
+        """The first half."""
+        runs: dict[str, Callable[[RequestRecord], Coroutine[Any, Any, Rest]]] = {
             "create_model": self._create,
             "load_weights": self._load,
             "optim_step": self._optim_step,
@@ -198,15 +256,18 @@ class Training:
             raise parsed
         return await self._forward_backward(record, parsed)
 
-    async def _create(self, record: RequestRecord) -> Done:
+    async def _create(self, record: RequestRecord) -> Rest:
         model = self.holdings.models[record.owner]
         await self._call(partial(self.models.create, model.id, model.spec))
         self._live[model.id].created = True
-        return json_outcome({"type": "create_model", "model_id": model.id}), []
+        return rest_of(json_outcome({"type": "create_model", "model_id": model.id}))
 
-    async def _load(self, record: RequestRecord) -> Done:
+    async def _load(self, record: RequestRecord) -> Rest:
         asked = LoadWeightsRequest.model_validate_json(record.body)
-        model = self.holdings.models[record.owner]
+        model, live = self.holdings.models[record.owner], self._live[record.owner]
+        if live.rest is not None:
+            # It may be what writes the checkpoint.
+            await asyncio.wait([live.rest])
         checkpoint = self.holdings.checkpoint(asked.path, record.tenant)
         if checkpoint.kind != "training":
             raise RequestError(f"path {asked.path}: weights for sampling alone; load what save_state wrote.")
@@ -216,33 +277,31 @@ class Training:
             )
         folder = self.checkpoints.folder_of(checkpoint.folder)
         await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=asked.optimizer))
-        live = self._live[model.id]
         live.created, live.gradients = True, False
         live.steps = checkpoint.steps if asked.optimizer else 0
-        return json_outcome({"type": "load_weights", "path": asked.path, "model_id": model.id}), []
+        return rest_of(json_outcome({"type": "load_weights", "path": asked.path, "model_id": model.id}))
 
-    async def _forward_backward(self, record: RequestRecord, data: TrainingData) -> Done:
+    async def _forward_backward(self, record: RequestRecord, data: TrainingData) -> Rest:
         began = time.monotonic()
         if record.kind == "forward":
             log_probs = await self._call(partial(self.models.forward, record.owner, data.datums))
         else:
-            log_probs = await self._call(partial(self.models.forward_backward, record.owner, data.datums, data.loss))
+            first, *others = data.parts
+            run = self.models.forward_backward
+            log_probs = await self._call(partial(run, record.owner, first.datums, first.loss))
             live = self._live[record.owner]
             live.gradients = True
+            for part in others:
+                await self._call(partial(run, record.owner, part.datums, part.loss))
             live.unsaved_s += time.monotonic() - began
+        computed = asyncio.ensure_future(asyncio.to_thread(trained_outcome, self.registry, data, log_probs))
 
-        def outcome() -> Outcome:
-            losses = loss_of(self.registry, data.loss, data.datums, log_probs)
-            outputs = {"logprobs": data.by_position(log_probs)}
-            if data.loss["name"] == "sft":
-                outputs["elementwise_loss"] = data.by_position(losses)
-            return forward_backward_outcome(
-                outputs, {"loss:sum": float(losses.sum()), "tokens:sum": float(data.num_tokens)}
-            )
+        async def rest() -> Done:
+            return await computed, []
 
-        return await asyncio.to_thread(outcome), []
+        return rest
 
-    async def _optim_step(self, record: RequestRecord) -> Done:
+    async def _optim_step(self, record: RequestRecord) -> Rest:
         began = time.monotonic()
         adam = adam_of(OptimStepRequest.model_validate_json(record.body))
         grad_norm = await self._call(partial(self.models.optim_step, record.owner, adam))
@@ -251,16 +310,16 @@ class Training:
         live.gradients = False
         live.unsaved_s += time.monotonic() - began
         metrics = {"grad_norm": grad_norm, "learning_rate": adam.lr, "step": float(live.steps)}
-        return json_outcome({"metrics": metrics}), []
+        return rest_of(json_outcome({"metrics": metrics}))
 
-    async def _save(self, record: RequestRecord) -> Done:
+    async def _save(self, record: RequestRecord) -> Rest:
         asked = SaveWeightsRequest.model_validate_json(record.body)
         model, name = self.holdings.models[record.owner], asked.path or f"{record.seq:06d}"
-        path = self.checkpoints.path_of(model, "training", name, overwrite=asked.overwrite)
-        saved = await self._write(model, path, name, "training", asked.ttl_seconds, asked.user_metadata)
-        return json_outcome({"type": "save_weights", "path": path}), await self.checkpoints.replaced(saved)
+        path = self._path_of(model, "training", name, overwrite=asked.overwrite)
+        made = await self._made(model, path, name, "training", asked.ttl_seconds, asked.user_metadata)
+        return self._written(made, json_outcome({"type": "save_weights", "path": path}))
 
-    async def _save_for_sampler(self, record: RequestRecord) -> Done:
+    async def _save_for_sampler(self, record: RequestRecord) -> Rest:
         asked = SaveWeightsForSamplerRequest.model_validate_json(record.body)
         model = self.holdings.models[record.owner]
         if asked.kind != "snapshot":
@@ -268,24 +327,38 @@ class Training:
                 f'kind "{asked.kind}": not served here; this server samples from snapshots ("snapshot").'
             )
         if asked.path is not None:
-            path = self.checkpoints.path_of(model, "sampler", asked.path)
-            saved = await self._write(model, path, asked.path, "sampler", asked.ttl_seconds, asked.user_metadata)
-            return json_outcome({"type": "save_weights_for_sampler", "path": path}), await self.checkpoints.replaced(
-                saved
-            )
+            path = self._path_of(model, "sampler", asked.path)
+            made = await self._made(model, path, asked.path, "sampler", asked.ttl_seconds, asked.user_metadata)
+            return self._written(made, json_outcome({"type": "save_weights_for_sampler", "path": path}))
         if asked.sampling_session_seq_id is None:
             raise RequestError("sampling_session_seq_id: missing, and so is path; one of them is needed.")
         sampler_id = f"{model.session}:sampler:{asked.sampling_session_seq_id}"
         path = f"tinker://{model.id}/snapshots/{record.seq}"
-        saved = await self._write(model, path, str(record.seq), "sampler", None, None, hidden=True)
-        sampler = SamplerRecord(
-            id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
+        made = await self._made(model, path, str(record.seq), "sampler", None, None, hidden=True)
+        written = self._written(
+            made, json_outcome({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
         )
-        statements = [*await self.checkpoints.replaced(saved), self.holdings.put(sampler)]
-        await self.checkpoints.delete_snapshots(model.id, keep=self.settings.limits.max_snapshots)
-        return json_outcome({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}), statements
 
-    async def _write(
+        async def rest() -> Done:
+            outcome, statements = await written()
+            sampler = SamplerRecord(
+                id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
+            )
+            statements.append(self.holdings.put(sampler))
+            await self.checkpoints.delete_snapshots(
+                model.id, keep=self.settings.limits.snapshots(whole=self.models.whole)
+            )
+            return outcome, statements
+
+        return rest
+
+    def _path_of(self, model: ModelRecord, kind: str, name: str, *, overwrite: bool = False) -> str:
+        path = self.checkpoints.path_of(model, kind, name, overwrite=overwrite)
+        if path in self._saving and not overwrite:
+            raise RequestError(f'path "{name}": {path} is being written. Pass another name, or overwrite=True.')
+        return path
+
+    async def _made(
         self,
         model: ModelRecord,
         path: str,
@@ -295,11 +368,15 @@ class Training:
         metadata: dict[str, str] | None,
         *,
         hidden: bool = False,
-    ) -> CheckpointRecord:
+    ) -> tuple[CheckpointRecord, Callable[[], None]]:
+        """A checkpoint of the model as it is now, and what writes its files."""
+        if self.models.whole and self._live[model.id].gradients:
+            raise RequestError("saved between forward_backward and optim_step: call optim_step first.")
         expires, folder = expiry(ttl_s), self.checkpoints.new_folder()
         target = self.checkpoints.folder_of(folder)
-        await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
-        return CheckpointRecord(
+        write = await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
+        self._saving.add(path)
+        record = CheckpointRecord(
             id=path,
             tenant=model.tenant,
             model=model.id,
@@ -308,41 +385,88 @@ class Training:
             folder=folder,
             spec=model.spec,
             created=time.time(),
-            size=await asyncio.to_thread(size_of, target),
+            size=0,
             steps=self._live[model.id].steps,
             expires=expires,
             user_metadata=metadata,
             hidden=hidden,
         )
+        return record, write
 
-    async def _saved_if_due(self, record: RequestRecord, live: Live) -> list[Statement]:
-        """Saves the model's state if a restart would have to repeat much; always after it was loaded, since its checkpoint may
-        be deleted."""
+    def _written(self, made: tuple[CheckpointRecord, Callable[[], None]], outcome: Outcome) -> Rest:
+        """Its files are on the disk before anything refers to them."""
+        record, write = made
+
+        async def rest() -> Done:
+            target = self.checkpoints.folder_of(record.folder)
+            try:
+                size = await asyncio.to_thread(stored, target, write)
+            finally:
+                self._saving.discard(record.id)
+            return outcome, await self.checkpoints.replaced(replace(record, size=size))
+
+        return rest
+
+    async def _staged_if_due(self, record: RequestRecord, live: Live) -> StagedState | None:
+        """The model's state, if a restart would have to repeat much; always after it was loaded, since its checkpoint may be
+        deleted."""
         due = max(self.settings.save_after_s, SAVING_SHARE * live.saving_s)
         if record.kind != "load_weights" and live.unsaved_s < due:
-            return []
-        return await self._save_state(record.owner, live)
+            return None
+        return await self._staged(record.owner, live)
+
+    async def _staged(self, name: str, live: Live) -> StagedState:
+        began = time.monotonic()
+        folder = self.checkpoints.new_folder()
+        write = await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
+        live.unsaved_s = 0.0
+        took = time.monotonic() - began
+        return StagedState(folder=folder, write=write, applied=live.applied, steps=live.steps, staging_s=took)
+
+    async def _kept(self, name: str, live: Live, state: StagedState) -> list[Statement]:
+        """Writes it; with the statements a restart begins from it."""
+        began = time.monotonic()
+        await asyncio.to_thread(stored, self.checkpoints.folder_of(state.folder), state.write)
+        live.saving_s = state.staging_s + time.monotonic() - began
+        saved = replace(self.holdings.models[name], state=state.folder, applied=state.applied, steps=state.steps)
+        return [self.holdings.put(saved), body_dropped(name, state.applied)]
 
     async def save_states(self) -> None:
         """Before the server ends, so that the next start has nothing to repeat. Models with gradients are left as they are."""
         for name, live in self._live.items():
             if live.created and live.unsaved_s and not live.gradients:
-                await self.journal.write(await self._save_state(name, live))
-
-    async def _save_state(self, name: str, live: Live) -> list[Statement]:
-        began = time.monotonic()
-        folder = self.checkpoints.new_folder()
-        await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
-        live.saving_s, live.unsaved_s = time.monotonic() - began, 0.0
-        model = self.holdings.models[name]
-        saved = replace(model, state=folder, applied=live.applied, steps=live.steps)
-        await self.journal.write([self.holdings.put(saved)])
-        if model.state is not None:
-            await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
-        return [body_dropped(name, live.applied)]
+                earlier = self.holdings.models[name].state
+                await self.journal.write(await self._kept(name, live, await self._staged(name, live)))
+                if earlier is not None:
+                    await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.trainer, work)
+
+
+def trained_outcome(registry: Registry, data: TrainingData, log_probs: Float32) -> Outcome:
+    """`log_probs`: of all response tokens."""
+    losses = np.zeros(len(log_probs))
+    for part in data.parts:
+        rows = data.rows(part)
+        losses[rows] += loss_of(registry, part.loss, part.datums, log_probs[rows])
+    outputs = {"logprobs": data.by_position(log_probs)}
+    if data.parts[0].loss["name"] == "sft":
+        outputs["elementwise_loss"] = data.by_position(losses)
+    return forward_backward_outcome(outputs, {"loss:sum": float(losses.sum()), "tokens:sum": float(data.num_tokens)})
+
+
+def failed_outcome(error: SlimeError) -> Outcome:
+    return failure(str(error), user=not isinstance(error, SERVERS_FAULT))
+
+
+def rest_of(outcome: Outcome) -> Rest:
+    """Nothing but the result."""
+
+    async def rest() -> Done:
+        return outcome, []
+
+    return rest
 
 
 def request_id(owner: str, seq: int) -> str:

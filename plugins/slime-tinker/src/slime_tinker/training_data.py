@@ -8,7 +8,8 @@ its log-prob is not computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from slime_core.types.batch import Bool, Float32, Int32, Int64
 from slime_session import Datum
 from slime_tinker.errors import RequestError
-from slime_tinker.loss_calls import DocumentedLoss, documented, table_of
+from slime_tinker.loss_calls import Config, DocumentedLoss, documented, table_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -35,21 +36,42 @@ INPUTS: Final = frozenset(
     }
 )
 PER_TOKEN_OPTIONS: Final = ("clip_low_threshold", "clip_high_threshold")
+MAX_THRESHOLDS: Final = 16
+"""Different pairs of thresholds in a request, each of which is a forward_backward of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Datums whose tokens that count have the same options of the loss. Gradients of all parts add up."""
+
+    loss: Mapping[str, Any]
+    """Name and options of a loss in `slime.losses`."""
+    datums: tuple[Datum, ...]
+    places: tuple[int, ...]
+    """Of the datums in the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingData:
-    datums: tuple[Datum, ...]
-    loss: Mapping[str, Any]
-    """Name and options of a loss in `slime.losses`."""
+    parts: tuple[Part, ...]
+    """The first has all datums."""
     lengths: tuple[int, ...]
     """N of each datum."""
     natural: tuple[Bool, ...]
     """(R,) for each response token whether it is the target there."""
 
     @property
+    def datums(self) -> tuple[Datum, ...]:
+        return self.parts[0].datums
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    def rows(self, part: Part) -> Int64:
+        """Which of the response tokens of all datums are the part's."""
+        ends = np.cumsum([0, *(len(natural) for natural in self.natural)])
+        return np.concatenate([np.arange(ends[place], ends[place + 1]) for place in part.places])
 
     def by_position(self, values: npt.NDArray[np.floating]) -> list[Float32]:
         """(M,) values of all response tokens, as (N,) for each datum; 0 where there is none, or its target is another."""
@@ -73,12 +95,10 @@ def training_data(request: pb.ForwardBackwardRequest, *, vocab_size: int, max_le
         raise RequestError("data: empty; send one datum or more.")
     columns = [Columns.of(datum, f"data[{place}]") for place, datum in enumerate(request.data)]
     loss = documented(request.loss_fn)
-    config |= per_token_options(loss, columns)
-    table = table_of(request.loss_fn, config)
+    table_of(request.loss_fn, config)
     found = [datum_of(column, loss, request.loss_fn, vocab_size, max_length) for column in columns]
     return TrainingData(
-        datums=tuple(datum for datum, _ in found),
-        loss=table,
+        parts=parts_of(request.loss_fn, {**loss.options, **config}, columns, [datum for datum, _ in found]),
         lengths=tuple(len(column.tokens) for column in columns),
         natural=tuple(natural for _, natural in found),
     )
@@ -169,23 +189,48 @@ def dense(tensor: pb.Tensor, where: str) -> Array:
     return full
 
 
-def per_token_options(loss: DocumentedLoss, columns: Sequence[Columns]) -> dict[str, float]:
-    """Thresholds that were sent with the datums. RequestError unless they are the same everywhere."""
-    found: dict[str, float] = {}
-    for name in PER_TOKEN_OPTIONS:
-        given = [column for column in columns if name in column.inputs]
-        if not given or name not in loss.options:
-            continue
-        first = float(given[0].column(name, "")[0])
-        for column in columns:
-            if name not in column.inputs or (column.inputs[name] != np.float32(first)).any():
-                raise RequestError(
-                    f'{column.where}.loss_fn_inputs["{name}"]: thresholds that differ between tokens are not served here. Send '
-                    "one in loss_fn_config."
-                )
-        # The float32 nearest to 0.2 is another number than the float64 of a config.
-        found[name] = float(np.format_float_positional(np.float32(first), unique=True))
-    return found
+def parts_of(name: str, config: Config, columns: Sequence[Columns], datums: Sequence[Datum]) -> tuple[Part, ...]:
+    """One for each pair of thresholds that a token which counts has. RequestError for too many. config: with all options."""
+    sent = [key for key in PER_TOKEN_OPTIONS if key in config and any(key in column.inputs for column in columns)]
+    every = tuple(range(len(datums)))
+    if not sent:
+        return (Part(loss=table_of(name, config), datums=tuple(datums), places=every),)
+    options = np.concatenate(
+        [thresholds_of(column, datum, config) for column, datum in zip(columns, datums, strict=True)]
+    )
+    weights = np.concatenate([np.asarray(datum.loss_weights) for datum in datums])
+    pairs, pair = np.unique(options, axis=0, return_inverse=True)
+    used = np.unique(pair[weights != 0]) if (weights != 0).any() else pair[:1]
+    if len(used) > MAX_THRESHOLDS:
+        raise RequestError(
+            f"clip_low_threshold and clip_high_threshold: {len(used)} different pairs in the datums, and a request may have "
+            f"{MAX_THRESHOLDS}. Send it in parts: gradients add up until optim_step."
+        )
+    ends = np.cumsum([0, *(datum.response_length for datum in datums)])
+    found: list[Part] = []
+    for number in used:
+        own = np.where(pair.reshape(-1) == number, weights, 0.0).astype(np.float32)
+        of_datum = [own[start:end] for start, end in pairwise(ends)]
+        places = every if not found else tuple(place for place in every if of_datum[place].any())
+        table = table_of(name, {**config, **dict(zip(PER_TOKEN_OPTIONS, map(nearest, pairs[number]), strict=True))})
+        chosen = tuple(replace(datums[place], loss_weights=of_datum[place]) for place in places)
+        found.append(Part(loss=table, datums=chosen, places=places))
+    return tuple(found)
+
+
+def thresholds_of(columns: Columns, datum: Datum, config: Config) -> Array:
+    """(R, 2) of the response tokens: sent with the datum, or those of the request."""
+    length = datum.response_length
+    given = [
+        columns.column(key, "")[-length:] if key in columns.inputs else np.full(length, config[key])
+        for key in PER_TOKEN_OPTIONS
+    ]
+    return np.stack(given, axis=1).astype(np.float32)
+
+
+def nearest(value: np.float32) -> float:
+    """The shortest decimal of a float32: the nearest one to 0.2 is another number than the float64 of a config."""
+    return float(np.format_float_positional(value, unique=True))
 
 
 def datum_of(columns: Columns, loss: DocumentedLoss, name: str, vocab_size: int, max_length: int) -> tuple[Datum, Bool]:

@@ -42,13 +42,22 @@ assert abs(by_hand - losses[0]) < 1e-4
 sampler = training.save_weights_and_get_sampling_client().result()
 prompt = types.ModelInput.from_ints(ids[:6])
 params = types.SamplingParams(max_tokens=12, temperature=1.0, stop=[258])
-sampled = sampler.sample(prompt, 4, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2}
+sampled = sampler.sample(prompt, 4, params, **options).result()
 assert len({tuple(sequence.tokens) for sequence in sampled.sequences}) == 4
 assert sampled.prompt_logprobs[0] is None
 for own, top in zip(sampled.prompt_logprobs[1:], sampled.topk_prompt_logprobs[1:], strict=True):
     assert len(top) == 3
     assert top[0][1] >= top[1][1] >= top[2][1]
     assert own <= top[0][1] + 1e-6
+
+agreed = 0
+for sequence in sampled.sequences:
+    for token, own, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+        assert len(top) == 2
+        assert top[0][1] >= max(top[1][1], own - 1e-5)
+        agreed += any(other == token and abs(value - own) < 1e-5 for other, value in top)
+assert agreed > 4
 
 
 def policy(sequence, advantage):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
@@ -27,23 +28,45 @@ class HostMemory:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._lock: weakref.finalize[..., HostMemory] | None = None
+        self._reserving: Future[None] | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocates this much in a thread, while nothing is kept here. `room` waits for it, and raises its error."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
+        self._reserving = thread.submit(self._grow_in_thread, nbytes)
+        thread.shutdown(wait=False)
+
+    def _grow_in_thread(self, nbytes: int) -> None:
+        if self._device.type == "cuda":
+            # A thread begins with the first GPU, and would make a context there.
+            torch.cuda.set_device(self._device)
+        self._grow(nbytes)
 
     def room(self, nbytes: int) -> Tensor:
         """Returns (nbytes,) uint8, the same memory at each call unless it has to grow. Raises TrainingError if the host has too
         little."""
-        if nbytes > len(self._memory):
-            if self._lock is not None:
-                self._lock()
-            # Free the old block before allocating the new one.
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-            if self._device.type == "cuda":
-                lock(memory, self._device)
-                self._lock = weakref.finalize(self, unlock, memory.data_ptr())
-                # The operating system frees it when the process exits.
-                self._lock.atexit = False
-            self._memory = memory
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.result()
+        self._grow(nbytes)
         return self._memory[:nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        if nbytes <= len(self._memory):
+            return
+        if self._lock is not None:
+            self._lock()
+        # Free the old block before allocating the new one.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            # By torch's threads: locking makes the pages one after the other, which takes four times as long.
+            memory.zero_()
+            lock(memory, self._device)
+            self._lock = weakref.finalize(self, unlock, memory.data_ptr())
+            # The operating system frees it when the process exits.
+            self._lock.atexit = False
+        self._memory = memory
 
 
 class HostCopy:

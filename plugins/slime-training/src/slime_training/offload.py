@@ -20,6 +20,10 @@ class TensorOffloader:
         self._memory = HostMemory(device)
         self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
 
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Allocates host memory for tensors of these bytes in the background, before the first that are offloaded."""
+        self._memory.reserve(starts_of(sizes)[-1])
+
     def offload(self, tensors: Iterable[Tensor], *, but: Iterable[Tensor] = ()) -> None:
         """Offloads these tensors and all that share their memory, except tensors that share it with `but`. Skips tensors that
         are not on the device, and does nothing if they are offloaded already."""
@@ -27,6 +31,8 @@ class TensorOffloader:
             return
         others = storages_of(but, self._device)
         storages = [one for key, one in storages_of(tensors, self._device).items() if key not in others]
+        if not storages:
+            return
         starts = starts_of(storage.nbytes() for storage in storages)
         room = self._memory.room(starts[-1])
         offloaded = []
@@ -60,6 +66,11 @@ class TrainerOffloader:
 
     def __init__(self, device: torch.device) -> None:
         self._weights, self._others = TensorOffloader(device), TensorOffloader(device)
+
+    def expect(self, others: Iterable[int]) -> None:
+        """Called before the first `sleep`: bytes of each tensor that will be among the `others` of later ones. Their host
+        memory is allocated in the background, so that no step waits for it."""
+        self._others.reserve(others)
 
     def sleep(self, weights: Sequence[Tensor], others: Iterable[Tensor], *, keep_weights: bool) -> None:
         """`weights`: what `export_weights` reads. `others` may be views of them."""

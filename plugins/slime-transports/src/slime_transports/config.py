@@ -52,3 +52,7 @@ class AdapterConfig(SentConfig):
 class DeltaConfig(SentConfig):
     compression_level: int = Field(default=1, ge=1, le=19)
     """Level of zstd; with engine vllm of zlib, up to 9. Above 1 it saves a few percent and takes several times as long."""
+
+
+class FrozenConfig(DriverConfig):
+    pass

@@ -1,4 +1,4 @@
-"""Drivers of `sync.transport = "ipc"`, "distributed", "disk", "delta" and "adapter"."""
+"""Drivers of `sync.transport = "ipc"`, "distributed", "disk", "delta", "adapter" and "frozen"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime_core.contracts.transport import TransportDriver
 from slime_training.memory_plan import MemoryItem, MemoryPhase, TransportMemory, TransportPlanner
-from slime_transports.config import AdapterConfig, DeltaConfig, DiskConfig, DistributedConfig, IpcConfig
+from slime_transports.config import AdapterConfig, DeltaConfig, DiskConfig, DistributedConfig, FrozenConfig, IpcConfig
 
 if TYPE_CHECKING:
     from slime_core.contracts.example import Example
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slime_transports.delta import DeltaSender
     from slime_transports.disk import DiskSender
     from slime_transports.distributed import DistributedSender
+    from slime_transports.frozen import FrozenTransport
     from slime_transports.ipc import IpcSender
     from slime_transports.sender_transport import SenderTransport
 
@@ -38,6 +39,16 @@ def unnamed(engine: Any) -> str | None:
     return None
 
 
+def kept_weights(engine: Any) -> list[str]:
+    """A problem if the engine's servers take no new weights."""
+    if not getattr(engine, "keeps_weights", False):
+        return []
+    return [
+        f"engine.max_adapters = {engine.max_adapters}: servers with adapters keep the weights of their folder. Pass "
+        "--transport frozen."
+    ]
+
+
 class SentDriver(TransportPlanner, TransportDriver):
     serves: ClassVar[tuple[str, ...]] = ("sglang", "vllm")
     by_rank: ClassVar[bool] = False
@@ -48,7 +59,7 @@ class SentDriver(TransportPlanner, TransportDriver):
 
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
-        name, problems = cls.__name__.lower(), []
+        name, problems = cls.__name__.lower(), kept_weights(engine)
         stages = getattr(engine, "pp_size", None) or 1
         if cls.by_rank and stages > 1:
             problems.append(
@@ -203,3 +214,30 @@ class Adapter(SentDriver):
         from slime_transports.adapter import AdapterSender
 
         return AdapterSender(config)
+
+
+class Frozen(TransportPlanner, TransportDriver):
+    """Sends nothing: for engines with adapters (`engine.max_adapters`) over weights that the trainer never changes. The engines
+    keep the weights of their folder."""
+
+    Config = FrozenConfig
+    serves: ClassVar[tuple[str, ...]] = ("sglang", "vllm")
+
+    @classmethod
+    def problems(cls, config: Any, engine: Any) -> list[str]:
+        if getattr(engine, "keeps_weights", False):
+            return []
+        return [
+            'sync.transport = "frozen": engines would never get what is trained. Set engine.max_adapters, for adapters over '
+            "frozen weights, or pass another --transport."
+        ]
+
+    @classmethod
+    def memory(cls, config: Any, num_bytes: int) -> TransportMemory:
+        return TransportMemory()
+
+    @classmethod
+    def build(cls, config: Any) -> FrozenTransport:
+        from slime_transports.frozen import FrozenTransport
+
+        return FrozenTransport()

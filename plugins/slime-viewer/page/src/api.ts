@@ -37,6 +37,8 @@ export interface Run {
   /** Rollout steps that were trained, and how many the config asks for. */
   steps: number;
   num_rollout: number | null;
+  /** Mean of the last steps. */
+  step_seconds: number | null;
   /** Parts that have data. */
   has: { metrics: boolean; samples: boolean; tokens: boolean; evals: boolean; timeline: boolean; events: boolean };
 }
@@ -182,7 +184,8 @@ export interface Groups {
 
 // ---------------------------------------------------------------- GET /api/runs/{id}/samples
 // ?set=train&step=all|last|N&group=N (only this group)&sort=step|group|index|reward|tokens|version|log_prob|advantage|mismatch|entropy|part:NAME|count:NAME
-// &descending=0|1&q=TEXT&where=FILTER&offset=0&limit=100      `sort=step` by default. The worst of a step: sort=reward&limit=1.
+// &descending=0|1&q=TEXT&where=FILTER&offset=0&limit=100      `sort=step` by default. The worst of a step: sort=reward&limit=1;
+// of equal rewards the one with the largest advantages is first.
 //
 // q: words that all occur in prompt or response, in any case; "in quotes": these characters in this order.
 // where: conditions joined by spaces: reward<0.5 tokens>=100 status=truncated step=4 group=12 version=3 part:format=0 failed:... Unknown
@@ -329,10 +332,10 @@ export interface Timeline {
   last: number;
   start: number;
   end: number;
-  /** Rows from top to bottom, such as `engines`, `trainer`, `trainer: critic`, `loop`, with devices where known. */
+  /** Rows from top to bottom: `devices` (those that trainer and engines share), `engines`, `trainer`, `trainer: critic`, with devices where known. */
   lanes: { name: string; devices: string | null; idle: number | null }[];
   lane: number[];
-  /** rollout, score, train, weights, sleep, wake, wait, eval, save, restart. */
+  /** rollout, score, train, weights, sleep, wake, wait, eval, save; of a start driver, imports, load, graphs. Spans lie over longer ones of their lane: the inner one is what was done. */
   kind: string[];
   from: number[];
   to: number[];
@@ -341,6 +344,8 @@ export interface Timeline {
   marks: { time: number; text: string }[];
   /** Of each rollout step in view. */
   steps: { step: number[]; staleness_mean: Numbers; staleness_max: Numbers; wait_ratio: Numbers };
+  /** Bytes in use, of the GPUs of the driver's machine and of the run's processes there: `used[what][time]`. `limit`: bytes there are. */
+  memory: { time: number[]; what: string[]; used: Numbers[]; limit: number[] };
 }
 
 // ---------------------------------------------------------------- GET /api/runs/{id}/health

@@ -42,10 +42,10 @@ function columnsOf(groups: Groups, sort: string, hrefOf: (group: number) => stri
   const spread = numberColumn({ key: "spread", title: "spread", sort: "spread", descendingFirst: true, hint: "Standard deviation of the rewards in the group. 0: the group teaches GRPO nothing." }, groups.spread);
   return present([
     name,
-    prompt,
-    { key: "samples", title: "samples", kind: "number", cell: (row) => groups.samples[row] },
     numberColumn({ key: "reward", title: "reward", sort: "reward", hint: "Mean reward of the group." }, groups.reward),
     most > least ? range : null,
+    prompt,
+    { key: "samples", title: "samples", kind: "number", cell: (row) => groups.samples[row] },
     numberColumn({ key: "lowest", title: "lowest", sort: "lowest" }, groups.lowest),
     numberColumn({ key: "highest", title: "highest", sort: "highest", descendingFirst: true }, groups.highest),
     spread,

@@ -48,13 +48,13 @@ export function searchWords(text: string): string[] {
   return [...text.matchAll(/"([^"]*)"?|(\S+)/g)].map(([, quoted, plain]) => (quoted ?? plain ?? "").toLowerCase()).filter((word) => word !== "");
 }
 
-/** Rows in order of `column`, rows without a value last; equal rows stay in their order. */
-export function sortedRows(rows: readonly number[], column: readonly Value[], descending: boolean): number[] {
-  return rows.toSorted((one, other) => {
+/** Rows in order of `column`, rows without a value last; equal rows are in falling order of `amongEqual`, or stay in theirs. */
+export function sortedRows(rows: readonly number[], column: readonly Value[], descending: boolean, amongEqual?: readonly Value[]): number[] {
+  return (amongEqual ? sortedRows(rows, amongEqual, true) : rows.map((row) => row)).toSorted((one, other) => {
     const left = column[one] ?? null;
     const right = column[other] ?? null;
-    if (left === null || right === null) return left === right ? one - other : left === null ? 1 : -1;
-    if (left === right) return one - other;
+    if (left === null || right === null) return left === right ? 0 : left === null ? 1 : -1;
+    if (left === right) return 0;
     return (left < right ? -1 : 1) * (descending ? -1 : 1);
   });
 }
@@ -121,7 +121,7 @@ export function querySamples(reply: Samples, query: Query, scope: { step: number
     return words.every((word) => text.includes(word));
   };
   const inScope = (row: number) => (scope.step === null || reply.at[row]!.step === scope.step) && (scope.group === null || reply.group[row] === scope.group);
-  const result = cut(reply, reply.at.length, columns, query, found, inScope);
+  const result = cut(reply, reply.at.length, columns, query, found, inScope, query.sort === "reward" ? reply.advantage : undefined);
   return { ...result, step: scope.step, exact: true, indexed: reply.rows, marks: result.excerpt.map((text) => places(text, searchWords(query.q))) };
 }
 
@@ -136,6 +136,7 @@ function cut<Reply extends Groups | Samples>(
   query: Query,
   found: (row: number, words: readonly string[]) => boolean,
   inScope: (row: number) => boolean = () => true,
+  amongEqual?: readonly Value[],
 ): Reply {
   const started = performance.now();
   const conditions = parseConditions(query.where);
@@ -146,7 +147,7 @@ function cut<Reply extends Groups | Samples>(
   let rows = Array.from({ length }, (_, row) => row).filter(
     (row) => inScope(row) && conditions.every((condition) => holds(condition, columns[condition.name]![row] ?? null)) && (words.length === 0 || found(row, words)),
   );
-  rows = sortedRows(rows, columns[query.sort]!, query.descending);
+  rows = sortedRows(rows, columns[query.sort]!, query.descending, amongEqual);
   const shown = rows.slice(query.offset, query.offset + query.limit);
   return { ...rowsOf(reply, length, shown), total: rows.length, offset: query.offset, took: performance.now() - started };
 }

@@ -1,7 +1,6 @@
 /** Metrics as charts: `name/mean`, `/median`, `/max` and `/min` are one chart, charts are grouped by prefix. */
 
 import type { MetricNames } from "./api";
-import { meaningOf } from "./meanings";
 
 export type Metric = MetricNames["metrics"][number];
 
@@ -56,10 +55,10 @@ export function chartsOf(metrics: readonly Metric[]): ChartPlan[] {
     const part = metric.name.slice(cut + 1);
     const distribution = PARTS.includes(part) && byName.has(`${stem}/mean`) && (byName.has(`${stem}/max`) || byName.has(`${stem}/min`));
     if (!distribution) {
-      charts.push({ name: metric.name, axis: metric.axis, meaning: metric.meaning ?? meaningOf(metric.name), main: metric.name, last: metric.last, median: null, low: null, high: null });
+      charts.push({ name: metric.name, axis: metric.axis, meaning: metric.meaning, main: metric.name, last: metric.last, median: null, low: null, high: null });
     } else if (part === "mean") {
       const there = (name: string) => (byName.has(`${stem}/${name}`) ? `${stem}/${name}` : null);
-      charts.push({ name: stem, axis: metric.axis, meaning: metric.meaning ?? meaningOf(stem), main: metric.name, last: metric.last, median: there("median"), low: there("min"), high: there("max") });
+      charts.push({ name: stem, axis: metric.axis, meaning: metric.meaning, main: metric.name, last: metric.last, median: there("median"), low: there("min"), high: there("max") });
     }
   }
   return charts.sort((one, other) => (one.name < other.name ? -1 : one.name > other.name ? 1 : 0));

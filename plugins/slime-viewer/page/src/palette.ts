@@ -41,6 +41,10 @@ const KINDS: Record<string, Look> = {
   sleep: { light: "#b8c4cc", dark: "#4b5a64", title: "sleep" },
   wake: { light: "#d3dce2", dark: "#62727c", title: "wake up" },
   wait: { light: "#eceff1", dark: "#23292d", title: "waiting", striped: true },
+  driver: { light: "#d9cfc1", dark: "#5d5344", title: "driver starts" },
+  imports: { light: "#cfe0c3", dark: "#4d6340", title: "imports" },
+  load: { light: "#b6d7a8", dark: "#3f6b33", title: "load" },
+  graphs: { light: "#e6b8c9", dark: "#7d4560", title: "graphs" },
   restart: { light: "#f0a0a0", dark: "#9c3b3b", title: "restart" },
 };
 

@@ -6,7 +6,7 @@ import type { Run } from "./api";
 import { matches } from "./metric-groups";
 import { adjust, overlaid, query, view } from "./navigation";
 import { changed, formatAddress } from "./address";
-import { grouped } from "./number-format";
+import { duration, grouped } from "./number-format";
 import { seriesColor } from "./palette";
 import { theme } from "./theme";
 
@@ -82,5 +82,11 @@ function runHref(run: Run, current: Run): string {
 
 export function stateText(run: Run): string {
   const steps = run.num_rollout === null ? `${grouped(run.steps)} steps` : `${grouped(run.steps)} of ${grouped(run.num_rollout)}`;
-  return run.state === "empty" ? "empty" : `${run.state}, ${steps}`;
+  return run.state === "empty" ? "empty" : `${run.state}, ${steps}${leftText(run)}`;
+}
+
+/** How long a run that continues will take, if its steps stay as the last ones were. */
+function leftText(run: Run): string {
+  if (run.state !== "running" || run.num_rollout === null || run.step_seconds === null) return "";
+  return `, about ${duration((run.num_rollout - run.steps) * run.step_seconds)} left`;
 }

@@ -2,7 +2,7 @@
 
 import type { Timeline } from "./api";
 import { isStriped, kindColor, kindTitle, type Theme } from "./palette";
-import { clock, ticks } from "./timeline-scale";
+import { clock, type Rows, ticks } from "./timeline-scale";
 
 /** Pixels of the names of lanes. */
 export function leftOf(width: number): number {
@@ -11,7 +11,9 @@ export function leftOf(width: number): number {
 /** Pixels: the axis, one lane. */
 export const HEAD = 22;
 export const LANE_HEIGHT = 30;
-const BAR = 22;
+export const BAR = 22;
+/** Pixels that a span needs to have its name. */
+const LABELED = 11;
 
 const INK: Record<Theme, { text: string; quiet: string; grid: string; mark: string; onBar: string; stripe: string; outline: string }> = {
   light: { text: "#1b2126", quiet: "#59626a", grid: "#eceff1", mark: "#b3261e", onBar: "#1b2126", stripe: "#bcc6cc", outline: "#1b2126" },
@@ -20,6 +22,7 @@ const INK: Record<Theme, { text: string; quiet: string; grid: string; mark: stri
 
 export interface Picture {
   timeline: Timeline;
+  rows: Rows;
   start: number;
   end: number;
   width: number;
@@ -30,7 +33,7 @@ export interface Picture {
 }
 
 export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void {
-  const { timeline, start, end, width, height, theme } = picture;
+  const { timeline, rows, start, end, width, height, theme } = picture;
   const scale = devicePixelRatio;
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
@@ -68,23 +71,25 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
     if (to < start || from > end) continue;
     const x = Math.max(xOf(from), left - 2);
     const length = Math.max(Math.min(xOf(to), width + 2) - x, 0.75);
-    const y = HEAD + timeline.lane[span]! * LANE_HEIGHT + (LANE_HEIGHT - BAR) / 2;
+    const tall = BAR / rows.rows[span]!;
+    const y = HEAD + timeline.lane[span]! * LANE_HEIGHT + (LANE_HEIGHT - BAR) / 2 + rows.row[span]! * tall;
     const kind = timeline.kind[span]!;
     ctx.fillStyle = kindColor(kind, theme);
-    ctx.fillRect(x, y, length, BAR);
+    ctx.fillRect(x, y, length, tall);
     if (isStriped(kind) && stripes) {
       ctx.fillStyle = stripes;
-      ctx.fillRect(x, y, length, BAR);
+      ctx.fillRect(x, y, length, tall);
     }
     if (length > 3) {
       ctx.fillStyle = theme === "light" ? "#ffffff" : "#14181b";
-      ctx.fillRect(x + length - 0.75, y, 0.75, BAR);
+      ctx.fillRect(x + length - 0.75, y, 0.75, tall);
     }
     if (span === picture.pointed) {
       ctx.strokeStyle = ink.outline;
-      ctx.strokeRect(x + 0.5, y + 0.5, Math.max(length - 1, 1), BAR - 1);
+      ctx.strokeRect(x + 0.5, y + 0.5, Math.max(length - 1, 1), tall - 1);
     }
-    label(ctx, kind, timeline.step[span], Math.max(x, left), y, length, ink.onBar);
+    const seen = Math.max(x, left);
+    if (tall >= LABELED) label(ctx, kind, timeline.step[span], seen, y + tall / 2, Math.min(x + length, width) - seen, ink.onBar);
   }
   ctx.fillStyle = ink.mark;
   for (const { time } of timeline.marks) {
@@ -101,21 +106,24 @@ export function drawTimeline(canvas: HTMLCanvasElement, picture: Picture): void 
   timeline.lanes.forEach(({ name, devices }, lane) => {
     const y = HEAD + lane * LANE_HEIGHT + LANE_HEIGHT / 2;
     ctx.fillStyle = ink.text;
-    ctx.fillText(fitted(ctx, name, left - 8), 0, devices ? y - 6 : y);
+    // Where there is no room for "trainer: critic", "critic" is what differs.
+    const words = name.split(": ");
+    const whole = ctx.measureText(name).width <= left - 8;
+    ctx.fillText(fitted(ctx, whole ? name : words[words.length - 1]!, left - 8), 0, devices ? y - 6 : y);
     ctx.fillStyle = ink.quiet;
     if (devices) ctx.fillText(fitted(ctx, devices, left - 8), 0, y + 7);
   });
 }
 
 /** Name and step, as far as they fit. */
-function label(ctx: CanvasRenderingContext2D, kind: string, step: number | null | undefined, x: number, y: number, length: number, color: string): void {
+function label(ctx: CanvasRenderingContext2D, kind: string, step: number | null | undefined, x: number, middle: number, length: number, color: string): void {
   if (length < 26) return;
   const title = kindTitle(kind);
   const long = step !== null && step !== undefined ? `${title} ${step}` : title;
   const text = [long, title].find((candidate) => ctx.measureText(candidate).width < length - 8);
   if (text === undefined) return;
   ctx.fillStyle = color;
-  ctx.fillText(text, x + 4, y + BAR / 2 + 0.5);
+  ctx.fillText(text, x + 4, middle + 0.5);
 }
 
 function fitted(ctx: CanvasRenderingContext2D, text: string, width: number): string {

@@ -32,22 +32,85 @@ export interface LaneSums {
   seconds: Map<string, number>;
 }
 
+/** Of spans that lie over each other the inner one counts, so that the sums of a lane are at most the time in view. */
 export function sumsOf(timeline: Timeline, start: number, end: number): LaneSums[] {
-  const sums: LaneSums[] = timeline.lanes.map((lane) => ({ ...lane, seconds: new Map() }));
-  timeline.lane.forEach((lane, span) => {
-    const seconds = Math.min(timeline.to[span]!, end) - Math.max(timeline.from[span]!, start);
-    const sum = sums[lane];
-    if (sum && seconds > 0) sum.seconds.set(timeline.kind[span]!, (sum.seconds.get(timeline.kind[span]!) ?? 0) + seconds);
-  });
+  return timeline.lanes.map((lane, place) => ({ ...lane, seconds: ownSeconds(spansOf(timeline, place, start, end)) }));
+}
+
+interface Piece {
+  kind: string;
+  from: number;
+  to: number;
+}
+
+/** Those in view, cut to it; outer ones before inner ones. */
+function spansOf(timeline: Timeline, lane: number, start: number, end: number): Piece[] {
+  return timeline.lane
+    .flatMap((of, span) => (of === lane ? [{ kind: timeline.kind[span]!, from: Math.max(timeline.from[span]!, start), to: Math.min(timeline.to[span]!, end) }] : []))
+    .filter(({ from, to }) => to > from)
+    .sort((one, other) => one.from - other.from || other.to - one.to);
+}
+
+function ownSeconds(spans: readonly Piece[]): Map<string, number> {
+  const sums = new Map<string, number>();
+  const open: Piece[] = [];
+  let at = -Infinity;
+  const pass = (until: number) => {
+    for (let top = open.at(-1); top !== undefined && at < until; top = open.at(-1)) {
+      const next = Math.min(top.to, until);
+      if (next > at) {
+        sums.set(top.kind, (sums.get(top.kind) ?? 0) + next - at);
+        at = next;
+      }
+      if (top.to <= at) open.pop();
+    }
+    at = until;
+  };
+  for (const span of spans) {
+    pass(span.from);
+    open.push(span);
+  }
+  pass(Infinity);
   return sums;
 }
 
-/** The span of `lane` at this time, the shortest where several lie over each other; -1: none. */
-export function spanAt(timeline: Timeline, lane: number, time: number, tolerance: number): number {
+export interface Rows {
+  /** Of each span, from the top. */
+  row: number[];
+  /** How many rows its kind has in its lane. */
+  rows: number[];
+}
+
+/** At most so many rollouts beside each other are told apart. */
+const MOST_ROWS = 3;
+
+/** Rows in which spans of one kind that overlap, such as rollouts that run ahead, lie below each other. */
+export function rowsOf(timeline: Timeline): Rows {
+  const row = timeline.lane.map(() => 0);
+  const ends = new Map<string, number[]>();
+  const order = timeline.from.map((_, span) => span).sort((one, other) => timeline.from[one]! - timeline.from[other]!);
+  const key = (span: number) => `${timeline.lane[span]}/${timeline.kind[span]}`;
+  for (const span of order) {
+    const taken = ends.get(key(span)) ?? [];
+    const free = taken.findIndex((end) => end <= timeline.from[span]! + CLOSE);
+    const at = free >= 0 ? free : taken.length < MOST_ROWS ? taken.length : taken.indexOf(Math.min(...taken));
+    taken[at] = timeline.to[span]!;
+    ends.set(key(span), taken);
+    row[span] = at;
+  }
+  return { row, rows: timeline.lane.map((_, span) => ends.get(key(span))!.length) };
+}
+
+/** Seconds by which clocks may differ. */
+const CLOSE = 0.001;
+
+/** The span of `lane` at this time, the shortest where several lie over each other; -1: none. `depth`: from 0 to 1 down the lane. */
+export function spanAt(timeline: Timeline, lane: number, time: number, tolerance: number, depth = 0, { row, rows }: Rows = rowsOf(timeline)): number {
   let found = -1;
   let length = Infinity;
   timeline.lane.forEach((of, span) => {
     if (of !== lane || timeline.from[span]! - tolerance > time || timeline.to[span]! + tolerance < time) return;
+    if (Math.min(Math.max(Math.floor(depth * rows[span]!), 0), rows[span]! - 1) !== row[span]) return;
     const seconds = timeline.to[span]! - timeline.from[span]!;
     if (seconds < length) {
       found = span;

@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Run, Timeline as TimelineReply } from "./api";
-import { Chart } from "./chart";
+import { Chart, type Line } from "./chart";
 import { describe } from "./curves";
 import { useShortcuts } from "./keyboard";
 import { adjust, href, query } from "./navigation";
@@ -11,8 +11,8 @@ import { duration, grouped, moment, percent } from "./number-format";
 import { isStriped, kindColor, kindOrder, kindTitle, seriesColor } from "./palette";
 import { useReply } from "./replies";
 import { theme } from "./theme";
-import { drawTimeline, HEAD, LANE_HEIGHT, leftOf } from "./timeline-drawing";
-import { spanAt, sumsOf } from "./timeline-scale";
+import { BAR, drawTimeline, HEAD, LANE_HEIGHT, leftOf } from "./timeline-drawing";
+import { clock, rowsOf, spanAt, sumsOf } from "./timeline-scale";
 
 export function Timeline({ run }: { run: Run }) {
   const asked = query.value;
@@ -45,6 +45,7 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
   const left = leftOf(width);
   const height = HEAD + timeline.lanes.length * LANE_HEIGHT + 4;
   const kinds = useMemo(() => kindOrder(timeline.kind), [timeline]);
+  const rows = useMemo(() => rowsOf(timeline), [timeline]);
   const sums = useMemo(() => sumsOf(timeline, start, end), [timeline, start, end]);
 
   const show = (from: number, to: number, replace: boolean) => {
@@ -75,7 +76,7 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
     return () => observer.disconnect();
   }, []);
   useEffect(() => {
-    if (width > 0) drawTimeline(canvas.current!, { timeline, start, end, width, height, theme: theme.value, pointed: pointed?.span ?? -1 });
+    if (width > 0) drawTimeline(canvas.current!, { timeline, rows, start, end, width, height, theme: theme.value, pointed: pointed?.span ?? -1 });
   }, [timeline, start, end, width, height, theme.value, pointed?.span]);
 
   // The wheel zooms with Ctrl, as in maps: without it the page scrolls. Preact's listeners are passive there.
@@ -102,7 +103,8 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
       return;
     }
     const lane = Math.floor((event.offsetY - HEAD) / LANE_HEIGHT);
-    const span = event.offsetX < left ? -1 : spanAt(timeline, lane, timeAt(event.offsetX), ((end - start) / (width - left)) * 2);
+    const depth = (event.offsetY - HEAD - lane * LANE_HEIGHT - (LANE_HEIGHT - BAR) / 2) / BAR;
+    const span = event.offsetX < left ? -1 : spanAt(timeline, lane, timeAt(event.offsetX), ((end - start) / (width - left)) * 2, depth, rows);
     setPointed(span < 0 ? null : { span, x: event.offsetX, y: HEAD + (lane + 1) * LANE_HEIGHT });
   };
 
@@ -151,7 +153,10 @@ function TimelineView({ timeline, start, end }: { timeline: TimelineReply; start
       </div>
       <Shares sums={sums} kinds={kinds} seconds={end - start} />
       <Marks timeline={timeline} />
-      <StepCurves timeline={timeline} />
+      <div class="charts">
+        <StepCurves timeline={timeline} />
+        <Memory timeline={timeline} />
+      </div>
     </>
   );
 }
@@ -246,7 +251,7 @@ function StepCurves({ timeline }: { timeline: TimelineReply }) {
   );
   const waiting = useMemo(() => (wait_ratio.some((value) => value !== null) ? [{ title: "wait", color: seriesColor(1, theme.value), mark: "", x: step, y: wait_ratio }] : []), [timeline, theme.value]);
   return (
-    <div class="charts">
+    <>
       {staleness.length > 0 ? (
         <figure class="metric">
           <figcaption>
@@ -263,6 +268,51 @@ function StepCurves({ timeline }: { timeline: TimelineReply }) {
           <Chart lines={waiting} xTitle="step" height={140} theme={theme.value} group="timeline" label={describe("share of waiting", waiting)} />
         </figure>
       ) : null}
-    </div>
+    </>
   );
 }
+
+const GIB = 2 ** 30;
+
+/** Memory in use over time: a chart of the GPUs with what they have, one of the host. */
+function Memory({ timeline }: { timeline: TimelineReply }) {
+  const { time, what, used, limit } = timeline.memory;
+  const charts = useMemo(() => {
+    const x = time.map((at) => at - timeline.first);
+    const gpus = what.filter((name) => name !== HOST);
+    const line = (name: string): Line => {
+      const place = gpus.indexOf(name);
+      return {
+        title: name,
+        color: seriesColor(Math.max(place, 0), theme.value),
+        mark: gpus.length > 1 && name !== HOST ? name.replace(/^GPU /, "") : "",
+        x,
+        y: used[what.indexOf(name)]!.map((bytes) => (bytes === null ? null : bytes / GIB)),
+      };
+    };
+    const most = Math.max(...gpus.map((name) => limit[what.indexOf(name)]!)) / GIB;
+    const whole: Line = { title: "what a GPU has", color: seriesColor(6, theme.value), mark: "", x, y: x.map(() => most), dashed: true };
+    return [
+      { title: "GPU memory", hint: "GiB; dashed: all of it", lines: gpus.length > 0 ? [...gpus.map(line), whole] : [] },
+      { title: "host memory", hint: "GiB of the run's processes", lines: what.includes(HOST) ? [line(HOST)] : [] },
+    ];
+  }, [timeline, theme.value]);
+  if (time.length < 2) return null;
+  const step = (time[time.length - 1]! - time[0]!) / 8;
+  return (
+    <>
+      {charts.map(({ title, hint, lines }) =>
+        lines.length > 0 ? (
+          <figure key={title} class="metric">
+            <figcaption>
+              {title} <span class="quiet">{hint}</span>
+            </figcaption>
+            <Chart lines={lines} xTitle="time" height={140} theme={theme.value} group="memory" label={describe(title, lines)} xText={(seconds) => clock(seconds, step)} />
+          </figure>
+        ) : null,
+      )}
+    </>
+  );
+}
+
+const HOST = "host";

@@ -22,6 +22,7 @@ export function Legend({ column, scale }: { column: TokenColumn; scale: Scale })
       </span>
     );
   }
+  if (scale.low === scale.high) return <span class="legend">all {short(scale.low)}</span>;
   const steps = scale.kind === "diverging" ? DIVERGING_STEPS : SEQUENTIAL_STEPS;
   const letter = scale.kind === "diverging" ? "d" : "s";
   const [first, last] = scale.reversed ? [scale.high, scale.low] : [scale.low, scale.high];

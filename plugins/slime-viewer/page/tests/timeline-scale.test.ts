@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Timeline } from "../src/api";
-import { clock, spanAt, sumsOf, ticks } from "../src/timeline-scale";
+import { clock, rowsOf, spanAt, sumsOf, ticks } from "../src/timeline-scale";
 
 const TIMELINE: Timeline = {
   source: "recorded",
@@ -19,6 +19,7 @@ const TIMELINE: Timeline = {
   step: [0, null, 0],
   marks: [],
   steps: { step: [], staleness_mean: [], staleness_max: [], wait_ratio: [] },
+  memory: { time: [], what: [], used: [], limit: [] },
 };
 
 test("ticks are at round times since the run began", () => {
@@ -37,6 +38,20 @@ test("sums count what is in view", () => {
   expect(engines!.seconds.get("rollout")).toBe(10);
   expect(engines!.seconds.has("eval")).toBe(false);
   expect(trainer!.seconds.get("train")).toBe(10);
+});
+
+test("rollouts that overlap have rows of their own", () => {
+  const ahead = { ...TIMELINE, lane: [0, 0, 0, 1], kind: ["rollout", "rollout", "rollout", "rollout"], from: [100, 110, 121, 100], to: [120, 130, 140, 140], step: [0, 1, 2, 0] };
+  expect(rowsOf(ahead)).toEqual({ row: [0, 1, 0, 0], rows: [2, 2, 2, 1] });
+  expect(spanAt(ahead, 0, 115, 0, 0.1)).toBe(0);
+  expect(spanAt(ahead, 0, 115, 0, 0.9)).toBe(1);
+});
+
+test("of spans over each other the inner one counts", () => {
+  const nested = { ...TIMELINE, lane: [0, 0, 0, 0], kind: ["weights", "sleep", "wake", "train"], from: [100, 104, 106, 120], to: [110, 106, 112, 130], step: [0, 0, 0, 0] };
+  const seconds = sumsOf(nested, 100, 125)[0]!.seconds;
+  // The update's last 4 s lie below the waking, which ends after it.
+  expect([...seconds]).toEqual([["weights", 4], ["sleep", 2], ["wake", 6], ["train", 5]]);
 });
 
 test("below the pointer is the shorter span", () => {

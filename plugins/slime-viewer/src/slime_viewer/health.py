@@ -13,6 +13,7 @@ import numpy as np
 from slime_viewer.memory_in_use import HOST
 from slime_viewer.metric_log import Curve, MetricLog
 from slime_viewer.open_run import OpenRun
+from slime_viewer.plan_recording import AFTER_S
 
 FULLEST_GPU: Final = "fullest GPU"
 RECENT: Final = 10
@@ -147,7 +148,11 @@ def planned_memory(run: OpenRun) -> tuple[dict[str, int], str | None]:
         of_host = sum(int(group["host_bytes"] or 0) for group in plan["groups"])
         on_cpu = plan["target"]["device"] == "cpu"
     except FileNotFoundError:
-        return {}, f"No plan is there; this writes one: slime plan {run.folder.config} --json > {path}"
+        minutes = AFTER_S / 60
+        return {}, (
+            f"No plan is there. A run writes it after {minutes:g} minutes, where slime-preflight is installed; this writes it "
+            f"now: slime plan {run.folder.config} --json > {path}"
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {}, f"{path} is no plan: {type(error).__name__}: {error}"
     if on_cpu:

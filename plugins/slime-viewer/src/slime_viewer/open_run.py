@@ -29,6 +29,10 @@ ATTEMPT_CONTINUES_S: Final = 900
 """A run on another host continues if any of its files changed in the last seconds."""
 
 
+RECENT_STEPS: Final = 20
+"""Steps whose mean time is that of the steps to come."""
+
+
 class State(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
@@ -178,6 +182,7 @@ class OpenRun:
                 "attempts": len(starts),
                 "steps": 0 if rollout is None or not len(rollout.rollout) else int(max(rollout.rollout)) + 1,
                 "num_rollout": self.config.get("train", {}).get("num_rollout"),
+                "step_seconds": self.step_seconds(),
                 "has": {
                     "metrics": bool(self.metrics.axes),
                     "samples": TRAIN in sets,
@@ -188,6 +193,12 @@ class OpenRun:
                 },
             }
 
+    def step_seconds(self) -> float | None:
+        """Of the last steps, evaluations and checkpoints included."""
+        found = self.metrics.column(ROLLOUT_AXIS, "perf/step_time")
+        times = [] if found is None else [value for value in found[-RECENT_STEPS:].tolist() if value == value]
+        return sum(times) / len(times) if times else None
+
     def marks(self) -> dict[str, str]:
         """A text for each part of the page's data that changes with it."""
         files: dict[str, Sequence[Path]] = {
@@ -195,7 +206,7 @@ class OpenRun:
             "metrics": (self.path / METRICS_FILE,),
             "samples": (self.folder.rollouts, self.view.groups, self.view.tokens),
             "evals": (self.view.evals, *(self.view.evals.iterdir() if self.view.evals.is_dir() else ())),
-            "timeline": (self.view.times, self.path / METRICS_FILE),
+            "timeline": (self.view.times, self.path / METRICS_FILE, self.folder.events),
             "events": (self.folder.events,),
         }
         marks = {part: ".".join(mark_of(file) for file in paths) for part, paths in files.items()}

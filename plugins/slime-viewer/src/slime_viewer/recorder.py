@@ -7,7 +7,9 @@ and ended.
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +27,14 @@ from slime_core.contracts.hookspecs import (
     UpdateWeightsStart,
     hookimpl,
 )
+from slime_viewer.lanes import ENGINES, TRAINER
 
 if TYPE_CHECKING:
     from slime_viewer.recording import Recording
 
-ENGINES: Final = "engines"
-TRAINER: Final = "trainer"
+ROLE_TRAIN_TIME: Final = re.compile(r"perf/(\w+)_train_time")
+SLACK: Final = 0.02
+"""Share of a span by which clocks may differ."""
 
 
 class Recorder:
@@ -81,6 +85,8 @@ class Recorder:
         self._span(TRAINER, "wait", self._free, began, step)
         self._span(TRAINER, "score", began, scored, step)
         self._span(TRAINER, "train", scored, now, step)
+        for role, start, end in turns(perf, scored, now):
+            self._span(f"{TRAINER}: {role}", "train", start, end, step)
         self._free = now
         self._measure()
 
@@ -132,6 +138,17 @@ class Recorder:
     def _measure(self) -> None:
         if self._recording is not None:
             self._recording.do(self._recording.write_memory)
+
+
+def turns(perf: Mapping[str, float], start: float, end: float) -> Iterator[tuple[str, float, float]]:
+    """When each of several trained roles took its optimizer steps: one after the other where their seconds fit, else at once.
+    Nothing for one role alone."""
+    seconds = {found[1]: value for name, value in perf.items() if (found := ROLE_TRAIN_TIME.fullmatch(name))}
+    in_turns = sum(seconds.values()) <= (end - start) * (1 + SLACK)
+    if len(seconds) > 1:
+        for role, took in seconds.items():
+            yield role, start, min(end, start + took)
+            start += took if in_turns else 0.0
 
 
 def chosen(run: Run, table: str, key: str) -> Any:

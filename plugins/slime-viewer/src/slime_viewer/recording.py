@@ -18,7 +18,8 @@ from slime_core.data.table import dump_file, dumped_steps, groups_to_table, writ
 from slime_core.errors import DataError, StorageError
 from slime_core.types.batch import Batch, TokenColumns
 from slime_core.types.sample import SampleGroup
-from slime_viewer.memory_in_use import memory_in_use
+from slime_viewer.memory_in_use import HOST, memory_in_use
+from slime_viewer.plan_recording import PlanRecording
 from slime_viewer.token_file import write_tokens
 from slime_viewer.view_folder import ViewFolder
 
@@ -45,7 +46,10 @@ class Recording:
         self._most_bytes = most_bytes
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._times: IO[str] | None = None
-        self._measured = 0.0
+        self._plan = PlanRecording(run_folder)
+        self._gpu_bytes: int | None = None
+        """Memory of the largest GPU of this machine."""
+        self._next_measurement = 0.0
         self._has_failed = False
         self._began = time.monotonic()
         self._spent = 0.0
@@ -81,6 +85,7 @@ class Recording:
                 self._has_failed = True
                 print(f"slime-viewer records nothing more of this run for `slime view`: {error}", file=sys.stderr)
             self._spent = time.thread_time()
+        self._plan.end()
         if self._times is not None:
             self._times.close()
 
@@ -113,10 +118,18 @@ class Recording:
             self._times.flush()
 
     def write_memory(self) -> None:
-        """At most every few seconds."""
-        if time.monotonic() - self._measured >= MEASURED_EVERY_S:
-            self._measured = time.monotonic()
-            self.write_line({"time": round(time.time(), 3), "memory": memory_in_use()})
+        """At most every few seconds, and for at most MOST_SHARE of the time: programs that measure may be slow."""
+        began = time.monotonic()
+        if began < self._next_measurement:
+            return
+        # What `slime plan` holds is no memory of the run.
+        if not self._plan.is_counting:
+            memory = memory_in_use()
+            self.write_line({"time": round(time.time(), 3), "memory": memory})
+            self._gpu_bytes = max((there for what, (_, there) in memory.items() if what != HOST), default=None)
+        with written(self._view.plan):
+            self._plan.advance(self._gpu_bytes)
+        self._next_measurement = began + max(MEASURED_EVERY_S, (time.monotonic() - began) / MOST_SHARE)
 
     def _thin_out(self) -> None:
         thin_out([self._view.groups, self._view.tokens], self._most_bytes)

@@ -17,6 +17,7 @@ from slime_viewer.comparison import compare_page
 from slime_viewer.config_keys import config_difference, config_page
 from slime_viewer.health import health
 from slime_viewer.metric_log import in_buckets
+from slime_viewer.metric_meanings import meaning_of
 from slime_viewer.not_there import NotThere
 from slime_viewer.open_run import OpenRun
 from slime_viewer.panel import InstalledPanel
@@ -125,7 +126,7 @@ def metric_names(run: OpenRun, _: Parameters) -> dict[str, Any]:
             values = run.metrics.axes[axis].of(name)
             there = values[~np.isnan(values)]
             last = float(there[-1]) if len(there) else None
-            found.append({"name": name, "axis": axis, "last": last, "points": len(there), "meaning": None})
+            found.append({"name": name, "axis": axis, "last": last, "points": len(there), "meaning": meaning_of(name)})
     return {"metrics": found}
 
 

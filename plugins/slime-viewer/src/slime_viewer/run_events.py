@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from slime_viewer.open_run import seconds_of
+from slime_viewer.spans import TIMES
 
 Event = Mapping[str, Any]
 
@@ -62,7 +63,8 @@ def event_text(event: Event) -> str:
 
 
 def event_page(events: Sequence[Event], offset: int, limit: int) -> dict[str, Any]:
-    """The reply to `/api/runs/{id}/events`, the newest first."""
+    """The reply to `/api/runs/{id}/events`, the newest first, without those that the timeline draws."""
+    events = [event for event in events if event.get("event") not in TIMES]
     page = events[::-1][offset : offset + limit]
     return {
         "total": len(events),

@@ -27,6 +27,8 @@ SORTS: Final = {
     "version": "oldest", "log_prob": "log_prob", "advantage": "advantage", "mismatch": "mismatch", "entropy": "entropy",
 }  # fmt: skip
 """What samples are sorted by, and its column."""
+AMONG_EQUAL: Final = "advantage DESC NULLS LAST, "
+"""Of equal rewards those come first that teach most: a wrong response among right ones before one among wrong ones."""
 GROUP_SORTS: Final = (
     "group", "samples", "oldest", "newest",
     "reward", "lowest", "highest", "spread", "tokens", "longest", "truncated", "version", "advantage",
@@ -144,7 +146,8 @@ class SampleTable:
             if value is not None:
                 conditions.append(f"{quoted(name)} = ?")
                 parameters.append(value)
-        order = f"{quoted(columns[asked.sort])} {'DESC' if asked.descending else 'ASC'} NULLS LAST, step, row"
+        equal = AMONG_EQUAL if asked.sort == "reward" else ""
+        order = f"{quoted(columns[asked.sort])} {'DESC' if asked.descending else 'ASC'} NULLS LAST, {equal}step, row"
         query = Query(f"FROM samples WHERE {' AND '.join(conditions)}", order, parameters)
         if not asked.words.words:
             return self._chosen(asked, query, self._database.cursor())

@@ -6,15 +6,15 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from slime_core.contracts.driver import DriverConfig
 from slime_core.contracts.paths import RunPath
+from slime_serving.adapter_options import AdapterOptions
 from slime_vllm.server_args import OWNED, shipped_options
 
 DRAFTS: Final = ("speculative_config", "spec_method", "spec_model")
 """Options that turn on speculative decoding."""
 
 
-class VllmOptions(DriverConfig):
+class VllmOptions(AdapterOptions):
     compares_sent: ClassVar[bool] = True
     """See `slime_transports.plugin`."""
     python: RunPath | None = None

@@ -10,17 +10,26 @@ import numpy as np
 from slime_serving.connection import Connection, HttpDialect
 from slime_serving.running import INVALID, TokenRows
 from slime_serving.server_process import LogFormat
-from slime_vllm.adapter import LOAD
+from slime_vllm.adapter import LOAD, UNLOAD
 
 VLLM_LOG: Final = LogFormat(
     stamp=re.compile(r"^(\([A-Za-z0-9_]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?"),
     fatal="EngineCore encountered a fatal error",
+    clock="%m-%d %H:%M:%S",
+    imported=re.compile(r"^(?:\([^)]*\) )?INFO (\d\d-\d\d \d\d:\d\d:\d\d) .*Initializing a V1 LLM engine"),
+    seconds={
+        "load": re.compile(r"^(?!\([^)]*TP[1-9]).*Model loading took .* memory and ([\d.]+) seconds"),
+        "compile": re.compile(r"^(?!\([^)]*TP[1-9]).*torch\.compile took ([\d.]+) s in total"),
+        "graphs": re.compile(r"^(?!\([^)]*TP[1-9]).*Graph capturing finished in ([\d.]+) secs"),
+    },
 )
 
 
 class VllmConnection(Connection):
     dialect: ClassVar[HttpDialect] = HttpDialect(
-        program="vLLM", generate="/inference/v1/generate", words=frozenset({("GET", "/health"), ("POST", LOAD)})
+        program="vLLM",
+        generate="/inference/v1/generate",
+        words=frozenset({("GET", "/health"), ("POST", LOAD), ("POST", UNLOAD)}),
     )
 
     @classmethod

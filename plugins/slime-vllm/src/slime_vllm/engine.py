@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 from slime_core.contracts.engine import Capability, MemoryTag
 from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
+from slime_serving.adapter_options import problem_of_offload
 from slime_serving.engine import ServingEngine
 from slime_serving.in_flight import RequestsInFlight
 from slime_transports.receiver import ServerEndpoint
@@ -21,6 +22,7 @@ from slime_vllm.option_checks import problem_of_device
 from slime_vllm.receiver import VllmReceiver
 from slime_vllm.requests import VllmRequests
 from slime_vllm.scoring import VllmScorer
+from slime_vllm.served_adapters import VllmAdapters
 from slime_vllm.server_group import VllmServers
 
 CAPABILITIES = frozenset({Capability.VERSION_SPANS, Capability.SCORES, Capability.HTTP, Capability.REPETITION_PENALTY})
@@ -47,7 +49,8 @@ class VllmEngine(ServingEngine[VllmServers]):
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
 
     def check_setup(self, setup: EngineSetup) -> None:
-        if problem := problem_of_device(self._config, setup.device):
+        problem = problem_of_device(self._config, setup.device)
+        if problem := problem or problem_of_offload(self._config, offload=setup.offload):
             raise EngineError(f"engine {setup.index}: {problem}")
 
     async def prepare(self, setup: EngineSetup) -> None:
@@ -57,10 +60,19 @@ class VllmEngine(ServingEngine[VllmServers]):
         # vLLM processes images with the tokenizer.
         self._images = SentImages.of(setup) if features.tokenizer else None
         exact = self._config.pause_mode == "abort"
+        if self._config.most_adapters:
+            folder = setup.run_dir / "adapters" / f"{setup.index}-{self._incarnation}"
+            self._adapters = VllmAdapters(self._fleet, self._config, folder, setup)
         await self._fleet.post("/init_weight_transfer_engine", {"init_info": {}})
         self._requests = RequestsInFlight(
             self._fleet,
-            VllmRequests.of(setup, features, images=self._images, pause_mode=self._config.pause_mode),
+            VllmRequests.of(
+                setup,
+                features,
+                images=self._images,
+                pause_mode=self._config.pause_mode,
+                adapters=self._adapters,
+            ),
             setup,
             # In the other modes weights change while requests run.
             expected_version=lambda: weights.given if exact else None,
@@ -76,6 +88,8 @@ class VllmEngine(ServingEngine[VllmServers]):
             offered.add(Capability.STRUCTURAL_TAG)
         if self._images is not None and self._config.pause_mode == "abort":
             offered.add(Capability.IMAGES)
+        if self._adapters is not None:
+            offered.add(Capability.ADAPTERS)
         return frozenset(offered)
 
     @property

@@ -51,7 +51,7 @@ class Features:
         """Of the servers of an engine, which must agree. Raises EngineError also if they cannot pause as the run asks."""
         if not config.external_engine_addrs:
             return cls.of_options(options_for(config, setup, 0), setup)
-        first, *others = [await cls.of_external(server, setup) for server in servers]
+        first, *others = [await cls.of_external(server, config, setup) for server in servers]
         for server, found in zip(servers[1:], others, strict=True):
             if found != first:
                 raise EngineError(f"{server.name}: it was started with other options than {servers[0].name}.")
@@ -63,7 +63,7 @@ class Features:
         return first
 
     @classmethod
-    async def of_external(cls, server: VllmConnection, setup: EngineSetup) -> Features:
+    async def of_external(cls, server: VllmConnection, config: VllmOptions, setup: EngineSetup) -> Features:
         """Raises EngineError for a server with another model, or that was started without what the README lists."""
         try:
             response = await server.post("/collective_rpc", {"method": "served_options"}, timeout_s=TIMEOUT_S)
@@ -76,6 +76,8 @@ class Features:
         try:
             given = response["results"][0]
             adapters = f"with {ROUTES}=1, --enable-lora, --max-loras 1, --max-lora-rank {setup.adapter_rank} or more"
+            several = f"with {ROUTES}=1, --enable-lora, --max-cpu-loras {config.max_adapters} or more, --max-lora-rank "
+            several += f"{config.adapter_rank} or more, --max-logprobs -1"
             missing = [
                 text
                 for text, fits in {
@@ -83,6 +85,7 @@ class Features:
                     f'with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'': setup.transport is None
                     or given["weight_transfer_backend"] == BACKEND,
                     adapters: takes_adapter(given, setup),
+                    several: takes_adapters(given, config),
                 }.items()
                 if not fits
             ]
@@ -109,7 +112,15 @@ def takes_adapter(given: Mapping[str, Any], setup: EngineSetup) -> bool:
     """`given`: the worker's `served_options`. With several adapters it would not be known which one an update replaces."""
     if not setup.adapter_rank:
         return True
-    return given["max_loras"] == 1 and given["max_lora_rank"] >= setup.adapter_rank and given["loads_adapters"]
+    return given["max_loras"] >= 1 and given["max_lora_rank"] >= setup.adapter_rank and given["loads_adapters"]
+
+
+def takes_adapters(given: Mapping[str, Any], config: VllmOptions) -> bool:
+    """`given`: the worker's `served_options`."""
+    if not config.most_adapters:
+        return True
+    room = given["max_cpu_loras"] >= config.most_adapters and given["max_lora_rank"] >= config.adapter_rank
+    return bool(room and given["max_logprobs"] == -1 and given["loads_adapters"])
 
 
 def require_same_model(server: VllmConnection, path: Path, setup: EngineSetup) -> None:

@@ -29,6 +29,15 @@ TOKEN: Final = "SLIME_VLLM_TOKEN"
 EXTENSION: Final = "slime_vllm_server.worker.WorkerExtension"
 BACKEND: Final = "slime"
 """Of vLLM's weight transfers, the one that the extension registers."""
+SEQUENCES: Final = 256
+"""vLLM's least limit of sequences in a batch on GPUs; on those of 70 GB and more it is 1,024."""
+IN_GRAPHS: Final = 512
+"""Sequences that vLLM decodes by a CUDA graph at most, by default."""
+MOST_IN_GRAPHS: Final = 1024
+"""More are decoded without a graph: each size takes memory and time at the start."""
+SETS_GRAPHS: Final = frozenset(
+    {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config", "enforce_eager"}
+)
 MAX_SEQUENCES_ON_CPU: Final = 256
 MIN_BATCH_ON_CPU: Final = 4096
 """Tokens."""
@@ -61,7 +70,7 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
         "middleware": ["slime_vllm_server.auth.RequireToken"],
         "disable_uvicorn_access_log": True,
     }
-    options |= options_of(setup)
+    options |= options_of(config, setup)
     if on_cpu:
         options |= {
             "enforce_eager": True,
@@ -72,6 +81,8 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
             "max_num_batched_tokens": max(setup.max_context_len, MIN_BATCH_ON_CPU),
             "distributed_executor_backend": "uni" if tp_size == 1 else "mp",
         }
+    else:
+        options |= batch_sizes(config, setup, chosen)
     if setup.offload and not on_cpu:
         options["enable_sleep_mode"] = True
     if config.pause_mode == "in_place":
@@ -83,12 +94,25 @@ def options_for(config: VllmOptions, setup: EngineSetup, place: int) -> dict[str
     return options | chosen
 
 
+def batch_sizes(config: VllmOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a server on a GPU by which its share of the requests in flight is one batch, as far as vLLM's own limits are
+    lower and the run file sets none."""
+    share = -(-setup.max_batch // (config.servers * chosen.get("data_parallel_size", 1)))
+    options: dict[str, Any] = {}
+    if share > SEQUENCES:
+        options["max_num_seqs"] = share
+    in_graphs = min(share, chosen.get("max_num_seqs", share), MOST_IN_GRAPHS)
+    if in_graphs > IN_GRAPHS and not SETS_GRAPHS & chosen.keys():
+        options["max_cudagraph_capture_size"] = in_graphs
+    return options
+
+
 def has_tokenizer(setup: EngineSetup) -> bool:
     """Whether the servers are started with the model's tokenizer."""
     return (setup.model_path / "tokenizer_config.json").exists()
 
 
-def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
+def environment_for(config: VllmOptions, setup: EngineSetup, devices: Sequence[str], token: str) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
     environment |= {
         "PYTHONPATH": str(FOLDER),
@@ -111,7 +135,7 @@ def environment_for(setup: EngineSetup, devices: Sequence[str], token: str) -> d
         }
     else:
         environment[DEVICES] = ",".join(devices)
-    return environment | environment_of(setup)
+    return environment | environment_of(config, setup)
 
 
 async def start_server(
@@ -133,7 +157,7 @@ async def start_server(
             options | {"port": port},
             log=log,
             form=VLLM_LOG,
-            environment=environment_for(setup, devices, token),
+            environment=environment_for(config, setup, devices, token),
             **python,
         )
         connection = VllmConnection(pool, address_of(setup.host, port), token, name)

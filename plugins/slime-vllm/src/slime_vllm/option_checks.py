@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from slime_core.contracts.setup import EngineLayout
 from slime_core.errors import near_matches
+from slime_serving.adapter_options import problems_of_adapters
 from slime_serving.interpreter import program_in
 from slime_vllm.adapter import RANKS
 from slime_vllm.config import DRAFTS, parts_of, server_options
@@ -63,6 +64,11 @@ def problems_of_layout(config: Any, layout: EngineLayout) -> list[str]:
         problems.append("train.use_rollout_routing_replay: slime-vllm does not read expert ids. Use engine sglang.")
     if layout.adapter_rank:
         problems += problems_of_adapter(config, layout)
+    problems += problems_of_adapters(config, layout, server_options(config).get("pipeline_parallel_size", 1))
+    if config.most_adapters and config.adapter_rank > RANKS[-1]:
+        problems.append(
+            f"engine.max_adapter_rank = {config.adapter_rank}: vLLM takes adapters of rank {RANKS[-1]} at most."
+        )
     parts = parts_of(config)
     if not config.external_engine_addrs and layout.num_devices % parts:
         problems.append(

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slime_core.contracts.driver import Patch
 from slime_core.contracts.engine import Capability, EngineDriver
 from slime_core.contracts.setup import EngineLayout
+from slime_serving.adapter_options import AdapterOptions
 from slime_serving.interpreter import StartsProgram
+from slime_training.adapters.drivers import AdapterSampler
 from slime_training.memory_plan import EnginePlanner
 from slime_vllm.config import make_config
 from slime_vllm.option_checks import problems_of_layout, problems_of_options, problems_of_push
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from slime_vllm.engine import VllmEngine
 
 
-class Vllm(EnginePlanner, StartsProgram, EngineDriver):
+class Vllm(EnginePlanner, AdapterSampler, StartsProgram, EngineDriver):
     """vLLM servers as subprocesses, in an interpreter of their own, or external ones."""
 
     Config = make_config()
     program = VLLM
-    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta", "adapter")
+    transports: ClassVar[tuple[str, ...]] = ("direct", "ipc", "distributed", "disk", "delta", "adapter", "frozen")
     optional_capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.VERSION_SPANS,
@@ -35,9 +37,14 @@ class Vllm(EnginePlanner, StartsProgram, EngineDriver):
             Capability.SLEEP,
             Capability.STRUCTURAL_TAG,
             Capability.REPETITION_PENALTY,
+            Capability.ADAPTERS,
         }
     )
     independent_requests = True
+
+    @classmethod
+    def max_adapters(cls, config: AdapterOptions) -> int:
+        return config.most_adapters
 
     @classmethod
     def patches(cls) -> Sequence[Patch]:

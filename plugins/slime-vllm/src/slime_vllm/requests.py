@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slime_core.contracts.setup import EngineSetup
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_serving.adapters import ServedAdapters
 from slime_serving.requests import AcceptedRequests, vocab_size_of
 from slime_vllm.adapter import NAME
 from slime_vllm.features import Features
@@ -23,8 +24,17 @@ class VllmRequests(AcceptedRequests):
     """See `VllmRunning.model`."""
 
     @classmethod
-    def of(cls, setup: EngineSetup, features: Features, *, images: SentImages | None, pause_mode: str) -> VllmRequests:
+    def of(
+        cls,
+        setup: EngineSetup,
+        features: Features,
+        *,
+        images: SentImages | None,
+        pause_mode: str,
+        adapters: ServedAdapters | None,
+    ) -> VllmRequests:
         return cls(
+            adapters=adapters,
             vocab_size=vocab_size_of(setup),
             has_tokenizer=features.tokenizer,
             features=features,
@@ -35,7 +45,9 @@ class VllmRequests(AcceptedRequests):
 
     def begin(self, request: GenerateRequest) -> VllmRunning:
         images = self.images if request.images else None
-        return VllmRunning(request=request, vocab_size=self.vocab_size, images=images, model=self.model)
+        return VllmRunning(
+            request=request, vocab_size=self.vocab_size, images=images, model=self.adapter_of(request) or self.model
+        )
 
     def refuses_sampling(self, params: SamplingParams) -> str | None:
         if params.structural_tag is not None and not self.features.guided_decoding:

@@ -51,10 +51,10 @@ OWNED: Final[Mapping[str, str]] = MappingProxyType(
         "enable_sleep_mode": "launcher.offload_rollout",
         "worker_extension_cls": "the engine",
         "weight_transfer_config": "sync.transport",
-        **dict.fromkeys(
-            ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-            'sync.transport = "adapter" and backend.lora_rank',
-        ),
+        "enable_lora": 'engine.max_adapters, or sync.transport = "adapter"',
+        "max_cpu_loras": "engine.max_adapters",
+        "max_loras": "engine.adapters_at_once",
+        "max_lora_rank": 'engine.max_adapter_rank, or sync.transport = "adapter" and backend.lora_rank',
     }
 )
 """Options that the run decides, and the key that sets each instead."""

@@ -20,7 +20,10 @@ BATCH_INVARIANT: Final = "sglang.srt.batch_invariant_ops.enable_batch_invariant_
 UNPINNED_EXPERTS: Final = "sglang.srt.state_capturer.base.ALLOC_MEMORY_FUNCS"
 """If SGLang lacks it, memory for expert ids is pinned, which requires a GPU."""
 REGISTER_MEMORY: Final = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+LORA_MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
 
+GATE: Final = "gate="
+"""Beginning of a server's argument with a file: its processes wait for it before they use devices."""
 RENDEZVOUS: Final = "sglang.srt.distributed.parallel_state.init_distributed_environment"
 
 
@@ -73,13 +76,19 @@ CPU_EXPERTS: Final = ServerHook(
     purpose="memory for expert ids that is not registered with CUDA",
     when="use_rollout_routing_replay, on a CPU",
 )
+CPU_ADAPTERS: Final = ServerHook(
+    name="cpu-adapters",
+    targets=(LORA_MANAGER,),
+    purpose="memory for adapters that is not pinned",
+    when="max_adapters, on a CPU",
+)
 ONE_ADDRESS: Final = ServerHook(
     name="one-address",
     targets=(RENDEZVOUS,),
     purpose="processes of a server meet at one address, not on every interface of the machine",
     when="always",
 )
-HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS)
+HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS, CPU_ADAPTERS)
 
 
 def in_source(target: str, folder: Path | None = None) -> bool:

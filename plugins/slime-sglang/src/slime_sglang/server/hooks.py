@@ -5,7 +5,10 @@ purpose of each hook; external servers have none of them.
 from __future__ import annotations
 
 import pkgutil
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,9 +23,11 @@ from slime_sglang.server.hook_table import (
     FROM_DISK,
     FROM_DISTRIBUTED,
     FROM_TENSOR,
+    GATE,
     HASH,
     HOOKS,
     LOAD,
+    LORA_MANAGER,
     REGISTER_MEMORY,
     RENDEZVOUS,
     SORTED_DRAWS,
@@ -33,6 +38,7 @@ from slime_sglang.server.murmur_hash import murmur_hash32
 from slime_sglang.server.row_blocks import use_row_blocks
 from slime_sglang.server.seeded_sampling import DRAWS_BY_TOKEN, SAMPLER, SORTED, draw_by_token, draws_by_token
 from slime_sglang.server.shard_actions import DIGESTS, PARTS, REFUSED
+from slime_sglang.server.unpinned import without_pinning
 from slime_training.rendezvous import on_one_address
 
 LOOKED_UP: Final = (
@@ -42,6 +48,7 @@ LOOKED_UP: Final = (
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
 """Kernels of Qwen3.5's layers."""
+LOOK_S: Final = 0.05
 KEPT: Final[list[Any]] = []
 """Kernels live as long as the object that registered them."""
 
@@ -159,7 +166,11 @@ def meet_on_one_address(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """torch's own store listens on every interface, and requires no token."""
+    """torch's own store listens on every interface, and requires no token. Before that, a server that was started early waits
+    until trainers have left its devices: SGLang measures their free memory next."""
+    for gate in (Path(word.removeprefix(GATE)) for word in sys.argv[1:] if word.startswith(GATE)):
+        while not gate.exists():
+            time.sleep(LOOK_S)
     original(world_size, rank, on_one_address(distributed_init_method), *args, **kwargs)
 
 
@@ -195,6 +206,7 @@ AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         BATCH_INVARIANT: use_cpu_kernels,
         HASH: hash_in_torch,
         REGISTER_MEMORY: leave_unregistered,
+        LORA_MANAGER: without_pinning,
         RENDEZVOUS: meet_on_one_address,
     }
 )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from slime_core.types.weights import Bucket
+from slime_training.adapters.folder import AdapterCopy
 from slime_training.adapters.shape import AdapterShape
 
 
@@ -36,6 +37,10 @@ class AdapterBackend(ABC):
     def save_adapter(self, name: str, folder: Path, optimizer: bool) -> None:
         """Writes a folder in peft's format, which all ranks share; with `optimizer` also its optimizer state. It is complete or
         does not exist. Raises StorageError."""
+
+    @abstractmethod
+    def copy_adapter(self, name: str, optimizer: bool) -> AdapterCopy | None:
+        """What `save_adapter` would write now, to be written while training continues; None on ranks other than 0."""
 
     @abstractmethod
     def export_adapter_of(self, name: str) -> Bucket | None:

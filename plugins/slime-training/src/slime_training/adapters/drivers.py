@@ -21,3 +21,8 @@ class AdapterSampler:
     def max_adapters(cls, config: Any) -> int:
         """How many adapters these options hold at a time; 0: none."""
         return 0
+
+    @classmethod
+    def draws_by_seed(cls, config: Any, device: str) -> bool:
+        """Whether a request's seed alone decides its draws. device: cpu or cuda."""
+        return True

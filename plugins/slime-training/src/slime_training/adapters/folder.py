@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slime_core.atomic_io.storage import written
 from slime_core.errors import CheckpointError, ConfigError, ModelError
 from slime_training.adapters.low_rank import LowRank, Matrices
 from slime_training.adapters.shape import AdapterShape
@@ -24,6 +26,26 @@ SHAPE_KEY: Final = "slime_parts"
 """Which parts of the model the adapter was made for; peft ignores keys that it does not know."""
 STEPS_KEY: Final = "optimizer_steps"
 FILE_PREFIX: Final = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterCopy:
+    """An adapter as it was at one instant, in host memory; plain data."""
+
+    low_rank: LowRank
+    shape: AdapterShape
+    base: Path
+    """The model's folder."""
+    optimizer: Mapping[str, Tensor] | None
+    """Its state by name; None: not copied."""
+    steps: int
+
+    def write(self, folder: Path) -> None:
+        """See `write_adapter_folder`. Raises StorageError."""
+        with written(folder):
+            write_adapter_folder(
+                folder, self.low_rank, self.shape, base=self.base, optimizer=self.optimizer, steps=self.steps
+            )
 
 
 def write_adapter_folder(
@@ -148,3 +170,8 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.device("cpu")).contiguous()
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """On the host, with memory of its own."""
+    return tensor.detach().to(torch.device("cpu"), copy=True).contiguous()

@@ -24,9 +24,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from slime_vllm_server.comparison import Comparison
+from slime_vllm_server.cpu_adapters import leave_rows_alone
 from slime_vllm_server.folders import LoadedFolder
 from slime_vllm_server.in_place import loads_in_place
 from slime_vllm_server.memory_handles import opened
+from slime_vllm_server.prompt_heads import PromptHeads
 from slime_vllm_server.weight_groups import broadcast, join
 
 BACKEND: Final = "slime"
@@ -174,6 +176,7 @@ class SlimeWeights(WeightTransferEngine[SlimeInit, SlimeUpdate]):
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, SlimeWeights)
+leave_rows_alone()
 
 
 class WorkerExtension:
@@ -204,9 +207,21 @@ class WorkerExtension:
             raise ValueError(f"this worker has {len(held)} adapters, and exactly one can be replaced")
         (number,) = held
         manager.add_adapter(LoRARequest(lora_name="replaced", lora_int_id=number, lora_path=folder, load_inplace=True))
-        layers = manager._adapter_manager
-        if unknown := sorted(layers.get_adapter(number).loras.keys() - layers.modules.keys()):
-            raise ValueError(f"{len(unknown)} parts of the adapter belong to no layer of vLLM's, such as {unknown[0]}")
+        require_layers(manager, number)
+
+    def newest_adapter(self) -> int:
+        """The number of the adapter that was loaded last. Raises ValueError, and frees it, if a tensor of it belongs to no
+        layer."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        PromptHeads.use(runner)
+        manager: Any = runner.lora_manager
+        number = max(manager.list_adapters())
+        try:
+            require_layers(manager, number)
+        except ValueError:
+            manager.remove_adapter(number)
+            raise
+        return int(number)
 
     def served_options(self) -> dict[str, Any]:
         """What the server was started with, as far as a run must know it."""
@@ -221,6 +236,15 @@ class WorkerExtension:
             "scheduling_policy": config.scheduler_config.policy,
             "weight_transfer_backend": None if transfer is None else transfer.backend,
             "max_loras": 0 if lora is None else lora.max_loras,
+            "max_cpu_loras": 0 if lora is None else lora.max_cpu_loras,
+            "max_logprobs": model.max_logprobs,
             "max_lora_rank": 0 if lora is None else lora.max_lora_rank,
             "loads_adapters": envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
         }
+
+
+def require_layers(manager: Any, number: int) -> None:
+    """Raises ValueError if a tensor of the adapter belongs to no layer: vLLM ignores it."""
+    layers = manager._adapter_manager
+    if unknown := sorted(layers.get_adapter(number).loras.keys() - layers.modules.keys()):
+        raise ValueError(f"{len(unknown)} parts of the adapter belong to no layer of vLLM's, such as {unknown[0]}")

@@ -1,0 +1,96 @@
+"""StoredWeights: weights for sampling that a session has written, and engines that serve them.
+
+A folder has the tensors as a weight update sends them: NUMBER.safetensors for each bucket, from 00000, and weights.json,
+which is written last, with the number of buckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slime_core.atomic_io.atomic_file import write_text
+from slime_core.atomic_io.storage import storage_error
+from slime_core.contracts.transport import EngineGroup, TrainerLink, WeightTransport
+from slime_core.errors import CheckpointError, EngineError
+from slime_core.types.report import WeightUpdateReport
+from slime_core.types.weights import Bucket
+from slime_core.workers.buckets import make_bucket
+
+BUCKET_BYTES: Final = 2**29
+"""Of tensors in a file, or one larger tensor."""
+INDEX: Final = "weights.json"
+
+
+class StoredWeights(WeightTransport):
+    """In place of the run's transport, so that engines which are restarted get these weights too."""
+
+    def __init__(self, folder: Path) -> None:
+        """CheckpointError for a folder that `write_weights` has not completed."""
+        try:
+            self._number = int(json.loads((folder / INDEX).read_text())["buckets"])
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder}: not a complete folder of weights for sampling: {error}.") from None
+        self._folder = folder
+
+    async def push(self, trainers: TrainerLink, engines: EngineGroup, version: int) -> WeightUpdateReport:
+        """The trainers take no part."""
+        started, sent = time.perf_counter(), 0
+        for index in range(self._number):
+            bucket = await asyncio.to_thread(self._bucket, index, version)
+            await engines.call_all("load_bucket", bucket)
+            sent += bucket.data.nbytes
+        held = await engines.call_all("version")
+        if wrong := [has for has in held if has != version]:
+            raise EngineError(f"{self._folder}: an engine has version {wrong[0]} after these weights, not {version}.")
+        seconds = time.perf_counter() - started
+        return WeightUpdateReport(version=version, seconds=seconds, bytes_sent=sent, buckets=self._number)
+
+    def _bucket(self, index: int, version: int) -> Bucket:
+        file = bucket_file(self._folder, index)
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}.") from error
+        return make_bucket(list(tensors.items()), version=version, index=index, last=index == self._number - 1)
+
+
+async def write_weights(trainers: TrainerLink, folder: Path) -> None:
+    """What a weight update would send. A folder that is there is replaced. All ranks of the trainers take part."""
+    number = 0
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        async for item in trainers.stream_weights(0, BUCKET_BYTES):
+            # Under Ray a reference, which is fetched here.
+            bucket: Bucket = await item if inspect.isawaitable(item) else item
+            await asyncio.to_thread(save_file, dict(tensors_of(bucket)), bucket_file(folder, number))
+            number += 1
+    except (OSError, SafetensorError) as error:
+        raise storage_error(folder, error) from error
+    write_text(folder / INDEX, json.dumps({"buckets": number}))
+
+
+def tensors_of(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    offset = 0
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        of = getattr(torch, dtype)
+        end = offset + torch.Size(shape).numel() * of.itemsize
+        # A copy, because a tensor may start at an odd byte.
+        yield name, torch.from_numpy(bucket.data[offset:end].copy()).view(of).reshape(shape)
+        offset = end
+
+
+def bucket_file(folder: Path, index: int) -> Path:
+    return folder / f"{index:05d}.safetensors"

@@ -1,0 +1,51 @@
+"""VllmAdapters: the adapters that vLLM's servers hold."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from slime_core.contracts.setup import EngineSetup
+from slime_core.errors import EngineError
+from slime_serving.adapter_options import AdapterOptions
+from slime_serving.adapters import ServedAdapters
+from slime_vllm.adapter import LOAD, UNLOAD
+from slime_vllm.connection import VllmConnection
+from slime_vllm.server_group import VllmServers
+
+WORKERS = "/collective_rpc"
+
+
+class VllmAdapters(ServedAdapters):
+    def __init__(self, fleet: VllmServers, config: AdapterOptions, folder: Path, setup: EngineSetup) -> None:
+        super().__init__(config, folder, setup.model_path, engine=f"engine {setup.index}")
+        self._fleet = fleet
+        self._numbers: dict[str, dict[str, int]] = {}
+        """vLLM's number of each adapter, by its name, of each server, by its address."""
+
+    async def send(self, name: str, folder: Path) -> None:
+        self._numbers[name] = {}
+        await asyncio.gather(*(self._send_to(server, name, folder) for server in self._fleet.servers))
+
+    async def _send_to(self, server: VllmConnection, name: str, folder: Path) -> None:
+        await self._fleet.post_to(server, LOAD, {"lora_name": name, "lora_path": str(folder)})
+        try:
+            # vLLM ignores tensors that belong to no layer.
+            response = await self._fleet.post_to(server, WORKERS, {"method": "newest_adapter"})
+        except EngineError:
+            await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
+            raise
+        self._numbers[name][server.address] = int(response["results"][0])
+
+    async def forget(self, name: str) -> None:
+        numbers = self._numbers.pop(name, {})
+        await asyncio.gather(
+            *(self._forget_on(server, name, numbers.get(server.address)) for server in self._fleet.servers)
+        )
+
+    async def _forget_on(self, server: VllmConnection, name: str, number: int | None) -> None:
+        if number is None:
+            return
+        await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
+        # The route forgets the name alone.
+        await self._fleet.post_to(server, WORKERS, {"method": "remove_lora", "args": [number]})
