@@ -73,6 +73,8 @@ def test_an_adapter_takes_its_place_before_keys_and_values(model):
     whole = int(0.92 * DEVICE)
     assert of(memory, "weights") + of(memory, "adapter") + of(memory, "keys and values") == whole
     assert of(memory_of(model), "adapter") == 0
+    several = memory_of(model, options={"max_adapters": 3, "max_adapter_rank": 4, "adapters_at_once": 2}, num_devices=2)
+    assert of(several, "adapter") == 2 * of(memory, "adapter")
 
 
 def test_memory_is_given_back_by_the_level(model):

@@ -38,7 +38,7 @@ def engine_memory(config: Any, load: EngineLoad) -> EngineMemory | None:
     # Devices that share one copy of the weights.
     ranks = max(setup.num_devices // (parts_of(config) // chosen.get("pipeline_parallel_size", 1)), 1)
     weights = element * num_parameters(setup.model_path, trust_remote_code=setup.trust_remote_code) // ranks
-    adapter = adapter_bytes(model_config, setup, stages=chosen.get("pipeline_parallel_size", 1), ranks=ranks) or 0
+    adapter = adapter_bytes(config, model_config, setup, ranks=ranks) or 0
     given_back = setup.offload and on_gpu
     serving = {MemoryPhase.ROLLOUT} if given_back else {MemoryPhase.ROLLOUT, MemoryPhase.SYNC, MemoryPhase.ASLEEP}
     held = frozenset(serving | {MemoryPhase.SYNC})
@@ -52,7 +52,7 @@ def engine_memory(config: Any, load: EngineLoad) -> EngineMemory | None:
             for line in tuple(lines)
         ]
     missing = [OF_DRAFTS] if any(name in chosen for name in DRAFTS) else []
-    if setup.adapter_rank and not adapter:
+    if options_of(config, setup) and not adapter:
         missing.append(OF_EXPERTS)
     share = chosen.get("gpu_memory_utilization", UTILIZATION)
     if not on_gpu:
@@ -87,21 +87,23 @@ def token_bytes(config: Any, model_config: Mapping[str, Any], element: int, rank
     return int(whole // (min(ranks // stages, heads) * stages))
 
 
-def adapter_bytes(model_config: Mapping[str, Any], setup: EngineSetup, *, stages: int, ranks: int) -> int | None:
-    """The matrices of one adapter on one rank; 0: none; None: not known. vLLM allocates both matrices of every linear layer of
-    the language model, of the embedding and of the head, whichever the adapter has. Of a sharded layer one of them is whole on
-    every rank (lora/layers)."""
-    if not setup.adapter_rank:
+def adapter_bytes(config: Any, model_config: Mapping[str, Any], setup: EngineSetup, *, ranks: int) -> int | None:
+    """The matrices of adapters on one rank; 0: none; None: not known. For each place vLLM allocates both matrices of every
+    linear layer of the language model, of the embedding and of the head, whichever an adapter has. Of a sharded layer one of
+    them is whole on every rank (lora/layers)."""
+    options = options_of(config, setup)
+    if not options:
         return 0
     text = model_config.get("text_config", model_config)
     if any(text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
+    stages = server_options(config).get("pipeline_parallel_size", 1)
     sizes, tp = ModelShape.from_config(text), max(ranks // stages, 1)
-    rank, element = int(options_of(setup)["max_lora_rank"]), 2 if setup.device == "cuda" else 4
+    rank, element = int(options["max_lora_rank"]), 2 if setup.device == "cuda" else 4
     queries = sizes.num_heads * sizes.head_dim // tp
     keys = max(sizes.num_kv_heads // tp, 1) * sizes.head_dim
     ffn, hidden = sizes.ffn // tp, sizes.hidden
     # Three inputs and outputs of queries, keys and values, two of gate and up; and the two layers behind them.
     layer = 3 * hidden + queries + 2 * keys + queries + hidden + 2 * (hidden + ffn) + ffn + hidden
     ends = 2 * (sizes.vocab + hidden)
-    return element * rank * (layer * (sizes.num_layers // stages) + ends)
+    return int(options["max_loras"]) * element * rank * (layer * (sizes.num_layers // stages) + ends)
