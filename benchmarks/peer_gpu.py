@@ -175,7 +175,6 @@ def slime_row(step: Mapping[str, float], samples: int) -> dict[str, float]:
             f"{name}_s": step.get(f"perf/{name}_time", 0.0)
             for name in ("sleep", "wake_up", "engine_sleep", "engine_wake_up", "sync")
         },
-        "grad_norm": step.get("train/grad_norm", float("nan")),
     }
 
 
