@@ -43,6 +43,7 @@ ALPHABET = string.ascii_lowercase
 SAMPLES = 8
 TIMES = ("rollout", "step", "train", "update_weights", "sleep", "wake_up", "engine_sleep", "engine_wake_up")
 START_S = 300.0
+DIFFERENCE = "train/train_rollout_logprob_abs_diff"
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -171,10 +172,19 @@ def run_slime(asked: argparse.Namespace, folder: Path) -> list[dict[str, float]]
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:
     """Metrics of each step that a run has logged so far."""
+    return [record["metrics"] for record in records_of(run_dir) if record["axis"] == "rollout/step"]
+
+
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record["metrics"] for record in records if record["axis"] == "rollout/step"]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def differences_of(run_dir: Path) -> list[float]:
+    """Mean difference of the trainer's and the engine's log-probs, of each training step that has it."""
+    metrics = (record["metrics"] for record in records_of(run_dir))
+    return [step[DIFFERENCE] for step in metrics if DIFFERENCE in step]
 
 
 def free_port() -> int:
@@ -294,6 +304,7 @@ def main() -> None:
         prompts = prompts_of(asked)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         steps = [] if asked.server_only else run_slime(asked, folder)
+        differences = differences_of(folder / "runs" / "rollout")
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         tokens = [tokenizer.encode(prompt) for prompt in prompts]
         plain = PROGRAMS[asked.engine["name"]](asked.engine, folder / "model", asked.device)
@@ -311,7 +322,7 @@ def main() -> None:
                 "slime_tok_s": [round(value) for value in through_slime(asked, steps)],
                 **compared,
                 **{f"{name}_s": [round(step.get(f"perf/{name}_time", 0), 3) for step in steps] for name in TIMES},
-                "diff": [step.get("rollout/train_rollout_logprob_abs_diff") for step in steps],
+                "diff": differences,
             }
         )
     )
