@@ -99,6 +99,10 @@ def write_model(folder: Path, asked: argparse.Namespace) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
+    del model
+    if asked.device == "cuda":
+        # This process keeps nothing on the GPU that it measures.
+        torch.cuda.empty_cache()
 
 
 def prompts_of(asked: argparse.Namespace) -> list[str]:
