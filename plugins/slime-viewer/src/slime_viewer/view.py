@@ -17,8 +17,7 @@ app = typer.Typer()
 @app.command()
 def view(
     folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs, of several runs, or of step_*.parquet files."),
+        list[Path], typer.Argument(metavar="RUN...", help="Runs, folders of runs or of step_*.parquet.")
     ],
     page: Annotated[bool, typer.Option("--page", help="Open the page, also if the output is no terminal.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; without it a free one.")] = 0,
