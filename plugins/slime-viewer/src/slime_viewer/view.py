@@ -67,14 +67,14 @@ def view(
         return
     from slime_viewer.page_server import open_page, serve_page
 
-    opened = open_page(folders, hf_checkpoint)
-    if export is None:
-        serve_page(opened, port=port, browser=not no_browser)
-        return
-    from slime_viewer.export import write_export
+    with open_page(folders, hf_checkpoint) as opened:
+        if export is None:
+            serve_page(opened, port=port, browser=not no_browser)
+        else:
+            from slime_viewer.export import write_export
 
-    write_export(opened, export)
-    typer.echo(f"written: {export}")
+            write_export(opened, export)
+            typer.echo(f"written: {export}")
 
 
 def prints_text(folders: Sequence[Path], asked: Sequence[str], page: bool, export: Path | None) -> bool:
