@@ -26,6 +26,8 @@ OPTIONS: Final = [
     "--no-first-run",
     "--no-sandbox",
 ]
+READ_MS: Final = 600_000
+"""Milliseconds until all samples have been read, on a machine that does other work too."""
 TYPED: Final = 600
 """Milliseconds until what a key did is drawn."""
 
@@ -94,7 +96,7 @@ def read_samples(browser: Browser, address: str) -> None:
     page.locator("main").wait_for()
     page.evaluate("() => { location.hash = '#/rollouts?step=all' }")
     page.locator("a.row").first.wait_for()
-    page.get_by_text("The search index holds").wait_for(state="detached")
+    page.get_by_text("The search index holds").wait_for(state="detached", timeout=READ_MS)
     page.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,18 @@ def test_the_trainers_numbers_are_means_over_trained_tokens(folder: Path) -> Non
                 range(batch.num_samples), key=lambda place: (sign * row["reward"][place], -row["advantage"][place])
             )
         ]
+
+
+def test_indexing_ends_before_the_interpreter_does(folder: Path) -> None:
+    """A thread within DuckDB at that time would abort the process."""
+    found = SampleSet(folder, "train")
+    found.refresh()
+    found.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "index train"]
+    write_groups(dump_file(folder / "rollouts", 9), make_groups(9, [["late"]]))
+    found.refresh()
+    assert not [thread for thread in threading.enumerate() if thread.name == "index train"]
+    assert found.need(9).step == 9
 
 
 def test_groups_by_their_spread(folder: Path) -> None:

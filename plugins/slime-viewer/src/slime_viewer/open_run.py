@@ -85,6 +85,13 @@ class OpenRun:
         found = self.manifest().get("config", {})
         return found if isinstance(found, dict) else {}
 
+    def close(self) -> None:
+        """Waits for threads that index."""
+        with self.lock:
+            sets = list(self._sets.values())
+        for found in sets:
+            found.close()
+
     def sets(self) -> list[str]:
         return sample_sets(self.path)
 

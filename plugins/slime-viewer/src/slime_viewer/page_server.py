@@ -6,7 +6,8 @@ import secrets
 import socket
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -40,9 +41,14 @@ class AnnouncingServer(uvicorn.Server):
             threading.Thread(target=webbrowser.open, args=(self._address,), daemon=True).start()
 
 
-def open_page(folders: Sequence[Path], hf_checkpoint: Path | None = None) -> Page:
+@contextmanager
+def open_page(folders: Sequence[Path], hf_checkpoint: Path | None = None) -> Iterator[Page]:
     """ConfigError for a folder that is not there, PluginError for a panel that cannot be used."""
-    return Page(RunList(folders, hf_checkpoint=hf_checkpoint), installed_panels(Registry.from_environment()))
+    page = Page(RunList(folders, hf_checkpoint=hf_checkpoint), installed_panels(Registry.from_environment()))
+    try:
+        yield page
+    finally:
+        page.runs.close()
 
 
 def serve_page(page: Page, *, port: int, browser: bool) -> None:

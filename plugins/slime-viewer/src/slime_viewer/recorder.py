@@ -112,7 +112,8 @@ class Recorder:
     def eval_done(self, event: EvalDone) -> None:
         now, step = time.time(), event.report.rollout_id
         if not chosen(event.run, "eval", "async_eval"):
-            self._span(ENGINES, "eval", self._free, now, step)
+            for lane, kind in ((ENGINES, "eval"), (TRAINER, "wait")):
+                self._span(lane, kind, self._free, now, step)
             self._free = now
         if self._recording is not None:
             for name, groups in event.groups.items():

@@ -34,6 +34,11 @@ class RunList:
             runs = [self._open(path) for path in paths]
         return iter(runs)
 
+    def close(self) -> None:
+        """Before the interpreter ends."""
+        for run in list(self._opened.values()):
+            run.close()
+
     def find(self, name: str) -> OpenRun:
         """NotThere, with what there is."""
         runs = {run.id: run for run in self}

@@ -36,6 +36,7 @@ class SampleSet:
         """Keys of files that could not be read."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def refresh(self) -> None:
         """Looks for new, changed and removed files."""
@@ -47,9 +48,17 @@ class SampleSet:
                 self.table.remove(sorted(gone))
                 for step in gone:
                     self.unreadable.pop(step, None)
-            if self._missing() and (self._thread is None or not self._thread.is_alive()):
+            if self._missing() and not self._is_closed and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._index_missing, name=f"index {self.name}", daemon=True)
                 self._thread.start()
+
+    def close(self) -> None:
+        """Ends indexing, after the step at hand. A thread within DuckDB or Arrow while the interpreter ends would abort it."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     @property
     def is_complete(self) -> bool:
@@ -103,7 +112,7 @@ class SampleSet:
 
     def _index_missing(self) -> None:
         """The newest first: they are looked at first."""
-        while missing := self._missing()[::-1]:
+        while (missing := self._missing()[::-1]) and not self._is_closed:
             known = [file for file in missing if StepIndex(self._place, file.step, file.key).is_there]
             self._add(known[:ADDED_TOGETHER] or missing[:1])
 

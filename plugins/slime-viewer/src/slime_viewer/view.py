@@ -17,8 +17,7 @@ app = typer.Typer()
 @app.command()
 def view(
     folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs, of several runs, or of step_*.parquet files."),
+        list[Path], typer.Argument(metavar="RUN...", help="Runs, folders of runs or of step_*.parquet.")
     ],
     page: Annotated[bool, typer.Option("--page", help="Open the page, also if the output is no terminal.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; without it a free one.")] = 0,
@@ -68,14 +67,14 @@ def view(
         return
     from slime_viewer.page_server import open_page, serve_page
 
-    opened = open_page(folders, hf_checkpoint)
-    if export is None:
-        serve_page(opened, port=port, browser=not no_browser)
-        return
-    from slime_viewer.export import write_export
+    with open_page(folders, hf_checkpoint) as opened:
+        if export is None:
+            serve_page(opened, port=port, browser=not no_browser)
+        else:
+            from slime_viewer.export import write_export
 
-    write_export(opened, export)
-    typer.echo(f"written: {export}")
+            write_export(opened, export)
+            typer.echo(f"written: {export}")
 
 
 def prints_text(folders: Sequence[Path], asked: Sequence[str], page: bool, export: Path | None) -> bool:
