@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from slime_core.config.bound import BoundPlugin, BoundRun
+from slime_core.config.bound import BoundRun
+from slime_core.config.part import BoundPlugin
 from slime_core.data.model_folder import context_length, read_model_config
 from slime_core.errors import ConfigError
 from slime_core.types.batch import Float32
