@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,28 +17,17 @@ from slime_core.contracts.setup import EngineEndpoint, EngineSetup
 from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.types.weights import Bucket
+from slime_serving.adapter_calls import AdapterCalls, Scores
 from slime_serving.adapters import ServedAdapters
 from slime_serving.connection import Connection
 from slime_serving.held_weights import HeldWeights
 from slime_serving.in_flight import RequestsInFlight
-from slime_serving.requests import vocab_size_of
 from slime_serving.server_group import ServerGroup
-from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
-
-
-class Scores(Protocol):
-    async def score(
-        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
-    ) -> list[npt.NDArray[np.float32]]: ...
-
-    async def prompt(self, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None) -> PromptLogProbs:
-        """tokens: two or more."""
-
 
 G = TypeVar("G", bound=ServerGroup[Any])
 
 
-class ServingEngine(RolloutEngine, AdapterEngine, Generic[G]):
+class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
     """Sends every request as one POST over a shared connection pool. While the engine is paused requests wait here, and
     those that were running are sent again with their tokens so far, unless a subclass pauses in another way."""
 
@@ -209,48 +198,6 @@ class ServingEngine(RolloutEngine, AdapterEngine, Generic[G]):
         if self._scores is None:
             raise EngineRefused(f"{self._name}: it computes no log-probs of given tokens.")
         return await self._scores.score(sequences, num_tokens)
-
-    # ---------------------------------------------------------------- adapters
-
-    async def load_adapter(self, name: str, scale: float, bucket: Bucket) -> None:
-        """See `ServedAdapters.load`."""
-        await self._with_adapters().load(name, scale, bucket)
-
-    async def drop_adapter(self, name: str) -> None:
-        adapters, in_flight = self._with_adapters(), self._asked()
-        await in_flight.abort(in_flight.using(name))
-        await adapters.drop(name)
-
-    async def prompt_log_probs(
-        self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
-    ) -> list[PromptLogProbs]:
-        """By one request per prompt, all at once. Raises EngineRefused for what `AdapterEngine.prompt_log_probs` names."""
-        setup, scores = self._ready(), self._scores
-        assert scores is not None
-        adapters = self._with_adapters()
-        if problem := adapters.problem(adapter):
-            raise EngineRefused(f"{self._name}: {problem}")
-        served = None if adapter is None else adapters.served_name(adapter)
-        if top_k > (size := vocab_size_of(setup)):
-            raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
-        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts)))
-
-    async def _prompt(
-        self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None
-    ) -> PromptLogProbs:
-        if len(tokens) > 1:
-            return await scores.prompt(tokens, top_k, adapter)
-        return PromptLogProbs(
-            log_probs=np.empty(0, np.float32),
-            top_ids=np.empty((0, top_k), np.int32),
-            top_log_probs=np.empty((0, top_k), np.float32),
-        )
-
-    def _with_adapters(self) -> ServedAdapters:
-        self._ready()
-        if self._adapters is None:
-            raise EngineRefused(f"{self._name}: it is started without adapters. Set engine.max_adapters.")
-        return self._adapters
 
     async def keep_weights(self, version: int) -> None:
         """The weights of its folder are this version. For the transport `frozen`."""

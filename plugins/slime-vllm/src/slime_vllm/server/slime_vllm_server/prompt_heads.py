@@ -64,12 +64,14 @@ class PromptHeads:
     def add(
         self, original: Callable[..., Any], y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, **kwargs: Any
     ) -> Any:
-        """y: (rows, V) logits, to which s B A x is added. a: (places, 1, R, H), b: (places, 1, V, R)."""
+        """y: (rows, V or more) logits, to which s B A x is added. a: (places, 1, R, H), b: (places, 1, V, R)."""
         if self._place is None:
             return original(y, x, a, b, scale, **kwargs)
         if self._place != NONE:
             reduced = x.float() @ a[self._place, 0].float().T
-            y += (reduced @ b[self._place, 0].float().T * scale).to(y.dtype)
+            added = (reduced @ b[self._place, 0].float().T * scale).to(y.dtype)
+            # The logits are padded.
+            y[:, : added.shape[1]] += added
         return y
 
 

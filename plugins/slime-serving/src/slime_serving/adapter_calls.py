@@ -1,0 +1,89 @@
+"""AdapterCalls: the calls of an engine over servers that are about adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slime_core.contracts.setup import EngineSetup
+from slime_core.errors import EngineRefused
+from slime_core.types.weights import Bucket
+from slime_serving.adapters import ServedAdapters
+from slime_serving.in_flight import RequestsInFlight
+from slime_serving.requests import vocab_size_of
+from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
+
+
+class Scores(Protocol):
+    async def score(
+        self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
+    ) -> list[npt.NDArray[np.float32]]: ...
+
+    async def prompt(self, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None) -> PromptLogProbs:
+        """tokens: two or more."""
+
+
+class AdapterCalls(AdapterEngine):
+    """A base beside `ServingEngine`."""
+
+    _scores: Scores | None
+    _adapters: ServedAdapters | None
+    """None: its servers hold no adapters."""
+
+    @property
+    @abstractmethod
+    def _name(self) -> str:
+        """Of the engine, in messages."""
+
+    @abstractmethod
+    def _ready(self) -> EngineSetup:
+        """Raises EngineError unless the engine serves."""
+
+    @abstractmethod
+    def _asked(self) -> RequestsInFlight:
+        """Raises EngineRefused for an engine that does not generate."""
+
+    async def load_adapter(self, name: str, scale: float, bucket: Bucket) -> None:
+        """See `ServedAdapters.load`."""
+        await self._with_adapters().load(name, scale, bucket)
+
+    async def drop_adapter(self, name: str) -> None:
+        adapters, in_flight = self._with_adapters(), self._asked()
+        await in_flight.abort(in_flight.using(name))
+        await adapters.drop(name)
+
+    async def prompt_log_probs(
+        self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
+    ) -> list[PromptLogProbs]:
+        """By one request per prompt, all at once. Raises EngineRefused for what `AdapterEngine.prompt_log_probs` names."""
+        setup, scores = self._ready(), self._scores
+        assert scores is not None
+        adapters = self._with_adapters()
+        if problem := adapters.problem(adapter):
+            raise EngineRefused(f"{self._name}: {problem}")
+        served = None if adapter is None else adapters.served_name(adapter)
+        if top_k > (size := vocab_size_of(setup)):
+            raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
+        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts)))
+
+    async def _prompt(
+        self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None
+    ) -> PromptLogProbs:
+        if len(tokens) > 1:
+            return await scores.prompt(tokens, top_k, adapter)
+        return PromptLogProbs(
+            log_probs=np.empty(0, np.float32),
+            top_ids=np.empty((0, top_k), np.int32),
+            top_log_probs=np.empty((0, top_k), np.float32),
+        )
+
+    def _with_adapters(self) -> ServedAdapters:
+        self._ready()
+        if self._adapters is None:
+            raise EngineRefused(f"{self._name}: it is started without adapters. Set engine.max_adapters.")
+        return self._adapters
