@@ -149,6 +149,7 @@ class VllmEngine(ServingEngine[VllmServers]):
             level = self._config.sleep_level if setup.transport not in (None, "frozen") else 1
             if level == 2 and self._held is not None:
                 self._dropped = True
+                self._drops += 1
                 self._held.expect()
             await self._fleet.post(f"/sleep?level={level}&mode=abort", {})
             gone = list(MemoryTag)
