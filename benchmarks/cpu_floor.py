@@ -8,7 +8,7 @@ forward and backward passes and optimizer steps. What both sides do beside that 
 stop tokens, no metrics, no weights that are copied. Rows are sampled in as many threads as the machine has, each on its own share;
 prompts are computed once for all their responses, in sampling and in training.
 
-Qwen3's layers are written out with torch's operators, and linear layers use oneDNN, which was the fastest of what torch has.
+Qwen3's layers are written out with torch's operators. Linear layers and norms are slime's, which were the fastest of what there is.
 
 Legend: B rows, P prompt tokens, R response tokens, L = P + R - 1 tokens that are read, G responses of a prompt; H heads, K key
 heads, D head size.
@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_training.onednn import _Linear, _product
+from slime_training.rms_norm import rms_norm
 
 CHUNK = 512
 """Rows of a decoding pass."""
@@ -40,10 +41,6 @@ CHUNK = 512
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     y: Tensor = _Linear.apply(x, weight, None) if torch.is_grad_enabled() else _product(x, weight)
     return y
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,7 +68,7 @@ class Floor:
         k = linear(x, w[f"{layer}.self_attn.k_proj.weight"]).view(*shape, self.key_heads, self.size)
         v = linear(x, w[f"{layer}.self_attn.v_proj.weight"]).view(*shape, self.key_heads, self.size)
         q, k = (
-            rotated(norm(x, w[f"{layer}.self_attn.{name}_norm.weight"], self.eps), self.cos[places], self.sin[places])
+            rotated(rms_norm(x, w[f"{layer}.self_attn.{name}_norm.weight"], self.eps), self.cos[places], self.sin[places])
             for x, name in ((q, "q"), (k, "k"))
         )
         return q, k, v
@@ -79,15 +76,15 @@ class Floor:
     def rest(self, x: Tensor, attended: Tensor, layer: str) -> Tensor:
         w = self.weights
         x = x + linear(attended.flatten(-2), w[f"{layer}.self_attn.o_proj.weight"])
-        y = norm(x, w[f"{layer}.post_attention_layernorm.weight"], self.eps)
+        y = rms_norm(x, w[f"{layer}.post_attention_layernorm.weight"], self.eps)
         gate, up = (linear(y, w[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return x + linear(F.silu(gate) * up, w[f"{layer}.mlp.down_proj.weight"])
 
     def before(self, x: Tensor, layer: str) -> Tensor:
-        return norm(x, self.weights[f"{layer}.input_layernorm.weight"], self.eps)
+        return rms_norm(x, self.weights[f"{layer}.input_layernorm.weight"], self.eps)
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(norm(x, self.weights["model.norm.weight"], self.eps), self.weights["model.embed_tokens.weight"])
+        return F.linear(rms_norm(x, self.weights["model.norm.weight"], self.eps), self.weights["model.embed_tokens.weight"])
 
     # ---------------------------------------------------------------- sampling
 

@@ -78,7 +78,7 @@ def main() -> None:
                     shown = {key: round(value, 4) for key, value in row.items()}
                     print(json.dumps({"side": side, "round": number, "step": step, **shown}), flush=True)
                 found[side] += rows[asked.warmup :]
-    print_table(found)
+    print_table(found, asked)
 
 
 def parsed() -> argparse.Namespace:
@@ -272,24 +272,25 @@ def speeds(row: dict[str, float]) -> dict[str, float]:
     }
 
 
-def print_table(found: Mapping[str, list[dict[str, float]]]) -> None:
+def print_table(found: Mapping[str, list[dict[str, float]]], asked: argparse.Namespace) -> None:
     print(f"\n| side | {' | '.join(COLUMNS)} | GPU GiB | trainer GiB | response tokens |")
     print("|---" * (len(COLUMNS) + 4) + "|")
     for side, rows in found.items():
         if rows:
             cells = [f"{statistics.median(row[name] for row in rows):,.{digits(name)}f}" for name in COLUMNS]
             cells += [f"{max(row.get(name, 0.0) for row in rows):.1f}" for name in ("gpu_gib", "trainer_gib")]
-            print(f"| {side} {version(side)} | {' | '.join(cells)} | {rows[-1]['response_tokens']:,.0f} |")
+            print(f"| {side} {version(side, asked)} | {' | '.join(cells)} | {rows[-1]['response_tokens']:,.0f} |")
 
 
 def digits(name: str) -> int:
     return 0 if name.endswith("tok_s") else 3
 
 
-def version(side: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("slime-rl" if side == "slime" else side)
-    return ""
+def version(side: str, asked: argparse.Namespace) -> str:
+    """Of the side's distribution, as its processes find it."""
+    path = [str(asked.peer_path)] if asked.peer_path and side != "slime" else []
+    name = "slime-rl" if side == "slime" else side
+    return next((found.version for found in importlib.metadata.distributions(name=name, path=path + sys.path)), "")
 
 
 if __name__ == "__main__":

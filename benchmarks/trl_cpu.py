@@ -17,6 +17,9 @@ Tokens per second are (sampled + trained) / seconds.
 One difference remains, because each side is used in its usual way: with use_rollout_logprobs in the run file, slime takes
 the old log-probs from its engine; TRL computes them again. With `--scored` slime computes them too.
 
+`--floor`: a third process in each round makes the same step in bare torch, without what a trainer does beside it
+(cpu_floor.py). Its seconds over TRL's bound what any trainer can reach with torch's operators.
+
     python benchmarks/trl_cpu.py                          # the demo's own batch
     python benchmarks/trl_cpu.py --prompts 64 --steps 3 --rounds 1
     python benchmarks/trl_cpu.py --record                 # on a quiet machine: appends to RESULTS.md
@@ -28,6 +31,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -68,8 +72,12 @@ class RolloutBatch:
     """Tokens that the model wrote."""
     trained: int
     """Tokens in forward and backward."""
-    reward: float
+    reward: float = math.nan
     """Mean of the samples."""
+    cpu_seconds: float = math.nan
+    """Of the process; not measured for slime."""
+    sampling_seconds: float = math.nan
+    """Part of `seconds`; for the floor."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,6 +90,7 @@ class Round:
 
     slime: tuple[RolloutBatch, ...]
     trl: tuple[RolloutBatch, ...]
+    floor: tuple[RolloutBatch, ...] = ()
 
 
 def run_slime(folder: Path, asked: argparse.Namespace) -> tuple[Path, list[RolloutBatch]]:
@@ -118,6 +127,19 @@ def run_trl(folder: Path, run_dir: Path, asked: argparse.Namespace) -> list[Roll
     measured = json.loads(result.read_text())
     assert measured["threads"] == asked.threads, measured["threads"]
     return [RolloutBatch(**batch) for batch in measured["batches"]]
+
+
+def run_floor(
+    folder: Path, run_dir: Path, slime: Sequence[RolloutBatch], asked: argparse.Namespace
+) -> list[RolloutBatch]:
+    """The arithmetic of as many tokens as slime sampled, alone."""
+    settings, result = folder / "floor.json", folder / "floor-result.json"
+    values = trl_settings(config_of(run_dir), asked)
+    samples = values["prompts"] * values["samples_per_prompt"]
+    values["response_tokens"] = round(mean(batch.sampled for batch in slime) / samples)
+    settings.write_text(json.dumps(values))
+    run_process([sys.executable, str(HERE / "cpu_floor.py"), str(settings), str(result)], asked.threads)
+    return [RolloutBatch(**batch) for batch in json.loads(result.read_text())["batches"]]
 
 
 def config_of(run_dir: Path) -> dict[str, Any]:
@@ -168,7 +190,8 @@ def measure(asked: argparse.Namespace, console: Console) -> list[Round]:
             folder = Path(name)
             run_dir, slime = run_slime(folder, asked)
             trl = run_trl(folder, run_dir, asked)
-        rounds.append(Round(tuple(slime[asked.warmup :]), tuple(trl[asked.warmup :])))
+            floor = run_floor(folder, run_dir, slime, asked) if asked.floor else []
+        rounds.append(Round(*(tuple(side[asked.warmup :]) for side in (slime, trl, floor))))
         console.print(
             f"round {number + 1}: slime {speed(rounds[-1].slime):,.0f}, TRL {speed(rounds[-1].trl):,.0f} tokens/s"
         )
@@ -185,6 +208,8 @@ def rows_of(rounds: Sequence[Round]) -> list[list[str]]:
         "slime": [batch for one in rounds for batch in one.slime],
         "TRL": [batch for one in rounds for batch in one.trl],
     }
+    if rounds[0].floor:
+        sides["floor"] = [batch for one in rounds for batch in one.floor]
     rows = [["min / median / max", "seconds a batch", "tokens/s", "sampled", "trained", "reward"]]
     for side, batches in sides.items():
         seconds = [batch.seconds for batch in batches]
@@ -206,7 +231,12 @@ def ratios_of(rounds: Sequence[Round]) -> str:
     slime = speed([batch for one in rounds for batch in one.slime])
     trl = speed([batch for one in rounds for batch in one.trl])
     pairs = ", ".join(f"{speed(one.slime) / speed(one.trl):.2f}" for one in rounds)
-    return f"tokens/s, slime / TRL: {slime / trl:.2f} (medians of all batches); round by round {pairs}"
+    found = f"tokens/s, slime / TRL: {slime / trl:.2f} (medians of all batches); round by round {pairs}"
+    if not rounds[0].floor:
+        return found
+    bare = [batch for one in rounds for batch in one.floor]
+    used = median(batch.cpu_seconds for one in rounds for batch in one.trl) / median(b.cpu_seconds for b in bare)
+    return f"{found}; floor / TRL: {speed(bare) / trl:.2f}, by seconds of the processor {used:.2f}"
 
 
 def cpu_model() -> str:
@@ -271,6 +301,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=available_cores(), help="of torch; by default one a core")
     parser.add_argument("--scored", action="store_true", help="slime: old log-probs from the trainer, as in TRL")
     parser.add_argument("--trl-micro-batches", type=int, default=1, help="TRL: micro-batches an optimizer step")
+    parser.add_argument("--floor", action="store_true", help="the arithmetic of the step alone, as a third side")
     parser.add_argument("--record", action="store_true", help="append an entry to benchmarks/RESULTS.md")
     asked = parser.parse_args()
     if min(asked.rounds, asked.steps, asked.threads) < 1 or asked.warmup < 0:

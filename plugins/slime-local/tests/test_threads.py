@@ -1,11 +1,13 @@
-"""The engine's number of threads is its own."""
+"""The engine's number of threads is its own, and no result depends on it."""
 
 import threading
 
+import numpy as np
 import pytest
 import torch
+from local_oracle import prompts, request
 
-from slime_local.threads import choose_threads, use_threads
+from slime_local.threads import PartThreads, choose_threads, use_threads
 
 
 def threads_of_another():
@@ -43,3 +45,37 @@ def test_small_models_take_one(asked, parameters, expected):
         assert choose_threads(asked, parameters) == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_parts_have_their_order_and_all_end():
+    ended = []
+
+    def compute(part):
+        if part == 3:
+            raise ValueError("three")
+        ended.append(part)
+        return part * 10, torch.is_inference_mode_enabled()
+
+    threads = PartThreads(2)
+    assert threads.map(compute, [0, 1, 2, 4, 5]) == [(part * 10, True) for part in (0, 1, 2, 4, 5)]
+    ended.clear()
+    with pytest.raises(ValueError, match="three"):
+        threads.map(compute, [3, 1, 2, 4])
+    assert {1, 4} <= set(ended)
+    threads.close()
+
+
+async def test_rows_that_threads_share_have_the_same_bits(engines, qwen3):
+    before, found = torch.get_num_threads(), []
+    asked = [request(n, tokens, seed=n, max_new_tokens=4) for n, tokens in enumerate(prompts(600, low=2, high=6))]
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            engine = await engines(qwen3, max_batch=1024)
+            found.append(await engine.generate(asked))
+    finally:
+        torch.set_num_threads(before)
+    assert sum(len(one.token_ids) for one in found[0]) > 1800
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.log_probs, other.log_probs)
