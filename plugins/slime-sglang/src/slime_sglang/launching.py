@@ -119,10 +119,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
-        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
-        if any(name.startswith("speculative_") for name in chosen):
-            # No weight update sends a draft's weights.
-            options["enable_draft_weights_cpu_backup"] = True
+        options |= sleep_options(config, setup, chosen)
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
     if config.most_adapters and not setup.reward_model:
@@ -151,6 +148,14 @@ def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[s
     decoding = config.servers - config.prefill_servers
     share = -(-setup.max_batch // decoding)
     return min(share, chosen.get("max_running_requests", share), MOST_IN_GRAPHS)
+
+
+def sleep_options(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, bool]:
+    options = {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
+    if any(name.startswith("speculative_") for name in chosen):
+        # No weight update sends a draft's weights.
+        options["enable_draft_weights_cpu_backup"] = True
+    return options
 
 
 def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
