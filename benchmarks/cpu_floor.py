@@ -109,7 +109,9 @@ class Floor:
         for step in range(count):
             log_p = logits.log_softmax(-1)
             cumulative = log_p.exp().cumsum(-1)
-            chosen = torch.searchsorted(cumulative, torch.rand(rows, 1) * cumulative[:, -1:]).clamp_(max=log_p.shape[1] - 1)
+            chosen = torch.searchsorted(cumulative, torch.rand(rows, 1) * cumulative[:, -1:]).clamp_(
+                max=log_p.shape[1] - 1
+            )
             tokens[:, step], log_probs[:, step] = chosen[:, 0], log_p.gather(1, chosen)[:, 0]
             if step < count - 1:
                 logits = self._next(chosen[:, 0], length + step, cache)

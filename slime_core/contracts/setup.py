@@ -138,5 +138,7 @@ class EngineEndpoint:
     """Bearer token of its requests."""
     num_ranks: int = 1
     """Processes that hold weights. Colocated engines use, in order, the devices of the trainer's ranks."""
+    dropped: int = field(default=0, compare=False)
+    """How often the engine has dropped its weights. Then it needs all of them, also those that never change."""
     incarnation: str = ""
     """Changes at a restart, after which connections and groups of the old server are invalid."""

@@ -27,6 +27,7 @@ PLAIN_WORDS = {
     "distributed",
     "eval",
     "files",
+    "frozen",
     "group_baseline",
     "hf",
     "image",

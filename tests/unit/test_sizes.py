@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-KERNEL_LINES: Final = 21_000
+KERNEL_LINES: Final = 21_100
 FUNCTION_LINES: Final = 60
 CLASS_LINES: Final = 250
 TOP_MODULES: Final = {"__init__", "errors", "groups", "plugin", "testing"}
@@ -20,6 +20,7 @@ LARGE_CLASSES: Final = {
     "OwnLoop": "the calls of a loop of one's own, over one record of its gradients and steps",
     "RayLauncher": "the launcher contract over one cluster",
     "FsdpBackend": "the backend contract over one trainer: a method for each call",
+    "ServingEngine": "the engine contract over a program's servers: a method for each call",
     "LocalEngine": "the engine contract over one task that runs the decoders: a method for each call",
     "TrainingSession": "the calls of a loop of one's own: a docstring and a line each",
     "Endpoints": "the endpoints of an API that is given: a few lines each",

@@ -106,6 +106,8 @@ def test_without_a_gpu_there_are_no_graphs(setup):
         ({"weights_follow": True, "transport": "ipc"}, {}, True),
         ({"weights_follow": True, "transport": "ipc"}, {"sleep_level": 1}, False),
         ({"weights_follow": True, "transport": "delta"}, {}, False),
+        ({"weights_follow": True, "transport": "frozen"}, {}, False),
+        ({"weights_follow": True, "transport": "frozen"}, {"sleep_level": 2}, False),
         ({"weights_follow": False, "transport": "ipc"}, {}, False),
         ({"weights_follow": False, "transport": "ipc"}, {"sleep_level": 2}, True),
         ({"weights_follow": False, "transport": None}, {"sleep_level": 2}, False),

@@ -48,6 +48,8 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         self._incarnation = secrets.token_hex(8)
         self._paused = False
         self._pauses = 0
+        self._drops = 0
+        """How often its weights were dropped when it slept."""
         self._absent: set[MemoryTag] = set()
         """Memory that is released."""
 
@@ -267,6 +269,7 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
                 url=server.address,
                 token=server.token,
                 num_ranks=self.ranks_of_server,
+                dropped=self._drops,
                 incarnation=self._incarnation,
             )
             for server in self._fleet.servers

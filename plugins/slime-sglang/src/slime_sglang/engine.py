@@ -142,6 +142,7 @@ class SglangEngine(ServingEngine[SglangServers]):
             await self._fleet.flush()
         if MemoryTag.WEIGHTS in gone and self._held is not None and drops_weights(self._config, setup):
             self._dropped = True
+            self._drops += 1
             self._held.expect()
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)

@@ -59,6 +59,9 @@ LEAST_IN_GRAPHS: Final = 256
 MOST_IN_GRAPHS: Final = 1024
 """A server decodes more requests without a graph: each size takes memory and time at the start."""
 
+SEND_ALL: Final = ("direct", "ipc", "distributed", "disk")
+"""Transports that send all weights in each update; a delta is applied to those that a server has."""
+
 MARGIN: Final = 8
 """Tokens beyond the run's longest sequence: SGLang cuts responses a little before its context is full, without an error."""
 
@@ -116,10 +119,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
-        options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
-        if any(name.startswith("speculative_") for name in chosen):
-            # No weight update sends a draft's weights.
-            options["enable_draft_weights_cpu_backup"] = True
+        options |= sleep_options(config, setup, chosen)
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
     if config.most_adapters and not setup.reward_model:
@@ -150,14 +150,22 @@ def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[s
     return min(share, chosen.get("max_running_requests", share), MOST_IN_GRAPHS)
 
 
+def sleep_options(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, bool]:
+    options = {"enable_memory_saver": True, "enable_weights_cpu_backup": not drops_weights(config, setup)}
+    if any(name.startswith("speculative_") for name in chosen):
+        # No weight update sends a draft's weights.
+        options["enable_draft_weights_cpu_backup"] = True
+    return options
+
+
 def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
-    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`). Kept by default: quantized ones, since kernels
-    keep tensors beside them that no weight update sends, and those that a delta is applied to."""
-    if config.external_engine_addrs or not setup.offload or setup.transport is None:
+    """Whether weights are dropped when the engine sleeps (`engine.sleep_level`), which is never done where no transport sends
+    whole ones. Kept by default: quantized ones, since kernels keep tensors beside them that no weight update sends."""
+    if config.external_engine_addrs or not setup.offload or setup.transport not in SEND_ALL:
         return False
     if config.sleep_level is not None:
         return config.sleep_level == 2
-    if not setup.weights_follow or setup.transport == "delta" or getattr(config, "quantization", None):
+    if not setup.weights_follow or getattr(config, "quantization", None):
         return False
     return not read_model_config(setup.model_path).get("quantization_config")
 

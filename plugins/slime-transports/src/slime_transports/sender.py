@@ -93,8 +93,8 @@ class ServerSender(WeightSender):
         self._place: SenderSetup | None = None
         self._servers: Servers | None = None
         self._ranks: dist.ProcessGroup | None = None
-        self._complete: set[EngineEndpoint] = set()
-        """Engines that have the frozen tensors."""
+        self._complete: set[tuple[EngineEndpoint, int]] = set()
+        """Engines that have the frozen tensors, with `EngineEndpoint.dropped`."""
 
     def setup(self, setup: SenderSetup) -> None:
         self._place = setup
@@ -122,7 +122,8 @@ class ServerSender(WeightSender):
         checks = self._config.check_weight_update_equal
         again = [engine for engine in engines if checks and receiver_of(engine).compares_sent]
         partial = self.skips_frozen and all(receiver_of(engine).loads_parts for engine in engines)
-        known = partial and not checks and self._complete.issuperset(engines)
+        held = {(engine, engine.dropped) for engine in engines}
+        known = partial and not checks and self._complete >= held
         self._complete, complete = set(), self._complete
         report, check = SentReport(), None
         with self.failing_together():
@@ -138,7 +139,8 @@ class ServerSender(WeightSender):
                 self.send_version(layers, WeightUpdate(version, again, compares=True))
             if self.place.rank == 0:
                 report = replace(report, compared_with=report.compared_with or "trainer")
-        self._complete = {engine for engine in complete if not replaced(engine, engines)}.union(engines)
+        others = {one for one in complete if one[0] not in engines and not replaced(one[0], engines)}
+        self._complete = others | held
         return report
 
     @contextlib.contextmanager

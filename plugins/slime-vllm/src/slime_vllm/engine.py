@@ -145,9 +145,11 @@ class VllmEngine(ServingEngine[VllmServers]):
             raise EngineRefused(f"{self._name}: sleep while {running} requests run. Abort them first.")
         if MemoryTag.WEIGHTS in gone:
             # It releases keys and values too, and cannot keep them.
-            level = self._config.sleep_level if setup.transport is not None else 1
+            # The transport `frozen` sends nothing.
+            level = self._config.sleep_level if setup.transport not in (None, "frozen") else 1
             if level == 2 and self._held is not None:
                 self._dropped = True
+                self._drops += 1
                 self._held.expect()
             await self._fleet.post(f"/sleep?level={level}&mode=abort", {})
             gone = list(MemoryTag)

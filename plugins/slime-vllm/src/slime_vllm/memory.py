@@ -45,7 +45,7 @@ def engine_memory(config: Any, load: EngineLoad) -> EngineMemory | None:
     lines = [MemoryItem(component="weights", num_bytes=weights, moments=held, estimate=ranks > 1)]
     if adapter:
         lines.append(MemoryItem(component="adapter", num_bytes=adapter, moments=held))
-    if given_back and (config.sleep_level == 1 or setup.transport is None):
+    if given_back and (config.sleep_level == 1 or setup.transport in (None, "frozen")):
         asleep = frozenset({MemoryPhase.ASLEEP})
         lines += [
             MemoryItem(component=line.component, num_bytes=line.num_bytes, moments=asleep, place="host")
