@@ -9,6 +9,8 @@ import pytest
 from scripted_models import ScriptedModels
 from sdk_calls import limits, retention, serving, settings
 
+from slime_core.errors import ConfigError
+
 pytestmark = pytest.mark.asyncio
 
 
@@ -142,6 +144,16 @@ async def test_a_server_that_ends_saves_everything(tmp_path):
     async with serving(after, settings(tmp_path)) as (_, calls):
         assert after.calls == [f"{model} load"]
         assert (await calls.result(await calls.optim_step(model, 2)))["metrics"]["step"] == 2
+
+
+async def test_a_folder_with_models_of_another_kind_is_refused(tmp_path):
+    async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
+        await calls.model(await calls.session())
+    whole = ScriptedModels()
+    whole.whole = True
+    with pytest.raises(ConfigError, match=r"has LoRA models\. Start without --full-parameters"):
+        async with serving(whole, settings(tmp_path)):
+            pass
 
 
 async def test_folders_that_nothing_refers_to_are_deleted(tmp_path):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -225,11 +225,36 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def running(models: Models, settings: Settings, registry: Registry) -> AsyncIterator[Service]:
-    """A service that has taken up what its folder holds. Ends with an error if one of its parts does."""
+    """A service that has taken up what its folder holds. Ends with an error if one of its parts does. ConfigError for a folder
+    with models of another kind."""
     journal = Journal(settings.state / "journal.sqlite")
     holdings = Holdings.of(journal)
     holdings.require_kind(whole=models.whole, folder=settings.state)
     trainer = ThreadPoolExecutor(1, "trainer")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            service = service_of(models, settings, registry, journal, holdings, trainer, tasks)
+            await service.restore()
+            work = [tasks.create_task(service.turns.run()), tasks.create_task(service.clean())]
+            yield service
+            service.sampling.stop()
+            for task in work:
+                task.cancel()
+        await service.training.save_states()
+    finally:
+        trainer.shutdown()
+        await journal.close()
+
+
+def service_of(
+    models: Models,
+    settings: Settings,
+    registry: Registry,
+    journal: Journal,
+    holdings: Holdings,
+    trainer: Executor,
+    tasks: asyncio.TaskGroup,
+) -> Service:
     open_weights = OpenWeights(models, trainer)
     checkpoints = Checkpoints(
         root=settings.state / "weights",
@@ -239,49 +264,37 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
         max_per_tenant=settings.limits.max_checkpoints,
     )
     futures, turns = Futures(journal, poll_s=settings.poll_s), Turns()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            training = Training(
-                models=models,
-                holdings=holdings,
-                journal=journal,
-                futures=futures,
-                turns=turns,
-                checkpoints=checkpoints,
-                settings=settings,
-                registry=registry,
-                trainer=trainer,
-                tasks=tasks,
-            )
-            sampling = Sampling(
-                models=models,
-                holdings=holdings,
-                journal=journal,
-                futures=futures,
-                checkpoints=checkpoints,
-                open_weights=open_weights,
-                admission=Admission(settings.sampling_places),
-                limits=settings.limits,
-                tasks=tasks,
-            )
-            service = Service(
-                models=models,
-                settings=settings,
-                journal=journal,
-                holdings=holdings,
-                futures=futures,
-                turns=turns,
-                checkpoints=checkpoints,
-                training=training,
-                sampling=sampling,
-            )
-            await service.restore()
-            work = [tasks.create_task(turns.run()), tasks.create_task(service.clean())]
-            yield service
-            sampling.stop()
-            for task in work:
-                task.cancel()
-        await training.save_states()
-    finally:
-        trainer.shutdown()
-        await journal.close()
+    training = Training(
+        models=models,
+        holdings=holdings,
+        journal=journal,
+        futures=futures,
+        turns=turns,
+        checkpoints=checkpoints,
+        settings=settings,
+        registry=registry,
+        trainer=trainer,
+        tasks=tasks,
+    )
+    sampling = Sampling(
+        models=models,
+        holdings=holdings,
+        journal=journal,
+        futures=futures,
+        checkpoints=checkpoints,
+        open_weights=open_weights,
+        admission=Admission(settings.sampling_places),
+        limits=settings.limits,
+        tasks=tasks,
+    )
+    return Service(
+        models=models,
+        settings=settings,
+        journal=journal,
+        holdings=holdings,
+        futures=futures,
+        turns=turns,
+        checkpoints=checkpoints,
+        training=training,
+        sampling=sampling,
+    )
