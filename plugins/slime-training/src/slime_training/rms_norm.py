@@ -1,7 +1,8 @@
 """RMS norm with a gradient of its own: float32 on a CPU, for backends and engines.
 
-transformers writes the norm as six operators, and autograd adds a dozen passes over memory for their gradients. Written out they are
-six, and less is kept for the backward: measured 1.9 times the speed for (8400, 64) and 2.5 for (8400, 4, 16), both ways together.
+transformers writes the norm as six operators, and autograd adds a dozen passes over memory for their gradients. Written out
+there are six, and less is kept for the backward: measured 1.9 times the speed for (8400, 64) and 2.5 for (8400, 4, 16), both
+ways together.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ PROBE_TOLERANCE: Final = 1e-5
 
 
 def use_rms_norm(model: nn.Module) -> None:
-    """Replaces the forward of every RMS norm in `model`, which must be float32 and on the CPU. Norms of another formula, such as
-    those that scale by 1 + weight, stay as they are."""
+    """Replaces the forward of every RMS norm in `model`, which must be float32 and on the CPU. Norms of another formula, such
+    as those that scale by 1 + weight, stay as they are."""
     same: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
