@@ -31,7 +31,7 @@ def use_rms_norm(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def has_formula(module: nn.Module) -> bool:
+def has_formula(module: Any) -> bool:
     """Whether it computes `rms_norm` of its weight, by a copy with another one."""
     own = dict(module.named_parameters(recurse=False))
     if list(own) != ["weight"] or own["weight"].ndim != 1 or list(module.children()):
@@ -42,7 +42,7 @@ def has_formula(module: nn.Module) -> bool:
     x = torch.linspace(-1.0, 3.0, 3 * size).view(3, size)
     found = probe(x)
     wanted = rms_norm(x, probe.weight, module.variance_epsilon)
-    return found.shape == wanted.shape and bool((found - wanted).abs().max() < PROBE_TOLERANCE)
+    return bool(found.shape == wanted.shape and (found - wanted).abs().max() < PROBE_TOLERANCE)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * _inverse(x, eps)).mul_(weight)
 
 
-def _forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def _forward(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         return rms_norm(x, module.weight, module.variance_epsilon)
 
