@@ -2,13 +2,14 @@
 
 python cpu_floor.py SETTINGS.json RESULT.json [ROUNDS]
 
-For trl_cpu.py (`--floor`), or by hand with the settings that it writes. A step samples as many responses of as many tokens as
-the other two sides (all of the mean length, so that no row ends early), takes rewards from nowhere, and makes the same number of
-forward and backward passes and optimizer steps. What both sides do beside that is left out: no requests, no text, no rewards, no
-stop tokens, no metrics, no weights that are copied. Rows are sampled in as many threads as the machine has, each on its own share;
-prompts are computed once for all their responses, in sampling and in training.
+For trl_cpu.py (`--floor`), or by hand with the settings that it writes. A step samples as many responses of as many tokens
+as the other two sides (all of the mean length, so that no row ends early), takes rewards from nowhere, and makes the same
+number of forward and backward passes and optimizer steps. What both sides do beside that is left out: no requests, no text, no
+rewards, no stop tokens, no metrics, no weights that are copied. Rows are sampled in as many threads as the machine has, each
+on its own share; prompts are computed once for all their responses, in sampling and in training.
 
-Qwen3's layers are written out with torch's operators. Linear layers and norms are slime's, which were the fastest of what there is.
+Qwen3's layers are written out with torch's operators. Linear layers and norms are slime's, which were the fastest of what
+there is.
 
 Legend: B rows, P prompt tokens, R response tokens, L = P + R - 1 tokens that are read, G responses of a prompt; H heads, K key
 heads, D head size.
@@ -68,7 +69,9 @@ class Floor:
         k = linear(x, w[f"{layer}.self_attn.k_proj.weight"]).view(*shape, self.key_heads, self.size)
         v = linear(x, w[f"{layer}.self_attn.v_proj.weight"]).view(*shape, self.key_heads, self.size)
         q, k = (
-            rotated(rms_norm(x, w[f"{layer}.self_attn.{name}_norm.weight"], self.eps), self.cos[places], self.sin[places])
+            rotated(
+                rms_norm(x, w[f"{layer}.self_attn.{name}_norm.weight"], self.eps), self.cos[places], self.sin[places]
+            )
             for x, name in ((q, "q"), (k, "k"))
         )
         return q, k, v
@@ -84,7 +87,9 @@ class Floor:
         return rms_norm(x, self.weights[f"{layer}.input_layernorm.weight"], self.eps)
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(rms_norm(x, self.weights["model.norm.weight"], self.eps), self.weights["model.embed_tokens.weight"])
+        return F.linear(
+            rms_norm(x, self.weights["model.norm.weight"], self.eps), self.weights["model.embed_tokens.weight"]
+        )
 
     # ---------------------------------------------------------------- sampling
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,41 @@ class ClosedDriver(GeneratorDriver):
     @classmethod
     def build(cls, config):
         return Closed()
+"""
+
+JUDGED = """
+import json, urllib.request
+from slime_core.contracts.reward import Reward, RewardDriver
+from slime_core.plugin import driver
+
+class Judged(Reward):
+    def __init__(self, servers):
+        self.url = servers[0].url
+
+    def score(self, group):
+        return [self.asked(sample.tokens.tolist()) for sample in group.samples]
+
+    def asked(self, tokens):
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 3, "sampling_seed": sum(tokens)}}
+        request = urllib.request.Request(
+            self.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            return float(sum(json.load(response)["output_ids"]))
+
+@driver("slime.rewards", "judged")
+class JudgedDriver(RewardDriver):
+    @classmethod
+    def build(cls, config):
+        raise AssertionError("it has servers")
+
+    @classmethod
+    def needs_reward_model(cls, config):
+        return True
+
+    @classmethod
+    def build_with_servers(cls, config, servers):
+        return Judged(servers)
 """
 
 FAULTY = """
@@ -169,6 +205,23 @@ def test_workers_make_the_groups_of_a_run_without_them(prepared: TinyRun, serve:
     without, evaluated = (eval_metrics(prepared, f"with-{count}") for count in (0, 2))
     assert len(without) > 1
     assert without == evaluated
+
+
+def test_rewards_in_workers_ask_the_reward_model(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    (prepared / "judged.py").write_text(JUDGED)
+    address, (_, judge) = serve(), serve()
+    text = (prepared / "run.toml").read_text().replace('reward_key = "score"', "")
+    folder = re.search(r'hf_checkpoint = (".*?")', text)
+    assert folder is not None
+    engine = f'{{ name = "sglang", external_engine_addrs = ["{judge}"] }}'
+    (prepared / "run.toml").write_text(f"{text}\n[engines.reward]\nload = {folder[1]}\nengine = {engine}\n")
+    words = *WORDS[:-4], "--reward", "judged", "--plugin", "judged.py", *address
+    for count in (0, 2):
+        ended = prepared.run(*words, "--name", f"with-{count}", "--rollout-workers", str(count))
+        assert ended.code == 0, ended.err
+    plain, divided = (groups_of(prepared, f"with-{count}") for count in (0, 2))
+    assert len({row["reward"] for row in plain[0]}) > 3
+    assert plain == divided
 
 
 def eval_metrics(tiny: TinyRun, run: str) -> list[dict[str, float]]:

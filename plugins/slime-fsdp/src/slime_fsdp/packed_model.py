@@ -275,7 +275,7 @@ def build_model(
 
 
 def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placement) -> None:
-    """Replaces the products of linear layers, and norms, or checks that those of torch are batch-invariant where that is required."""
+    """Replaces products of linear layers and norms, or checks that torch's are batch-invariant where that is required."""
     if config.fp8_recipe is not None:
         from slime_fsdp.float8_layers import use_float8
 
