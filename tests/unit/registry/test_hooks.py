@@ -48,7 +48,7 @@ class Recorder:
 
 
 def test_every_hook_has_a_spec_and_an_event():
-    assert len(HOOK_NAMES) == 16
+    assert len(HOOK_NAMES) == 17
     for name, event in zip(HOOK_NAMES, hookspecs.EVENTS, strict=True):
         assert list(inspect.signature(getattr(HookSpecs, name)).parameters) == ["event"]
         assert event.__name__ == "".join(word.capitalize() for word in name.split("_"))

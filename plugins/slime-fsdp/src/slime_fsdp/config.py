@@ -52,8 +52,7 @@ class FsdpConfig(DriverConfig):
     and gradients are equal up to rounding. By default on; it requires attn_implementation packed and no context parallelism."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
-    fast on AMD processors and as exact, but its sums are added in another order. RMS norms are
-    computed in fewer steps with it. `auto`: oneDNN where torch has it."""
+    fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
     log_probs_chunk_size: int = Field(0, ge=-1)
     """Response positions whose float32 logits exist at once. 0: as many as fit 512 MiB; -1: all."""
     compile: bool = False

@@ -42,7 +42,6 @@ from slime_training.file_form import is_as_in_files
 from slime_training.fusion import keep_compiled
 from slime_training.head import EntropyMode, chunk_positions
 from slime_training.onednn import onednn_available, use_onednn
-from slime_training.rms_norm import use_rms_norm
 from slime_training.rounded_adamw import STORED
 
 GATHER_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
@@ -275,7 +274,7 @@ def build_model(
 
 
 def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placement) -> None:
-    """Replaces products of linear layers and norms, or checks that torch's are batch-invariant where that is required."""
+    """Replaces the products of linear layers, or checks that those of torch are batch-invariant where that is required."""
     if config.fp8_recipe is not None:
         from slime_fsdp.float8_layers import use_float8
 
@@ -286,7 +285,6 @@ def choose_kernels(model: PreTrainedModel, config: FsdpConfig, placement: Placem
         require_equal_rows(product_shapes(model), placement.compute_dtype, placement.device)
     elif uses_onednn(config, placement):
         use_onednn(model)
-        use_rms_norm(model)
 
 
 def uses_onednn(config: FsdpConfig, placement: Placement) -> bool:

@@ -38,8 +38,7 @@ class LocalConfig(DriverConfig):
     is what trainers compute in there and send, whatever the model folder is stored in."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernel of the linear layers on a CPU in float32. `torch` is what transformers runs; `onednn` measured twice as
-    fast on AMD processors and as exact, but its sums are added in another order. RMS norms are
-    computed in fewer steps with it. `auto`: oneDNN where torch has it."""
+    fast on AMD processors and as exact, but its sums are added in another order. `auto`: oneDNN where torch has it."""
 
     max_adapters: int | None = Field(default=None, ge=0)
     """LoRA adapters that it holds at a time beside its weights, for a loop of one's own (`Adapter.snapshot`); 0: none. By

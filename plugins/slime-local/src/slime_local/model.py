@@ -28,7 +28,6 @@ from slime_training.batch_invariant.products import product_shapes, require_equa
 from slime_training.batch_invariant.sums import log_softmax as invariant_log_softmax
 from slime_training.model_config import with_rotated_share
 from slime_training.onednn import onednn_available, use_onednn
-from slime_training.rms_norm import use_rms_norm
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
@@ -158,7 +157,6 @@ def load_model(config: LocalConfig, setup: EngineSetup) -> RolloutModel:
         _check_true_on_policy(config, network)
     elif _uses_onednn(config, network):
         use_onednn(network)
-        use_rms_norm(network)
     vocab_size = network.get_input_embeddings().num_embeddings
     with InvariantKernels() if setup.true_on_policy else nullcontext():
         layers = _probe(network, device)
