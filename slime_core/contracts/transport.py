@@ -113,6 +113,8 @@ class TransportDriver(Driver[WeightTransport]):
     """Names of engines, for the listing; `EngineDriver.transports` decides."""
     sends_adapters: ClassVar[bool] = False
     """Its senders get the tensors of `TrainBackend.export_adapter`; the engines keep the weights of their folder."""
+    sends_nothing: ClassVar[bool] = False
+    """For weights that never change: engines get their version alone."""
 
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:

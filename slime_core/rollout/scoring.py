@@ -147,7 +147,8 @@ def rewarded_by(plan: ScoringPlan, sample: Sample, verdicts: Mapping[str, Reward
     weight = {reward.label: reward.weight for reward in plan.rewards}
     try:
         total = math.fsum(weight[label] * (verdict.value or 0.0) for label, verdict in verdicts.items())
-    except OverflowError:
+    except (OverflowError, ValueError):
+        # Too large while it is added up, or infinities of both signs.
         total = math.inf
     if not math.isfinite(total):
         where = sample.prompt.origin or f"group {sample.group_index}"

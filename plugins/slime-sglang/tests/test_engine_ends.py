@@ -4,6 +4,7 @@ import asyncio
 import base64
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from engine_setup import requests_of, setup_for, short_request
@@ -71,6 +72,7 @@ class Process:
 
     pid = 0
     exit_code = None
+    start_seconds: ClassVar[dict[str, float]] = {}
 
     async def stop(self):
         pass

@@ -24,7 +24,7 @@ FEATURES = Features(ranks=1, tokenizer=True, prefix_caching=True, grammar_backen
 @pytest.fixture
 def requests(vision_model, tmp_path):
     setup = setup_for(vision_model, tmp_path)
-    return VllmRequests.of(setup, FEATURES, images=SentImages.of(setup), pause_mode="abort")
+    return VllmRequests.of(setup, FEATURES, images=SentImages.of(setup), pause_mode="abort", adapters=None)
 
 
 @pytest.fixture

@@ -102,6 +102,7 @@ def test_on_a_cpu_a_process_has_a_gibibyte_of_keys_and_values(model, parameters)
     assert memory.kv_tokens == 2**30 // (2 * token_of(model))
 
 
+@pytest.mark.vllm
 def test_the_plan_of_a_run_has_its_adapter(model, tmp_path):
     write_run(tmp_path, model)
     words = [str(tmp_path / "run.toml"), "--engine", "vllm", "--vllm-python", str(PYTHON), "--lora-rank", "4"]

@@ -8,7 +8,7 @@ from slime_core import groups
 from slime_core.contracts.example import SourceExample
 from slime_core.contracts.filter import BufferFilterDriver
 from slime_plugin_kit.case import Case
-from slime_plugin_kit.kind import Kind, prop, registered_in
+from slime_plugin_kit.kind import Kind, Property, prop, registered_in
 
 SAME_TWICE: Final = "a second call, and a new instance, give the same result"
 
@@ -209,15 +209,21 @@ TRACKERS: Final = Kind(
     ),
 )
 
+
+def sent(name: str, description: str) -> Property:
+    """Not for transports that send nothing."""
+    return prop(name, description, applies=lambda case: not case.driver.sends_nothing)
+
+
 TRANSPORTS: Final = Kind(
     name="transports",
     holds=registered_in(groups.TRANSPORTS),
     properties=(
-        prop("what_arrives_is_what_was_exported", "every engine holds the exported bytes, with their version"),
-        prop("its_report_is_true", "it reports the version and the buckets that it has sent"),
-        prop("sending_again_changes_nothing", "a version can be sent twice, and another one after it"),
-        prop("a_refused_bucket_surfaces", "an engine that refuses a bucket ends the weight update with an EngineError"),
-        prop("an_engine_that_stays_behind_is_an_error", "an engine that lacks the version afterwards is an error"),
-        prop("no_weights_are_an_error", "an export without a bucket is an error, not a weight update"),
+        sent("what_arrives_is_what_was_exported", "every engine holds the exported bytes, with their version"),
+        sent("its_report_is_true", "it reports the version and the buckets that it has sent"),
+        sent("sending_again_changes_nothing", "a version can be sent twice, and another one after it"),
+        sent("a_refused_bucket_surfaces", "an engine that refuses a bucket ends the weight update with an EngineError"),
+        sent("an_engine_that_stays_behind_is_an_error", "an engine that lacks the version afterwards is an error"),
+        sent("no_weights_are_an_error", "an export without a bucket is an error, not a weight update"),
     ),
 )

@@ -222,6 +222,7 @@ class Frozen(TransportPlanner, TransportDriver):
 
     Config = FrozenConfig
     serves: ClassVar[tuple[str, ...]] = ("sglang", "vllm")
+    sends_nothing = True
 
     @classmethod
     def problems(cls, config: Any, engine: Any) -> list[str]:
