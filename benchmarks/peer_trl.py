@@ -58,6 +58,43 @@ def row(logged: dict[str, float], samples: int) -> dict[str, float]:
     return {**logged, "response_tokens": logged["mean_length"] * samples, "weights_s": 0.0}
 
 
+def options_of(settings: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Of GRPOConfig."""
+    on_gpu, bf16_state = settings["device"] == "cuda", settings["state_dtype"] == "bf16"
+    return {
+        "output_dir": output_dir,
+        "use_cpu": not on_gpu,
+        "bf16": on_gpu,
+        "gradient_checkpointing": settings["recompute"],
+        "per_device_train_batch_size": settings["micro_batch"],
+        "gradient_accumulation_steps": settings["micro_batches"],
+        "steps_per_generation": settings["micro_batches"],
+        "max_steps": settings["steps"],
+        "num_generations": settings["samples"],
+        "max_completion_length": settings["new_tokens"],
+        "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "learning_rate": settings["lr"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": settings["weight_decay"],
+        "adam_beta1": settings["betas"][0],
+        "adam_beta2": settings["betas"][1],
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "model_init_kwargs": {
+            "dtype": "bfloat16" if bf16_state else "float32",
+            "attn_implementation": "sdpa",
+        },
+    }
+
+
 def main() -> None:
     import torch
     from datasets import Dataset
@@ -109,44 +146,11 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
 
     prompts = json.loads(Path(settings["prompts"]).read_text())
-    bf16_state = settings["state_dtype"] == "bf16"
     with tempfile.TemporaryDirectory() as output_dir:
-        options: dict[str, Any] = {
-            "output_dir": output_dir,
-            "use_cpu": not on_gpu,
-            "bf16": on_gpu,
-            "gradient_checkpointing": settings["recompute"],
-            "per_device_train_batch_size": settings["micro_batch"],
-            "gradient_accumulation_steps": settings["micro_batches"],
-            "steps_per_generation": settings["micro_batches"],
-            "max_steps": settings["steps"],
-            "num_generations": settings["samples"],
-            "max_completion_length": settings["new_tokens"],
-            "generation_kwargs": {"min_new_tokens": settings["new_tokens"]},
-            "temperature": 1.0,
-            "beta": 0.0,
-            "loss_type": "grpo",
-            "learning_rate": settings["lr"],
-            "lr_scheduler_type": "constant",
-            "weight_decay": settings["weight_decay"],
-            "adam_beta1": settings["betas"][0],
-            "adam_beta2": settings["betas"][1],
-            "max_grad_norm": 1.0,
-            "optim": "adamw_torch_fused",
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "model_init_kwargs": {
-                "dtype": "bfloat16" if bf16_state else "float32",
-                "attn_implementation": "sdpa",
-            },
-        }
         trainer = Timed(
             model=settings["model"],
             reward_funcs=lambda completion_ids, **_: [float(ids[-1] % 2) for ids in completion_ids],
-            args=GRPOConfig(**options | settings["further"]),
+            args=GRPOConfig(**options_of(settings, output_dir) | settings["further"]),
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             callbacks=[Steps()],
         )

@@ -24,12 +24,13 @@ from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures, failure
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, expired_results, forgotten
+from slime_tinker.model_settings import spec_of
 from slime_tinker.models import Models, ModelSpec
 from slime_tinker.records import ModelRecord, RequestRecord, SamplerRecord, SessionRecord
 from slime_tinker.sampler_weights import OpenWeights
 from slime_tinker.sampling import Sampling
 from slime_tinker.settings import Settings
-from slime_tinker.training import Training, request_id, spec_of
+from slime_tinker.training import Training, request_id
 from slime_tinker.turns import Turns
 
 CLEANING_S: Final = 30.0
