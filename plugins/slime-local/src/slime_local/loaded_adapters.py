@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from slime_core.errors import EngineRefused, ModelError
@@ -17,6 +16,7 @@ from slime_local.model import RolloutModel
 from slime_training.adapters.folder import low_rank_of, require_fit
 from slime_training.adapters.low_rank import LowRank, LowRankLayers
 from slime_training.bucket_order import BucketOrder
+from slime_training.bucket_tensors import tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,14 +47,8 @@ class LoadedAdapters:
                 f"{where}: it holds {self._most} already. Drop one, or set a larger engine.max_adapters."
             )
         BucketOrder(where).expect(bucket)
-        tensors, offset = {}, 0
-        for tensor, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-            kind: torch.dtype = getattr(torch, dtype)
-            end = offset + torch.Size(shape).numel() * kind.itemsize
-            # A copy: the buffer may be read-only, and belongs to the caller.
-            value = torch.from_numpy(bucket.data[offset:end].copy()).view(kind).reshape(shape)
-            tensors[tensor] = value.to(self._model.device, self._model.network.dtype)
-            offset = end
+        device, dtype = self._model.device, self._model.network.dtype
+        tensors = {tensor: value.to(device, dtype) for tensor, value in tensors_of(bucket)}
         linear = {layer: one for layer, one in self._model.network.named_modules() if type(one) is nn.Linear}
         try:
             low_rank = low_rank_of(tensors, scale, where)

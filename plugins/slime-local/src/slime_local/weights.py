@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from slime_core.errors import EngineError
 from slime_core.types.weights import Bucket
 from slime_training.bucket_order import BucketOrder, missing_error, unexpected_problem
+from slime_training.bucket_tensors import tensors_of
 from slime_training.file_form import is_as_in_files
 
 
@@ -60,13 +61,8 @@ class WeightLoader:
     def _copy(self, bucket: Bucket, tensors: dict[str, Tensor], where: str) -> None:
         filled = {tensors[name].data_ptr() for name in self._order.arrived}
         self._order.incomplete = True
-        offset = 0
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        for name, value in tensors_of(bucket):
             target = tensors[name]
-            end = offset + target.numel() * target.element_size()
-            # A copy, because a tensor may start at an odd byte and the buffer may be read-only.
-            value = torch.from_numpy(bucket.data[offset:end].copy()).view(getattr(torch, dtype)).reshape(shape)
-            offset = end
             if target.data_ptr() in filled and not torch.equal(target.cpu(), value):
                 raise EngineError(f"{where}: {name} is tied to another tensor of the model, but its values differ.")
             target.copy_(value)

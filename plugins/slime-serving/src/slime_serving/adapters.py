@@ -6,12 +6,10 @@ import json
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors.torch import save_file
 
 from slime_core.atomic_io.storage import storage_error
@@ -23,6 +21,7 @@ from slime_serving.connection import NoResponse
 from slime_training.adapters.folder import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, low_rank_of, require_fit
 from slime_training.adapters.low_rank import LowRank
 from slime_training.bucket_order import BucketOrder
+from slime_training.bucket_tensors import tensors_of
 
 
 class ServedAdapters(ABC):
@@ -64,7 +63,7 @@ class ServedAdapters(ABC):
             )
         BucketOrder(where).expect(bucket)
         try:
-            low_rank = low_rank_of(tensors_of(bucket), scale, where)
+            low_rank = low_rank_of(dict(tensors_of(bucket)), scale, where)
             require_fit(low_rank, self._sizes, where)
         except ModelError as error:
             raise EngineRefused(str(error)) from error
@@ -109,17 +108,6 @@ class ServedAdapters(ABC):
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def tensors_of(bucket: Bucket) -> Mapping[str, torch.Tensor]:
-    found, offset = {}, 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        kind: torch.dtype = getattr(torch, dtype)
-        end = offset + torch.Size(shape).numel() * kind.itemsize
-        # A copy: the buffer may be read-only, and belongs to the caller.
-        found[name] = torch.from_numpy(np.array(bucket.data[offset:end])).view(kind).reshape(shape)
-        offset = end
-    return found
 
 
 def write(folder: Path, low_rank: LowRank) -> None:

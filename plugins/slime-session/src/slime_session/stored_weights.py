@@ -11,14 +11,11 @@ import inspect
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from slime_core.atomic_io.atomic_file import write_text
 from slime_core.atomic_io.storage import storage_error
@@ -27,6 +24,7 @@ from slime_core.errors import CheckpointError, EngineError
 from slime_core.types.report import WeightUpdateReport
 from slime_core.types.weights import Bucket
 from slime_core.workers.buckets import make_bucket
+from slime_training.bucket_tensors import tensors_of
 
 BUCKET_BYTES: Final = 2**29
 """Of tensors in a file, or one larger tensor."""
@@ -80,16 +78,6 @@ async def write_weights(trainers: TrainerLink, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise storage_error(folder, error) from error
     write_text(folder / INDEX, json.dumps({"buckets": number}))
-
-
-def tensors_of(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    offset = 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        of = getattr(torch, dtype)
-        end = offset + torch.Size(shape).numel() * of.itemsize
-        # A copy, because a tensor may start at an odd byte.
-        yield name, torch.from_numpy(bucket.data[offset:end].copy()).view(of).reshape(shape)
-        offset = end
 
 
 def bucket_file(folder: Path, index: int) -> Path:
