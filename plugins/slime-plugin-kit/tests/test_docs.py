@@ -19,6 +19,7 @@ TITLES = {
     "transports": "Weight transports",
     "middlewares": "Router middlewares",
 }
+REMARKS = {"transports": "Those that declare `sends_nothing` have none of these."}
 
 
 def listed() -> str:
@@ -26,7 +27,8 @@ def listed() -> str:
     for kind in KINDS:
         title = TITLES.get(kind.name, kind.name.capitalize())
         rows = [f"| `{prop.name}` | {prop.description} |" for prop in kind.properties]
-        parts.append("\n".join([f"### {title}\n", "| property | what it requires |", "|---|---|", *rows]))
+        remark = [REMARKS[kind.name] + "\n"] if kind.name in REMARKS else []
+        parts.append("\n".join([f"### {title}\n", *remark, "| property | what it requires |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
