@@ -257,8 +257,7 @@ async def run_loop(session: Session) -> None:
                     await schedule.wait_idle()
                 if config.eval.eval_blocks_weight_update:
                     await session.evaluated()
-                with session.times.of("update_weights"):
-                    await session.update_weights()
+                await session.update_weights()
             if due.evaluate:
                 await session.evaluate(step)
             await saving.raise_if_failed()

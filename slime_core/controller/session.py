@@ -295,15 +295,16 @@ class Session:
         """Sends the current weights to the engines; a second call changes nothing."""
         if self.client is None or self.transport is None:
             return
-        async with self.weight_update_lock:
-            self.hooks.emit(
-                UpdateWeightsStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
-            )
-            await self.client.call_all("pause")
-            async with self.colocation.sync(self.policy):
-                self.weight_update_report = await self._push(self.transport, self.client)
-            await self.colocation.rollout()
-            await self.client.call_all("resume")
+        with self.times.of("update_weights"):
+            async with self.weight_update_lock:
+                self.hooks.emit(
+                    UpdateWeightsStart(run=self.event, version=self.state.version, num_engines=self.client.num_engines)
+                )
+                await self.client.call_all("pause")
+                async with self.colocation.sync(self.policy):
+                    self.weight_update_report = await self._push(self.transport, self.client)
+                await self.colocation.rollout()
+                await self.client.call_all("resume")
         self.hooks.emit(UpdateWeightsEnd(run=self.event, report=self.weight_update_report))
 
     async def _push(self, transport: WeightTransport, client: EngineClient) -> WeightUpdateReport:
