@@ -126,6 +126,8 @@ def test_time_in_which_the_driver_was_stopped_does_not_count() -> None:
         for _ in range(10):
             await it.report(TURNS, 50.0)
             clock.now += 1e6
+            # The check that is due comes before the reports that wait in the socket.
+            await asyncio.sleep(1.0)
         assert not it.hangs
 
     run_fast(scene(), patience_s=2e7)
