@@ -36,7 +36,7 @@ class HangWatch:
         self._starting = True
         self._idle_checks = 0
         self._blocked: LoopReport | None = None
-        """What the last report said, if the loop was blocked."""
+        """The last report, if the loop was blocked."""
         self._warned = False
         self._next_check: asyncio.TimerHandle | None = None
 
@@ -56,7 +56,7 @@ class HangWatch:
         if report.turns or self._starting:
             self._idle_checks = 0
         if report.turns and report.blocked_s >= WARN_S:
-            self._tell(report)
+            self._pass_on(report)
         self._blocked = None if report.turns else report
         if report.turns:
             self._warned = False
@@ -69,7 +69,7 @@ class HangWatch:
                 flush=True,
             )
 
-    def _tell(self, report: LoopReport) -> None:
+    def _pass_on(self, report: LoopReport) -> None:
         # What an observer raises is none of the caller's.
         asyncio.get_running_loop().call_soon(self._on_blocked, report.blocked_s, f"{self._name}: {report.where}")
 
@@ -86,7 +86,7 @@ class HangWatch:
                 "in code that does not release the interpreter"
             )
         else:
-            self._tell(self._blocked)
+            self._pass_on(self._blocked)
             self._on_hang(
                 f"its event loop did not turn for {self._limit_s:g} s (--rollout-worker-timeout), blocked in "
                 f"{self._blocked.where}. What waits there must await: asyncio.to_thread, or an asynchronous client"

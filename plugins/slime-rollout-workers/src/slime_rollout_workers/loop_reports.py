@@ -1,4 +1,4 @@
-"""LoopReports: a thread of a worker that tells the driver whether the event loop turns, and which code blocks it.
+"""LoopReports: a thread of a worker that reports to the driver whether the event loop turns, and which code blocks it.
 
 The reports have a socket of their own: the loop that writes to the other one is the one that may be blocked.
 """
