@@ -98,6 +98,8 @@ class RolloutConfig(Table):
     """Samples in flight per engine."""
     rollout_workers: int = Field(0, ge=0)
     """Processes that generate and score groups, each a share of them; 0: the run's own process."""
+    rollout_worker_timeout: float = Field(300.0, gt=0)
+    """Seconds for which a rollout worker's event loop may be blocked before the worker counts as hung and is replaced."""
     reward_key: str | None = None
     """Which of a reward's named numbers is trained on; by default the reward's own choice."""
     reward_select_key: str | None = None

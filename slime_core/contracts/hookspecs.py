@@ -234,7 +234,7 @@ class EventLoopBlocked(Event):
 
     seconds: float
     where: str
-    """`file:line function > ...`, the innermost last."""
+    """`file:line function > ...`, the innermost last; `rollout worker 1: ` in front if only its loop was blocked."""
 
 
 EVENTS: Final = tuple(

@@ -12,7 +12,7 @@ from functools import partial
 from slime_core.config.bound import BoundRun
 from slime_core.config.part import BoundPlugin
 from slime_core.contracts.generator import Generator
-from slime_core.contracts.hookspecs import BatchReady, Run, SampleFailed
+from slime_core.contracts.hookspecs import BatchReady, EventLoopBlocked, Run, SampleFailed
 from slime_core.contracts.middleware import RouterMiddleware
 from slime_core.controller.checkpoint import CheckpointStore, RunState
 from slime_core.controller.evaluate import EvalTask, Evaluator
@@ -56,6 +56,9 @@ class RunPlace:
     store: CheckpointStore
     state: RunState
     times: StartTimes
+
+    def loop_blocked(self, seconds: float, where: str) -> None:
+        self.hooks.emit(EventLoopBlocked(run=self.event, seconds=seconds, where=where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +187,7 @@ async def start_workers(
         model_config=inputs.model_config,
     )
     generators = build_generators(run, stack) if with_engine else {}
-    rollout = rollout_workers_of(run, agreement, reports.failures)
+    rollout = rollout_workers_of(run, agreement, reports.failures, place.loop_blocked)
     if rollout is not None:
         stack.push_async_callback(rollout.stop)
     try:

@@ -28,7 +28,8 @@ def key_paths(*keys: str) -> tuple[KeyPath, ...]:
 MAY_CHANGE: Final = key_paths(
     "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row",
     "data.max_unknown_share", "eval", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
-    "rollout.reward_retries", "rollout.rollout_workers", "train.rank_call_timeout", "router.middleware_timeout",
+    "rollout.reward_retries", "rollout.rollout_workers", "rollout.rollout_worker_timeout", "train.rank_call_timeout",
+    "router.middleware_timeout",
 )  # fmt: skip
 """Keys that a resumed run may change: they alter what is logged or how long it continues, not what is trained."""
 
@@ -46,7 +47,8 @@ RESUME_MAY_CHANGE: Final = (
 REPLAY_MAY_CHANGE: Final = key_paths(
     "name", "runs_dir", "prepare", "plugin", "required_plugins", "trackers", "debug", "checkpoint.keep_checkpoints",
     "checkpoint.async_save", "checkpoint.save_hf", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
-    "rollout.reward_retries", "rollout.rollout_workers", "train.rank_call_timeout", "router.middleware_timeout",
+    "rollout.reward_retries", "rollout.rollout_workers", "rollout.rollout_worker_timeout", "train.rank_call_timeout",
+    "router.middleware_timeout",
 )  # fmt: skip
 """Keys that the replay of a schedule may change. The number of steps, the checkpoints and the evaluations must be equal: they
 decide when groups are admitted, aborted and queued, and a replay waits for the recorded events. Single-file plugins are

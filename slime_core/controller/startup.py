@@ -19,7 +19,7 @@ import tomlkit
 from slime_core.atomic_io.atomic_file import write_text
 from slime_core.atomic_io.storage import check_writable, storage_errors
 from slime_core.config.bound import BoundRun
-from slime_core.contracts.hookspecs import EventLoopBlocked, Run, RunEnd, RunStart
+from slime_core.contracts.hookspecs import Run, RunEnd, RunStart
 from slime_core.contracts.launcher import LauncherSetup
 from slime_core.contracts.tracker import RunInfo, Tracker
 from slime_core.controller.assembly import RunPlace, assemble_session
@@ -105,7 +105,7 @@ async def start(
         started = RunStart(run=event, rollout_id=state.rollout_id, version=state.version, plugins=plugins)
         hooks.emit(started)
         stack.enter_context(frozen_gc())
-        stack.enter_context(loop_watch(session))
+        stack.enter_context(EventLoopWatchdog(LOOP_HELD_S, parts.loop_blocked))
         if config.rollout.use_fault_tolerance:
             for monitor in health_monitors(session, launcher):
                 await stack.enter_async_context(monitor)
@@ -163,13 +163,6 @@ def start_trackers(
             tracker.start(info)
         stack.push(partial(finish, tracker))
     return trackers
-
-
-def loop_watch(session: Session) -> EventLoopWatchdog:
-    def held(seconds: float, where: str) -> None:
-        session.hooks.emit(EventLoopBlocked(run=session.event, seconds=seconds, where=where))
-
-    return EventLoopWatchdog(LOOP_HELD_S, held)
 
 
 @contextlib.contextmanager

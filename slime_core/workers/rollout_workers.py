@@ -26,11 +26,14 @@ class RolloutWorkers(Protocol):
         """Ends the processes, in any state."""
 
 
-def rollout_workers_of(run: BoundRun, agreement: Agreement, faults: Counter[str]) -> RolloutWorkers | None:
-    """Nothing is started yet. None: the run has none. faults: metrics of lost workers, for the next step's record."""
+def rollout_workers_of(
+    run: BoundRun, agreement: Agreement, faults: Counter[str], on_blocked: Callable[[float, str], None]
+) -> RolloutWorkers | None:
+    """Nothing is started yet. None: the run has none. faults: metrics of lost workers, for the next step's record. on_blocked:
+    called with the seconds that a worker's event loop was blocked, and where."""
     if not run.uses_rollout_workers:
         return None
     where = "rollout.rollout_workers"
     entry = run.registry.find(groups.LIBRARY, "rollout_workers", where=where)
-    workers: RolloutWorkers = run.registry.load(entry, where=where)(run, agreement, faults)
+    workers: RolloutWorkers = run.registry.load(entry, where=where)(run, agreement, faults, on_blocked)
     return workers

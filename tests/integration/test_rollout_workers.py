@@ -119,6 +119,20 @@ async def shaky(episode):
     response.append_completion(await episode.complete(response.tokens))
     return [response.finish()]
 """
+STUCK = """
+import time
+from pathlib import Path
+from slime_core.plugin import generator
+
+@generator("stuck")
+async def stuck(episode):
+    response = episode.trajectory()
+    response.append_completion(await episode.complete(response.tokens))
+    if episode.prompt.group_index == 7 and not Path("was-stuck").exists():
+        Path("was-stuck").touch()
+        time.sleep(1000)
+    return [response.finish()]
+"""
 OWN_LOOP = """
 import json, sys
 import slime_core
@@ -241,16 +255,48 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serv
     ended = prepared.end(process)
     assert ended.code == 0, ended.err
     assert groups_of(prepared, "killed") == groups_of(prepared, "plain")
-    restarts = [
-        line["metrics"].get("rollout/rollout_worker_restarts", 0.0)
-        for line in prepared.metrics("killed")
-        if line["axis"] == "rollout/step"
-    ]
-    assert sum(restarts) == 1
+    assert rollout_metric(prepared, "killed", "rollout/rollout_worker_restarts") == 1
     lost = [event for event in events(prepared, "killed") if event["event"] == "sample_failed"]
     assert lost
     assert all("rollout worker" in event["error"] and "died (exit code -9)" in event["error"] for event in lost)
     assert not [event for event in events(prepared, "killed") if event["event"] == "engine_lost"]
+
+
+@pytest.mark.faults
+def test_workers_that_hang_are_replaced_and_nothing_is_lost(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):
+    """One by a generator that does not await, in the second step, and another one whose process is stopped, in the third."""
+    address = serve(0.01)
+    (prepared / "stuck.py").write_text(STUCK)
+    words = *WORDS, *address, "--plugin", "stuck.py", "--generate", "stuck"
+    hanging = "--rollout-workers", "2", "--rollout-worker-timeout", "2"
+    process = prepared.start("run", "run.toml", *words, "--name", "hanging", *hanging)
+    wait_until((prepared.runs / "hanging" / "begun-2").exists, process)
+    stopped = workers_of(process.pid)[0]
+    stopped.suspend()
+    ended = prepared.end(process)
+    assert ended.code == 0, ended.err
+    assert (prepared.folder / "was-stuck").exists()
+    assert not stopped.is_running()
+    ended = prepared.run(*words, "--name", "plain")
+    assert ended.code == 0, ended.err
+    assert groups_of(prepared, "hanging") == groups_of(prepared, "plain")
+    lost = [event["error"] for event in events(prepared, "hanging") if event["event"] == "sample_failed"]
+    blocked = [error for error in lost if "stuck.py:12 stuck" in error]
+    silent = [error for error in lost if f"(pid {stopped.pid}) was killed: its process has reported nothing" in error]
+    assert blocked
+    assert silent
+    assert all("for 2 s (--rollout-worker-timeout)" in error for error in lost)
+    assert any("rollout worker 1 (pid" in error for error in blocked)
+    held = [event for event in events(prepared, "hanging") if event["event"] == "loop_held"]
+    assert any(
+        event["where"].startswith("rollout worker 1: ") and "stuck.py:12 stuck" in event["where"] for event in held
+    )
+    assert rollout_metric(prepared, "hanging", "rollout/rollout_worker_restarts") >= 2
+
+
+def rollout_metric(tiny: TinyRun, run: str, name: str) -> float:
+    """Its sum over all steps."""
+    return sum(line["metrics"].get(name, 0.0) for line in tiny.metrics(run) if line["axis"] == "rollout/step")
 
 
 @pytest.mark.faults

@@ -6,12 +6,23 @@ import asyncio
 import contextlib
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 LENGTH_BYTES: Final = 8
 READ_AHEAD: Final = 1 << 22
 """Bytes that wait in this process to be read as messages."""
+
+
+def packet(messages: Sequence[Any]) -> tuple[bytes, bytes]:
+    """Length and content."""
+    content = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(content).to_bytes(LENGTH_BYTES), content
+
+
+def send_at_once(end: socket.socket, message: Any) -> None:
+    """From a thread beside the event loop, to a channel that reads only. Waits until the socket has it."""
+    end.sendall(b"".join(packet([message])))
 
 
 class Channel:
@@ -36,9 +47,8 @@ class Channel:
     def _flush(self) -> None:
         messages, self._waiting = self._waiting, []
         if messages and not self._writer.is_closing():
-            content = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
-            self._writer.write(len(content).to_bytes(LENGTH_BYTES))
-            self._writer.write(content)
+            for part in packet(messages):
+                self._writer.write(part)
 
     async def read(self, take: Callable[[Any], None]) -> None:
         """Calls `take` with each message. Returns when the other end is gone."""

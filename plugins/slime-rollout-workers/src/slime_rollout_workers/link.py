@@ -1,6 +1,6 @@
 """Link: one worker as the driver sees it: its groups, the requests that it makes, and the calls that engines make through it.
 
-If its process dies, another one takes its place. What the old one had is aborted, and its groups begin again.
+If its process dies or hangs, another one takes its place. What the old one had is aborted, and its groups begin again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ from slime_rollout_workers.worker_requests import WorkerRequests
 class Link:
     """`start`, then any number of `begin`, `cancel`, `stop_groups`, and `stop`."""
 
-    def __init__(self, setup: WorkerSetup, *, max_losses: int, faults: Counter[str]) -> None:
-        """`max_losses`: how often a group may be lost with its worker. `faults`: counters of a step."""
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        *,
+        max_losses: int,
+        faults: Counter[str],
+        on_blocked: Callable[[float, str], None],
+    ) -> None:
+        """`max_losses`: how often a group may be lost with its worker. `faults`: counters of a step. `on_blocked`: see
+        `HangWatch`."""
         self._setup = setup
-        self._name = f"rollout worker {setup.number}"
+        self._name = setup.name
+        self._on_blocked = on_blocked
         self._max_losses = max_losses
         self._faults = faults
         self._requests = WorkerRequests(self._name, self._send)
@@ -83,14 +92,15 @@ class Link:
     async def _start_process(self) -> None:
         ready = self._ready = asyncio.get_running_loop().create_future()
         self._sent_versions = None
-        process = self._process = await WorkerProcess.start(self._setup, self._take)
+        process = self._process = await WorkerProcess.start(self._setup, self._take, self._on_blocked)
         process.reading.add_done_callback(lambda _: ready.cancel())
         await asyncio.wait({ready})
         if ready.cancelled():
-            raise RolloutError(f"{self._name} died while it started (exit code {await process.exit_code()}).")
+            raise RolloutError(f"{self._name} {await process.end()} while it started.")
         if (error := ready.result()) is not None:
             raise raised_here(error)
         self._is_ready = True
+        process.watch.begin()
         self._requests.begin()
         for group in self._groups.values():
             self._send_group(group)
@@ -110,16 +120,16 @@ class Link:
             self._give_up(failed.error)
 
     async def _replace_lost(self) -> None:
-        """Starts another process whenever this one has died. Raises an error if that fails."""
+        """Starts another process whenever this one has died or was killed because it hung. Raises an error if that fails."""
         while True:
             process = self._process
             assert process is not None
             await asyncio.wait({process.reading})
             self._is_ready = False
-            pid, code = process.pid, await process.exit_code()
+            pid, end = process.pid, await process.end()
             self._faults["rollout/rollout_worker_restarts"] += 1
             await self._requests.lose()
-            self._count_losses(RolloutError(f"{self._name} (pid {pid}) died (exit code {code})."))
+            self._count_losses(RolloutError(f"{self._name} (pid {pid}) {end}."))
             await self._start_process()
 
     def _give_up(self, error: Exception) -> None:
@@ -146,7 +156,7 @@ class Link:
                 where = prompt.origin or f"group {prompt.group_index}"
                 lost = RolloutError(
                     f"{where}: lost {group.losses} times with the rollout worker that had it (--max-retries "
-                    f"{self._max_losses}): its generator or its rewards may end the process. The last time: {error}"
+                    f"{self._max_losses}): its generator or its rewards may end or block the process. The last time: {error}"
                 )
                 self._drop(group, lost)
 

@@ -28,6 +28,12 @@ class WorkerSetup:
     reward_timeout: float | None
     max_calls: int
     """How many calls to servers it makes at the same time."""
+    timeout: float
+    """Seconds that its event loop may be blocked."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout worker {self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +161,16 @@ class ResponseFailed(NamedTuple):
     attempt: int
     will_retry: bool
     error: Exception
+
+
+class LoopReport(NamedTuple):
+    """Of the thread that watches the worker's event loop; the only message on a socket of its own."""
+
+    turns: bool
+    blocked_s: float
+    """Seconds that it has been blocked, or was until now; 0: it was not."""
+    where: str
+    """The code that blocks or blocked it, as `location_of` has it."""
 
 
 class Question(NamedTuple):

@@ -20,10 +20,17 @@ from slime_rollout_workers.remote_runner import RemoteRunner, Shares
 class WorkerProcesses:
     """`slime_core.workers.rollout_workers.RolloutWorkers` as processes on the driver's machine."""
 
-    def __init__(self, run: BoundRun, agreement: Agreement, faults: Counter[str]) -> None:
+    def __init__(
+        self, run: BoundRun, agreement: Agreement, faults: Counter[str], on_blocked: Callable[[float, str], None]
+    ) -> None:
         rollout = run.config.rollout
         self._links = [
-            Link(worker_setup(run, agreement, number), max_losses=rollout.max_retries, faults=faults)
+            Link(
+                worker_setup(run, agreement, number),
+                max_losses=rollout.max_retries,
+                faults=faults,
+                on_blocked=on_blocked,
+            )
             for number in range(rollout.rollout_workers)
         ]
         self._shares = Shares(self._links)
@@ -53,9 +60,12 @@ def worker_setup(run: BoundRun, agreement: Agreement, number: int) -> WorkerSetu
         reward_workers=rollout.reward_workers,
         reward_timeout=rollout.reward_timeout,
         max_calls=rollout.concurrency * run.config.launcher.num_engines,
+        timeout=rollout.rollout_worker_timeout,
     )
 
 
-def rollout_workers(run: BoundRun, agreement: Agreement, faults: Counter[str]) -> WorkerProcesses:
+def rollout_workers(
+    run: BoundRun, agreement: Agreement, faults: Counter[str], on_blocked: Callable[[float, str], None]
+) -> WorkerProcesses:
     """Found by the kernel in the group `slime.library`. Starts nothing yet."""
-    return WorkerProcesses(run, agreement, faults)
+    return WorkerProcesses(run, agreement, faults, on_blocked)

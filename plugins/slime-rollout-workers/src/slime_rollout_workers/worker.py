@@ -32,6 +32,8 @@ from slime_rollout_workers.channel import Channel
 from slime_rollout_workers.columns import GroupColumns, RewardColumns
 from slime_rollout_workers.flat import pack_trace
 from slime_rollout_workers.group_client import GroupClient, Requests
+from slime_rollout_workers.hang_watch import report_interval
+from slime_rollout_workers.loop_reports import LoopReports
 from slime_rollout_workers.messages import (
     Call,
     Called,
@@ -58,16 +60,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def serve(end: socket.socket, setup: WorkerSetup) -> None:
+def serve(end: socket.socket, reports: socket.socket, setup: WorkerSetup) -> None:
     """The process's main function. The driver decides when it ends: it ignores Ctrl-C and a closed terminal."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     with lasting_output():
-        asyncio.run(run(end, setup))
+        asyncio.run(run(end, reports, setup))
 
 
-async def run(end: socket.socket, setup: WorkerSetup) -> None:
+async def run(end: socket.socket, reports: socket.socket, setup: WorkerSetup) -> None:
+    with LoopReports(reports, report_interval(setup.timeout)):
+        await work(end, setup)
+
+
+async def work(end: socket.socket, setup: WorkerSetup) -> None:
     channel = await Channel.over(end)
     worker = Worker(setup, channel.send)
     reading = asyncio.create_task(channel.read(worker.take))

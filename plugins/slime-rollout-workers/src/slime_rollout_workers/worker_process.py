@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from slime_core.rollout.reward_process import interrupts_blocked
 from slime_rollout_workers.channel import Channel
+from slime_rollout_workers.hang_watch import HangWatch
 from slime_rollout_workers.messages import Close, WorkerSetup
 from slime_rollout_workers.worker import serve
 
@@ -22,40 +23,61 @@ DEATH_S: Final = 2.0
 
 
 class WorkerProcess:
-    def __init__(self, process: SpawnProcess, channel: Channel, reading: asyncio.Task[None]) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        process: SpawnProcess,
+        channels: tuple[Channel, Channel],
+        take: Callable[[Any], None],
+        on_blocked: Callable[[float, str], None],
+    ) -> None:
         self._process = process
-        self._channel = channel
-        self.reading = reading
-        """Done when the process is gone."""
+        self._channels = channels
+        channel, reports = channels
+        self.reading = asyncio.create_task(channel.read(take))
+        """Done when the process is gone, or was killed because it hung."""
         self.send = channel.send
+        self.watch = HangWatch(setup.name, setup.timeout, on_hang=self._kill_hung, on_blocked=on_blocked)
+        self._report_reading = asyncio.create_task(reports.read(self.watch.take))
+        self._hang: str | None = None
+        """Why it was killed."""
 
     @classmethod
-    async def start(cls, setup: WorkerSetup, take: Callable[[Any], None]) -> WorkerProcess:
-        """`take` is called with each message."""
-        here, there = socket.socketpair()
+    async def start(
+        cls, setup: WorkerSetup, take: Callable[[Any], None], on_blocked: Callable[[float, str], None]
+    ) -> WorkerProcess:
+        """`take` is called with each message; `on_blocked`: see `HangWatch`."""
+        (here, there), (reports_here, reports_there) = socket.socketpair(), socket.socketpair()
         # Forking a process that has torch's threads can deadlock.
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=serve, args=(there, setup), name=f"{NAME}-{setup.number}")
-        with there, interrupts_blocked():
+        process = context.Process(target=serve, args=(there, reports_there, setup), name=f"{NAME}-{setup.number}")
+        with there, reports_there, interrupts_blocked():
             process.start()
         try:
-            channel = await Channel.over(here)
+            channels = await Channel.over(here), await Channel.over(reports_here)
         except BaseException:
             process.kill()
             raise
-        return cls(process, channel, asyncio.create_task(channel.read(take)))
+        return cls(setup, process, channels, take, on_blocked)
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
-    async def exit_code(self) -> int | None:
-        """Of a process whose channel has ended; it is killed if it still runs."""
+    def _kill_hung(self, why: str) -> None:
+        self._hang = why
+        # One that is stopped ends too. Its children may hold the other end of the channel.
+        self._process.kill()
+        self.reading.cancel()
+
+    async def end(self) -> str:
+        """What happened to a process whose `reading` is done, as the end of a sentence. It is killed if it still runs."""
         await asyncio.to_thread(self._process.join, DEATH_S)
-        return await self._end()
+        code = await self._end()
+        return f"died (exit code {code})" if self._hang is None else f"was killed: {self._hang}"
 
     async def stop(self) -> None:
-        self._channel.send(Close())
+        self.send(Close())
         await asyncio.wait({self.reading}, timeout=STOP_S)
         await asyncio.to_thread(self._process.join, DEATH_S)
         await self._end()
@@ -63,7 +85,10 @@ class WorkerProcess:
     async def _end(self) -> int | None:
         self._process.kill()
         await asyncio.to_thread(self._process.join)
+        self.watch.close()
         self.reading.cancel()
-        await asyncio.wait({self.reading})
-        await self._channel.close()
+        self._report_reading.cancel()
+        await asyncio.wait({self.reading, self._report_reading})
+        for channel in self._channels:
+            await channel.close()
         return self._process.exitcode
