@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import slime_core
 from slime_core.errors import ConfigError, DataError
-from slime_session import Datum, TrainingSession
+from slime_session import Datum, TrainingSession, target_batch
 
 if TYPE_CHECKING:
     from conftest import TinyRun
@@ -129,6 +129,17 @@ def test_all_weights_learn_from_several_targets(tiny: TinyRun, opened: Callable[
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
     assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_backend_with_one_target_at_a_position_is_named(
+    opened: Callable[..., TrainingSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened({}) as session, monkeypatch.context() as patched:
+        patched.setattr(target_batch, "PromptTargets", type("Other", (), {}))
+        with pytest.raises(
+            ConfigError, match=r'datums\[0\]\.targets: backend "fsdp" computes one target at a position'
+        ):
+            session.batch(cases())
 
 
 def test_targets_that_do_not_fit_are_refused(opened: Callable[..., TrainingSession]) -> None:
