@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_models_are_saved_and_the_process_goes_on(tmp_path, number):
+async def test_models_are_saved_and_the_process_lives(tmp_path, number):
     models, ready, listener = ScriptedModels(), asyncio.Event(), listen("127.0.0.1", 0, backlog=9)
     port = listener.getsockname()[1]
     before = signal.getsignal(number)
