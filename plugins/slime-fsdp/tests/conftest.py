@@ -149,9 +149,23 @@ class Sample:
 
 def make_samples(count: int = 7) -> list[Sample]:
     """Samples of uneven lengths, with an empty response, a fully masked one and a prompt of one token."""
+    return samples_of([(7, 5), (3, 0), (4, 9), (1, 6), (5, 1), (11, 14), (2, 3)][:count])
+
+
+def target_step(backend):
+    """Report and scores of a step of an adapter on prompts with 2, 3, 1 and 4 targets at each position."""
+    backend.add_adapter("a", AdapterShape(rank=3, alpha=6), 7)
+    backend.use_adapter("a")
+    backend.predict_prompts(True)
+    samples = samples_of([(5, 10), (1, 3), (6, 6), (3, 12)])
+    report = backend.train_step([pack(samples[:3]), pack(samples[3:])], SequencePolicy(entropy_has_gradient=False))
+    return report, backend.forward_only([pack(samples)], entropy=True)[0]
+
+
+def samples_of(lengths: list[tuple[int, int]]) -> list[Sample]:
+    """Prompts and responses of these lengths; the third response is masked."""
     generator = torch.Generator().manual_seed(3)
-    lengths = [(7, 5), (3, 0), (4, 9), (1, 6), (5, 1), (11, 14), (2, 3)][:count]
-    samples = []
+    samples, count = [], len(lengths)
     for i, (prompt, response) in enumerate(lengths):
         mask = torch.rand(response, generator=generator) < 0.8
         if i == 2:
@@ -385,6 +399,11 @@ def one_held(folders):
     log_probs = backend.forward_only([pack(samples)])[0].log_probs
     backend.use_adapter(None)
     return report, log_probs, backend.forward_only([pack(samples)])[0].log_probs
+
+
+@pytest.fixture(scope="session")
+def one_target_step(folders):
+    return target_step(start(folders("qwen3"), {"max_adapters": 1, "log_probs_chunk_size": 3}))
 
 
 @dataclass(frozen=True)

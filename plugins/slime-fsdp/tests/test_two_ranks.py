@@ -55,6 +55,19 @@ def test_held_adapters_on_two_ranks(ranks, one_held):
         assert rank["same"]
 
 
+def test_several_targets_at_positions_that_ranks_share(ranks, one_target_step):
+    report, scores = one_target_step
+    saved = ranks("targets")
+    assert totals(saved) == pytest.approx(report.sums, rel=1e-4)
+    for name in ("log_probs", "entropy"):
+        expected = getattr(scores, name)
+        found = np.full(len(expected), np.nan, np.float32)
+        for rank in saved:
+            assert rank["grad_norm"] == pytest.approx(report.grad_norm, rel=1e-4)
+            found[rank["rows"]] = rank[name]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_with_shared_tokens_and_over_half_precision(ranks, one_held):
     report, log_probs, _ = one_held
     saved = ranks("held_cp")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
-from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, weights_of
+from conftest import SGD, SequencePolicy, make_samples, pack, pack_images, start, target_step, weights_of
 from slime_core.contracts.optimizer import StepSettings
 from slime_core.errors import ModelError, StorageError
 from slime_fsdp import export
@@ -352,6 +352,13 @@ def held_adapters_elsewhere(run):
     backend.close()
 
 
+def several_targets(run):
+    backend = run.begin("targets", {"max_adapters": 1, "context_parallel_size": 2, "log_probs_chunk_size": 3})
+    report, scores = target_step(backend)
+    run.save("targets", **numbers(report), log_probs=scores.log_probs, entropy=scores.entropy, rows=scores.rows)
+    backend.close()
+
+
 def half_precision_adapters(run):
     """Adapters in float32 over a bfloat16 base, sharded together; the critic's head too."""
     samples = make_samples()
@@ -434,6 +441,7 @@ def main(rank, device, *folders):
         adapters,
         held_adapters,
         held_adapters_elsewhere,
+        several_targets,
         half_precision_adapters,
         vision,
         vision_context_parallel,

@@ -11,6 +11,7 @@ from slime_core.errors import EngineError, EngineRefused
 from slime_plugin_kit import adapters_case
 from slime_plugin_kit.adapters_case import ALL, bucket_of, peft_model, refused
 from slime_plugin_kit.event_loop import BackgroundLoop
+from slime_plugin_kit.served_tenants_case import require_tenants_are_served
 from slime_plugin_kit.tiny_model import TINY, make_tiny_model
 from slime_sglang.plugin import Sglang
 
@@ -56,6 +57,20 @@ def test_two_adapters_at_once(held, model, monkeypatch):
 
 def without_head(original, folder, seed, *, targets=ALL[:-1], rank=4):
     return original(folder, seed, targets=targets, rank=rank)
+
+
+def test_tenants_of_slime_serve_sample_with_their_own_adapters(held, model, tmp_path):
+    engine, run = held
+    (server,) = engine._fleet.servers
+    (tmp_path / "token").write_text(server.token)
+    table = {
+        "name": "sglang",
+        **HELD,
+        "external_engine_addrs": [server.address],
+        "external_engine_token_file": str(tmp_path / "token"),
+    }
+    require_tenants_are_served(tmp_path, model, table, unembed=False)
+    assert len(run(server.get("/v1/models", timeout_s=60))["data"]) == 1
 
 
 def test_the_output_layer_is_refused_on_a_cpu(held, model):

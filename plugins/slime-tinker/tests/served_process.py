@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
+
+from slime_plugin_kit.served_process import ServedProcess
 
 ROOT: Final = Path(__file__).parents[3]
 CLIENT_PYTHON: Final = ROOT / ".venv-tinker/bin/python"
 CLIENTS: Final = Path(__file__).parent / "client"
-START_S: Final = 240
 RUN_FILE: Final = """\
 name = "served"
 backend = {{ name = "fsdp", max_adapters = 4 }}
@@ -32,57 +30,10 @@ hf_checkpoint = "{model}"
 """
 
 
-class ServedProcess:
-    def __init__(self, folder: Path, model: Path, *options: str) -> None:
-        """`options`: of the command, in addition."""
-        folder.mkdir(parents=True, exist_ok=True)
-        text = WHOLE_RUN_FILE if "--full-parameters" in options else RUN_FILE
-        (folder / "run.toml").write_text(text.format(model=model))
-        self._folder = folder
-        self._options = options
-        self._port = 0
-        self._process: subprocess.Popen[str] | None = None
-
-    @property
-    def address(self) -> str:
-        scheme = "https" if "--tls-key" in self._options else "http"
-        return f"{scheme}://127.0.0.1:{self._port}"
-
-    def start(self) -> None:
-        """Returns when it serves; a second time on the same port."""
-        command = [
-            Path(sys.executable).parent / "slime",
-            "serve",
-            "run.toml",
-            "--port",
-            str(self._port),
-            *self._options,
-        ]
-        errors = (self._folder / "errors.txt").open("a")
-        self._process = subprocess.Popen(
-            command, cwd=self._folder, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        line = ""
-        while " at http" not in line:
-            ready, _, _ = select.select([self._process.stdout], [], [], START_S)
-            assert ready, "the server did not start"
-            line = self._process.stdout.readline()
-            assert line, (self._folder / "errors.txt").read_text()
-        self._port = int(line.split(",")[0].rpartition(":")[2])
-
-    def kill(self) -> None:
-        self._end(signal.SIGKILL)
-
-    def stop(self) -> int:
-        return self._end(signal.SIGTERM)
-
-    def _end(self, number: signal.Signals) -> int:
-        if self._process is None:
-            return 0
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
-        return self._process.wait(timeout=60)
+def served_process(folder: Path, model: Path, *options: str) -> ServedProcess:
+    """`options`: of the command, in addition."""
+    text = WHOLE_RUN_FILE if "--full-parameters" in options else RUN_FILE
+    return ServedProcess(folder, text.format(model=model), *options)
 
 
 def client(

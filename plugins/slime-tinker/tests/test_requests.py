@@ -285,6 +285,11 @@ async def test_what_is_wrong_is_named(tmp_path):
         sampler = created.json()["sampling_session_id"]
         wrong = [
             ({"num_samples": 0}, "num_samples = 0"),
+            ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k: draws in the prompt's places are not served here"),
+            (
+                {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}},
+                "target_prompt_logprobs: log-probs of other tokens in the prompt's places are not served here. Leave it out",
+            ),
             ({"topk_sample_logprobs": 51}, "topk_sample_logprobs = 51: must be from 0 to 50"),
             ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n = 3: must be from 1 to 2"),
             ({"sampling_params": {"max_tokens": 1, "stop": []}}, "stop = []"),

@@ -5,13 +5,20 @@ import pytest
 import torch
 from test_losses import parsed
 from tinker import TensorData
+from tinker.proto.response_conv import deserialize_forward_backward_output
 from tinker.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 
+from slime_core.registry import Registry
 from slime_tinker.errors import RequestError
+from slime_tinker.training import trained_outcome
 
 
 def datum(tokens, **inputs):
     return Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def array(values):
+    return TensorData.from_numpy(np.asarray(values))
 
 
 def policy(tokens, targets, old, advantages, **inputs):
@@ -87,7 +94,7 @@ IMAGE = Datum(
         ([], "ppo", "data: empty"),
         ([IMAGE], "cross_entropy", "data[0].model_input.chunks[0]: image"),
         ([datum([3, 4], weights=[1.0, 1.0])], "cross_entropy", '"target_tokens"]: missing'),
-        ([datum([3, 4], target_tokens=[4])], "cross_entropy", "1 values, and model_input has 2 tokens"),
+        ([datum([3, 4], target_tokens=[4])], "cross_entropy", "shape (1,), and model_input has 2 tokens"),
         (
             [datum([3, 4], target_tokens=[4, 5], mask=TensorData.from_numpy(np.ones(2, np.float32)))],
             "ppo",
@@ -96,11 +103,42 @@ IMAGE = Datum(
         ([datum([3, 99], target_tokens=[99, 5])], "cross_entropy", "data[0].model_input[1] = 99: outside"),
         ([datum([3, 4], target_tokens=[4, 70])], "cross_entropy", '"target_tokens"][1] = 70: outside'),
         (
-            [datum([3, 4], target_tokens=[9, 5])],
-            "cross_entropy",
-            '"target_tokens"][0] is 9, and the next token of model_input is 4',
+            [policy([3, 4], [9, 5], [0.0, 0.0], [0.0, 1.0])],
+            "dro",
+            '"target_tokens"][0] is 9, and the next token of model_input is 4: a target that counts in dro must be the next',
         ),
-        ([policy([3, 4], [9, 5], [0.0, 0.0], [0.0, 1.0])], "dro", "must be the next token"),
+        (
+            [datum([3, 4], target_tokens=array([[4, 5], [5, 70]]))],
+            "cross_entropy",
+            '"target_tokens"][1, 1] = 70: outside',
+        ),
+        (
+            [datum([3, 4], target_tokens=array([[4, 5], [5, 6]]), weights=[1.0, 1.0])],
+            "cross_entropy",
+            '"weights"]: shape (2,), and model_input has 2 tokens with target_tokens of shape (2, 2)',
+        ),
+        (
+            [datum([3, 4], target_tokens=array([[4, 5]]))],
+            "cross_entropy",
+            '"target_tokens"]: shape (1, 2), and model_input has 2 tokens',
+        ),
+        (
+            [
+                datum(
+                    [3, 4],
+                    target_tokens=array([[4, 5], [5, 6]]),
+                    weights=array(np.array([[1, 1], [np.inf, 1]], np.float32)),
+                )
+            ],
+            "cross_entropy",
+            '"weights"][1, 0] is not finite',
+        ),
+        ([datum([3, 4], target_tokens=array(np.ones((2, 129), int)))], "cross_entropy", "from 1 to 128 targets"),
+        (
+            [policy([3, 4], array([[4, 5], [5, 6]]), [0.0, 0.0], [0.0, 1.0])],
+            "ppo",
+            '"target_tokens"]: shape (2, 2): ppo has one target at a position',
+        ),
         ([datum([3, 4], target_tokens=[4, 5])], "ppo", '"advantages"]: missing'),
         ([policy([3, 4], [4, 5], [0.0, float("nan")], [1.0, 1.0])], "ppo", '"logprobs"][1] is not finite'),
         (
@@ -126,7 +164,42 @@ def test_what_is_wrong_is_named(sent, name, message):
     assert message in str(error.value)
 
 
-def test_several_targets_at_a_position_are_refused():
-    wide = TensorData.from_numpy(np.array([[4, 5], [5, 6]]))
-    with pytest.raises(RequestError, match="several targets at one position"):
-        parsed([datum([3, 4], target_tokens=wide)], "cross_entropy", {})
+def test_several_targets_at_a_position():
+    """The second datum has one at each, which are the next tokens: it is of the same request."""
+    wide = datum([3, 4], target_tokens=array([[4, 5], [6, 6]]), weights=array(np.array([[0.5, 0], [0, 2]], np.float32)))
+    sparse = TensorData.from_torch_sparse(torch.tensor([[7, 0, 9], [0, 0, 8]]))
+    data = parsed(
+        [wide, datum([3, 4, 5], target_tokens=[4, 5, 6]), datum([5, 6], target_tokens=sparse)], "cross_entropy", {}
+    )
+    first, second, third = data.datums
+    assert first.tokens.tolist() == [3, 4]
+    assert first.prompt_length == 2
+    assert first.targets.tolist() == [[4, 5], [6, 6]]
+    assert first.loss_weights.tolist() == [0.5, 0.0, 0.0, 2.0]
+    assert second.targets.tolist() == [[4], [5], [6]]
+    assert second.loss_weights.tolist() == [1.0, 1.0, 1.0]
+    assert third.targets.tolist() == [[7, 0, 9], [0, 0, 8]]
+    assert data.num_tokens == 4 + 3 + 6
+    found = [column.tolist() for column in data.by_position(-np.arange(13, dtype=np.float32))]
+    assert found == [[[0, -1], [-2, -3]], [-4, -5, -6], [[-7, -8, -9], [-10, -11, -12]]]
+
+
+def test_a_target_of_its_own_that_counts():
+    (own,) = parsed([datum([3, 4], target_tokens=[9, 5])], "cross_entropy", {}).datums
+    assert own.targets.tolist() == [[9], [5]]
+
+
+def test_results_have_the_shape_of_the_targets():
+    """As the SDK reads them: datums with different K are in records of their own."""
+    sent = [
+        datum([3, 4], target_tokens=array([[4, 5], [6, 6]]), weights=array(np.array([[0.5, 0], [0, 2]], np.float32))),
+        datum([3], target_tokens=array([[4, 9]])),
+        datum([3, 4, 5], target_tokens=[4, 5, 6]),
+    ]
+    data = parsed(sent, "cross_entropy", {})
+    outcome = trained_outcome(Registry.from_environment(), data, -np.arange(9, dtype=np.float32))
+    found = deserialize_forward_backward_output(outcome.content)
+    log_probs = [output["logprobs"].to_numpy().tolist() for output in found.loss_fn_outputs]
+    assert log_probs == [[[0, -1], [-2, -3]], [[-4, -5]], [-6, -7, -8]]
+    assert found.metrics["loss:sum"] == pytest.approx(2 * 3 + 4 + 5 + 6 + 7 + 8)
+    assert [output["elementwise_loss"].shape for output in found.loss_fn_outputs] == [[2, 2], [1, 2], [3]]

@@ -15,6 +15,7 @@ from slime_core.types.completion import FinishReason
 from slime_plugin_kit import adapters_case
 from slime_plugin_kit.event_loop import BackgroundLoop
 from slime_plugin_kit.one_rank import OneRank
+from slime_plugin_kit.served_tenants_case import require_tenants_are_served
 from slime_plugin_kit.tiny_model import load_plain, log_probs_of
 from slime_transports import folder
 from slime_transports.plugin import Adapter
@@ -119,6 +120,17 @@ async def test_several_adapters_at_once(served, model, tmp_path):
         await adapters_case.require_refusals(engine, model, most=3, rank=8)
     finally:
         await engine.stop()
+
+
+def test_tenants_of_slime_serve_sample_with_their_own_adapters(served, model, tmp_path):
+    table = {
+        "name": "vllm",
+        **HELD,
+        "external_engine_addrs": [served.address],
+        "external_engine_token_file": str(served.token_file),
+    }
+    require_tenants_are_served(tmp_path, model, table, unembed=True)
+    assert len(served.ask("/v1/models")[1]["data"]) == 1
 
 
 async def update(engine, rank, version):

@@ -56,6 +56,8 @@ from slime_training.device_memory import reports_out_of_memory
 from slime_training.finite_state import StateTensor
 from slime_training.frozen_copies import require_copy
 from slime_training.head import EntropyMode, requested_entropy
+from slime_training.prompt_stream import prompt_stream
+from slime_training.prompt_targets import PromptTargetsBackend
 from slime_training.random_state import random_state
 from slime_training.restartable import RestartableBackend
 from slime_training.rounded_adamw import local
@@ -63,10 +65,11 @@ from slime_training.scores import scores_of
 from slime_training.trainer_backend import TrainerBackend
 
 
-class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
+class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, PromptTargetsBackend, RestartableBackend):
     def __init__(self, config: FsdpConfig) -> None:
         super().__init__(partial(make_trainer, config))
         self._config = config
+        self._predicts_prompts = False
         self._expects = False
         """Host memory for the state is allocated, or being allocated."""
 
@@ -100,9 +103,11 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
 
     def _outputs(self, model: PackedModel, whole: MicroBatch, entropy: EntropyMode) -> tuple[MicroBatch, Outputs]:
         """With the part of `whole` that this rank holds under context parallelism."""
-        micro, plan = prepare(self._ready, self._config, whole)
+        several = self._predicts_prompts
+        micro, plan = prepare(self._ready, self._config, prompt_stream(whole) if several else whole, share=not several)
         adapters = self._ready.adapters
-        return micro, model(micro, plan, entropy, None if adapters is None else adapters.layers.used)
+        adapter = None if adapters is None else adapters.layers.used
+        return micro, model(micro, plan, entropy, adapter, several)
 
     def _adapted(self, *, base: bool = False) -> AbstractContextManager[None]:
         """Within, forwards are those of the adapter in use; `base`: of the base."""
@@ -269,6 +274,9 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
         if self._config.freezes_base:
             raise ConfigError("backend fsdp trains adapters here: leave lora_rank and max_adapters out.")
         return self._ready
+
+    def predict_prompts(self, on: bool) -> None:
+        self._predicts_prompts = on
 
     def use_adapter(self, name: str | None) -> None:
         self._adapters.use(name)

@@ -43,6 +43,7 @@ from slime_training.fusion import keep_compiled
 from slime_training.head import EntropyMode, chunk_positions
 from slime_training.onednn import onednn_available, use_onednn
 from slime_training.rounded_adamw import STORED
+from slime_training.target_log_probs import TargetLogProbs
 
 GATHER_WEIGHTS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of torch's operations that gather sharded weights."""
@@ -91,15 +92,21 @@ class PackedModel(nn.Module):
         return self.model.config.model_type in WITH_IMAGES
 
     def forward(
-        self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode = "none", adapter: LowRank | None = None
+        self,
+        micro: MicroBatch,
+        plan: AttentionPlan,
+        entropy: EntropyMode = "none",
+        adapter: LowRank | None = None,
+        several: bool = False,
     ) -> Outputs:
-        """`adapter`: in use, for the head, whose weights are read instead of called."""
+        """`adapter`: in use, for the head, whose weights are read instead of called. `several`: positions in `logit_index`
+        ascend and repeat."""
         # Only the forward: a backward need not be invariant.
         with InvariantKernels(GATHER_WEIGHTS) if self.true_on_policy else nullcontext():
-            return self._forward(micro, plan, entropy, adapter)
+            return self._forward(micro, plan, entropy, adapter, several)
 
     def _forward(
-        self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode, adapter: LowRank | None
+        self, micro: MicroBatch, plan: AttentionPlan, entropy: EntropyMode, adapter: LowRank | None, several: bool
     ) -> Outputs:
         attention = attention_arguments(self.model, plan)
         if self.sees_images:
@@ -112,7 +119,10 @@ class PackedModel(nn.Module):
                 **attention,
             ).last_hidden_state[0]
         # All responses to a shared prompt are predicted from its last token. If there are no rows, the graph is kept.
-        hidden = DeterministicGather.apply(hidden, micro.logit_index)
+        index, places = micro.logit_index, None
+        if several and entropy != "gradient":
+            index, places = index.unique_consecutive(return_inverse=True)
+        hidden = DeterministicGather.apply(hidden, index)
         if self.head == "value":
             return Outputs(values=values_of(hidden, self.model.score))
         linear = self.model.get_output_embeddings()
@@ -120,13 +130,18 @@ class PackedModel(nn.Module):
         if adapter is not None and (reduced := adapter.reduced(self.head_name, hidden)) is not None:
             hidden = torch.cat([hidden, reduced], -1)
             added = adapter.layers[self.head_name].b_OR
+        chunk = chunk_positions(linear.weight.shape[0], self.log_probs_chunk_size)
+        if places is not None:
+            given = (hidden, linear.weight, linear.bias, added, micro.targets, places, micro.temperature, chunk)
+            log_probs, entropies = TargetLogProbs.apply(*given)
+            return Outputs(log_probs=log_probs, entropy=None if entropy == "none" else entropies)
         log_probs, entropies = log_probs_of(
             hidden,
             linear.weight,
             linear.bias,
             micro.targets,
             temperature=micro.temperature,
-            chunk=chunk_positions(linear.weight.shape[0], self.log_probs_chunk_size),
+            chunk=chunk,
             entropy=entropy,
             fuse=self.fused_head,
             added_VR=added,

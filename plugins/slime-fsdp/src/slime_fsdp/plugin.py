@@ -22,10 +22,11 @@ from slime_fsdp.config import (
 from slime_training.adapters.drivers import AdapterHolder
 from slime_training.chosen_optimizer import chosen_optimizer
 from slime_training.memory_plan import TrainerLoad, TrainerMemory, TrainerPlanner
+from slime_training.prompt_targets import PromptTargets
 from slime_training.restartable import Restartable
 
 
-class Fsdp(TrainerPlanner, AdapterHolder, Restartable, BackendDriver):
+class Fsdp(TrainerPlanner, AdapterHolder, PromptTargets, Restartable, BackendDriver):
     """torch FSDP2 over the causal language models of transformers, on CPU (gloo) or GPU (NCCL)."""
 
     Config: ClassVar[type[DriverConfig]] = FsdpConfig

@@ -20,8 +20,11 @@ from slime_training.delta_rule import plan_recurrence
 from slime_training.segment_table import whole_sequences, zigzag_part
 
 
-def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[MicroBatch, AttentionPlan]:
-    """Returns this rank's part, on the device, with the plan that is built from its offsets on the host."""
+def prepare(
+    trainer: Trainer, config: FsdpConfig, micro: MicroBatch, *, share: bool = True
+) -> tuple[MicroBatch, AttentionPlan]:
+    """Returns this rank's part, on the device, with the plan that is built from its offsets on the host. share: prompts may be
+    shared (`share_prompts`)."""
     placement, layout = trainer.placement, trainer.layout
     if trainer.model.sees_images:
         micro = replace(micro, position_ids=rope_positions(trainer.model.model, micro))
@@ -30,7 +33,7 @@ def prepare(trainer: Trainer, config: FsdpConfig, micro: MicroBatch) -> tuple[Mi
             f"{trainer.folder.path}: backend fsdp does not support images of a {trainer.folder.config.model_type}."
         )
     recurrent = trainer.model.has_delta_nets
-    shared = share_prompts(micro) if config.shares_prompts and not recurrent else None
+    shared = share_prompts(micro) if share and config.shares_prompts and not recurrent else None
     if shared is not None:
         micro, table = shared
     elif layout.cp_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
@@ -105,6 +106,12 @@ class ServedAdapters(ABC):
         if name is None or name in self._loaded:
             return None
         return f'adapter "{name}" is not loaded. Loaded: {", ".join(sorted(self._loaded)[:8]) or "none"}.'
+
+    async def leave(self) -> None:
+        """Frees all on servers that live on. One that does not respond keeps them."""
+        with contextlib.suppress(EngineError):
+            for name in list(self._loaded):
+                await self.drop(name)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -134,6 +134,9 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         with contextlib.ExitStack() as stack:
             if self._adapters is not None:
                 stack.callback(self._adapters.close)
+                if self._fleet.pid is None:
+                    # External servers: the next run on them would find them.
+                    await self._adapters.leave()
             await self._fleet.stop()
 
     @property

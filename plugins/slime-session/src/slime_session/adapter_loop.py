@@ -24,6 +24,7 @@ from slime_session.engine_adapters import EngineAdapters, HeldSnapshot
 from slime_session.named_plugins import those_with
 from slime_session.own_loop import Loss, OwnLoop, learner_of, objective_of, report_of, step_of
 from slime_session.reports import OptimizerStepReport
+from slime_session.target_batch import predicting
 from slime_training.adapters.drivers import AdapterHolder
 from slime_training.adapters.folder import AdapterCopy, read_adapter_folder
 from slime_training.adapters.shape import AdapterShape
@@ -106,7 +107,7 @@ class AdapterLoop:
     ) -> Gradients:
         self._require(adapter)
         number, other = step_of(batch, step), objective_of(self.session.run, loss, batch)
-        async with self._training(adapter):
+        async with self._training(adapter), predicting(self.session, batch):
             gradients = await learner_of(self.session).forward_backward(batch, number, other)
         adapter.accumulated = batch.tasks
         return gradients

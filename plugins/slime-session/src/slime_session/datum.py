@@ -20,12 +20,18 @@ NumberT = TypeVar("NumberT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Datum:
-    """T = P + R tokens, P >= 1 of the prompt, R >= 1 of the response. Each is a rollout of its own."""
+    """T = P + R tokens, P >= 1 of the prompt, R >= 1 of the response. Each is a rollout of its own.
+
+    With `targets` there is no response: T = P, and R = P K targets take the place of response tokens everywhere else.
+    """
 
     tokens: Sequence[int] | npt.NDArray[np.integer]
     """(T,)"""
     prompt_length: int
     """P"""
+    targets: npt.NDArray[np.integer] | None = None
+    """(P, K): K tokens after each prefix of the prompt, whose log-probs are computed, from one forward. K >= 1 may differ
+    between datums, and targets may be equal. All columns (R,) have them position by position. None: the response's tokens."""
     advantages: Numbers | float = 1.0
     """(R,), or one number for all response tokens. A loss that reads no advantages ignores them."""
     mask: Sequence[int] | npt.NDArray[np.integer] | None = None
@@ -38,6 +44,9 @@ class Datum:
 
     @property
     def response_length(self) -> int:
+        """R"""
+        if self.targets is not None:
+            return self.targets.size
         return len(self.tokens) - self.prompt_length
 
 
@@ -48,11 +57,15 @@ def groups_of(datums: Sequence[Datum], *, first: int) -> list[SampleGroup]:
 
 def group_of(datum: Datum, number: int, where: str) -> SampleGroup:
     length = datum.response_length
-    if datum.prompt_length < 1 or length < 1:
+    if datum.targets is not None:
+        require_targets(datum, where)
+    elif datum.prompt_length < 1 or length < 1:
         raise DataError(
             f"{where}: {len(datum.tokens)} tokens with prompt_length {datum.prompt_length}: both prompt and response need one."
         )
     tokens = np.asarray(datum.tokens, np.int32)
+    if datum.targets is not None:
+        tokens = np.concatenate([tokens, datum.targets.astype(np.int32).ravel()])
     prompt = Prompt(group_index=number, text="", token_ids=tokens[: datum.prompt_length], origin=where)
     sample = Sample(
         index=number,
@@ -69,6 +82,16 @@ def group_of(datum: Datum, number: int, where: str) -> SampleGroup:
         ),
     )
     return SampleGroup(prompt=prompt, samples=(sample,))
+
+
+def require_targets(datum: Datum, where: str) -> None:
+    targets, length = datum.targets, len(datum.tokens)
+    assert targets is not None
+    if not (targets.ndim == 2 and targets.size and len(targets) == length == datum.prompt_length):
+        raise DataError(
+            f"{where}.targets: shape {targets.shape} for {length} tokens with prompt_length {datum.prompt_length}: with "
+            "targets all tokens are the prompt's, and each has K >= 1 targets."
+        )
 
 
 def columns_of(datums: Sequence[Datum]) -> TokenColumns:

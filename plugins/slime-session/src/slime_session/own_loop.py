@@ -45,6 +45,7 @@ from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
 from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
+from slime_session.target_batch import TargetBatch, have_targets, predicting
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterHolder
 
@@ -158,13 +159,17 @@ class OwnLoop:
     async def batch(self, datums: Sequence[Datum]) -> LearnerBatch:
         for place, datum in enumerate(datums):
             self._vocabulary.require(np.asarray(datum.tokens), f"datums[{place}].tokens")
+            if datum.targets is not None:
+                self._vocabulary.require(datum.targets.ravel(), f"datums[{place}].targets")
+        predicts = have_targets(self.session, datums)
         groups = groups_of(datums, first=self._numbers.next_of_step(self.session.state.rollout_id, len(datums)))
-        return await self.credit(groups, columns_of(datums))
+        batch = await self.credit(groups, columns_of(datums))
+        return TargetBatch.of(batch) if predicts else batch
 
     async def forward(self, batch: LearnerBatch) -> Float32:
         session = self.session
         policy = session.policy
-        async with session.colocation.train(), policy.turn():
+        async with session.colocation.train(), policy.turn(), predicting(session, batch):
             scores = await policy.score(batch.dispatches[session.run.roles[0].name])
         return scores["log_probs"]
 
@@ -172,7 +177,7 @@ class OwnLoop:
         require_own_weights(self.session.run, "train")
         await self.between_steps("train")
         require_read(batch)
-        async with self._training():
+        async with self._training(), predicting(self.session, batch):
             report = await learner_of(self.session).steps(batch)
         return self._count(report)
 
@@ -183,7 +188,7 @@ class OwnLoop:
         tasks = batch.tasks if other is None else batch.tasks[:1]
         require_gradients_kept(tasks)
         self._require_state()
-        async with self._training():
+        async with self._training(), predicting(self.session, batch):
             began = time.perf_counter()
             gradients = await learner.forward_backward(batch, number, other)
             self._training_s += time.perf_counter() - began

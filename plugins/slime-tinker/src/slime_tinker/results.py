@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -20,17 +21,23 @@ STOP_REASONS: Final = {FinishReason.STOP: pb.STOP_REASON_STOP, FinishReason.LENG
 
 
 def forward_backward_outcome(outputs: Mapping[str, Sequence[Float32]], metrics: Mapping[str, float]) -> Outcome:
-    """`outputs`: for each name (N,) of every datum. `metrics`: names end with how chunks of a request are joined (`:sum`)."""
+    """`outputs`: for each name (N,) or (N, K) of every datum. `metrics`: names end with how chunks of a request are joined
+    (`:sum`)."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
-    record = message.loss_fn_outputs.add()
-    record.type_tag = OUTPUT_TYPE
-    for name, arrays in outputs.items():
-        record.num_datums = len(arrays)
-        tensor = record.fields[name]
-        tensor.dtype = pb.DTYPE_FLOAT32
-        tensor.data = np.concatenate(arrays).astype(np.float32).tobytes()
-        ends = np.cumsum([0, *(array.size * 4 for array in arrays)], dtype=np.int64)
-        tensor.offsets = ends.tobytes()
+    # Neighbours with equal K have a record of their own.
+    shapes = [array.shape[1:] for array in next(iter(outputs.values()))]
+    for shape, places in itertools.groupby(range(len(shapes)), key=shapes.__getitem__):
+        record = message.loss_fn_outputs.add()
+        record.type_tag = OUTPUT_TYPE
+        chosen = list(places)
+        record.num_datums = len(chosen)
+        for name, arrays in outputs.items():
+            own = [arrays[place] for place in chosen]
+            tensor = record.fields[name]
+            tensor.dtype = pb.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(shape)
+            tensor.data = np.concatenate(own).astype(np.float32).tobytes()
+            tensor.offsets = np.cumsum([0, *(array.size * 4 for array in own)], dtype=np.int64).tobytes()
     for name, value in metrics.items():
         message.metrics[name] = value
     return Outcome(content=message.SerializeToString(), is_proto=True)

@@ -32,10 +32,13 @@ from slime_tinker.training_data import require_vocabulary
 
 MAX_TOP_K: Final = 128
 UNSERVED: Final = {
-    "target_prompt_logprobs": "log-probs of other tokens in the prompt's places",
-    "prompt_alt_tokens_k": "draws in the prompt's places",
-    "record_stability_info": "what stable_reinforce needs",
+    "target_prompt_logprobs": "log-probs of other tokens in the prompt's places are not served here. Leave it out: "
+    "topk_prompt_logprobs has the likeliest tokens, and forward with cross_entropy has those of any target_tokens (N, K)",
+    "prompt_alt_tokens_k": "draws in the prompt's places are not served here. Leave it out: topk_prompt_logprobs has the "
+    "likeliest tokens",
+    "record_stability_info": "what stable_reinforce needs is not served here. Leave it out",
 }
+"""Fields of a request, and why they are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,9 +154,9 @@ class Sampling:
 
 def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limits: Limits) -> Asked:
     """RequestError for the first thing that is wrong, which it names."""
-    for name, meaning in UNSERVED.items():
+    for name, why in UNSERVED.items():
         if getattr(request, name):
-            raise RequestError(f"{name}: {meaning} are not served here.")
+            raise RequestError(f"{name}: {why}.")
     prompt: list[int] = []
     for place, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":

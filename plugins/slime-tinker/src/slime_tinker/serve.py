@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
+import signal
 import socket
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final
 
 import uvicorn
 
@@ -24,6 +28,29 @@ GRACE_S: Final = 1
 """For responses that are on their way when the server ends; fetches that wait are sent again by their clients."""
 
 
+class Server(uvicorn.Server):
+    """uvicorn's raises a signal again when it has ended, and SIGTERM then ends the process: nothing would be saved, and
+    external engines would keep the adapters."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before: dict[signal.Signals, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig != signal.SIGHUP:
+            os._exit(128 + sig)
+        self.should_exit = True
+
+
 def serve(
     models: Models,
     settings: Settings,
@@ -34,7 +61,7 @@ def serve(
     tls: Tls | None,
     ready: Callable[[], object],
 ) -> None:
-    """Until SIGINT or SIGTERM. `ready`: called when requests are served."""
+    """Until SIGINT, SIGTERM or SIGHUP; a second one ends the process at once. `ready`: called when requests are served."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # A client that waits for a thousand results has a thousand connections.
@@ -63,4 +90,4 @@ async def until_ended(
             ssl_keyfile=None if tls is None else str(tls.key),
         )
         ready()
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await Server(config).serve(sockets=[listener])

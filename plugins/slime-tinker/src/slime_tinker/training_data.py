@@ -2,11 +2,13 @@
 
 Position i of a datum's N input tokens predicts target_tokens[i]. Where all targets are the next tokens, the datum is one text
 of N + 1 tokens. A target that is not the next token is allowed where it does not count (programs put 0 there, in the prompt);
-its log-prob is not computed.
+its log-prob is not computed. In cross_entropy any K tokens may be targets at a position: where target_tokens is (N, K), or not
+the next tokens, all datums of the request are texts of N tokens with targets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +24,7 @@ from slime_tinker.errors import RequestError
 from slime_tinker.loss_calls import Config, DocumentedLoss, documented, table_of
 
 Array: TypeAlias = npt.NDArray[Any]
+Shape: TypeAlias = tuple[int, ...]
 
 DTYPES: Final[dict[Any, np.dtype[Any]]] = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
 INPUTS: Final = frozenset(
@@ -36,6 +39,8 @@ INPUTS: Final = frozenset(
     }
 )
 PER_TOKEN_OPTIONS: Final = ("clip_low_threshold", "clip_high_threshold")
+MAX_TARGETS: Final = 128
+"""At a position."""
 MAX_THRESHOLDS: Final = 16
 """Different pairs of thresholds in a request, each of which is a forward_backward of its own."""
 
@@ -55,8 +60,8 @@ class Part:
 class TrainingData:
     parts: tuple[Part, ...]
     """The first has all datums."""
-    lengths: tuple[int, ...]
-    """N of each datum."""
+    shapes: tuple[Shape, ...]
+    """Of target_tokens in each datum: (N,) or (N, K)."""
     natural: tuple[Bool, ...]
     """(R,) for each response token whether it is the target there."""
 
@@ -66,7 +71,8 @@ class TrainingData:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths)
+        """Each target is one."""
+        return sum(map(math.prod, self.shapes))
 
     def rows(self, part: Part) -> Int64:
         """Which of the response tokens of all datums are the part's."""
@@ -74,13 +80,14 @@ class TrainingData:
         return np.concatenate([np.arange(ends[place], ends[place + 1]) for place in part.places])
 
     def by_position(self, values: npt.NDArray[np.floating]) -> list[Float32]:
-        """(M,) values of all response tokens, as (N,) for each datum; 0 where there is none, or its target is another."""
+        """(M,) values of all response tokens, as target_tokens is for each datum; 0 where there is none, or its target is
+        another."""
         found, start = [], 0
-        for length, natural in zip(self.lengths, self.natural, strict=True):
-            column = np.zeros(length, np.float32)
+        for shape, natural in zip(self.shapes, self.natural, strict=True):
+            column = np.zeros(math.prod(shape), np.float32)
             own = values[start : start + len(natural)]
-            column[length - len(natural) :] = np.where(natural, own, 0.0)
-            found.append(column)
+            column[len(column) - len(natural) :] = np.where(natural, own, 0.0)
+            found.append(column.reshape(shape))
             start += len(natural)
         return found
 
@@ -95,11 +102,20 @@ def training_data(request: pb.ForwardBackwardRequest, *, vocab_size: int, max_le
         raise RequestError("data: empty; send one datum or more.")
     columns = [Columns.of(datum, f"data[{place}]") for place, datum in enumerate(request.data)]
     loss = documented(request.loss_fn)
-    table_of(request.loss_fn, config)
-    found = [datum_of(column, loss, request.loss_fn, vocab_size, max_length) for column in columns]
+    table = table_of(request.loss_fn, config)
+    for column in columns:
+        require_input(column, request.loss_fn, vocab_size, max_length)
+    if not loss.policy and any(column.has_other_targets() for column in columns):
+        datums = tuple(target_datum(column) for column in columns)
+        return TrainingData(
+            parts=(Part(loss=table, datums=datums, places=tuple(range(len(datums)))),),
+            shapes=tuple(column.inputs["target_tokens"].shape for column in columns),
+            natural=tuple(np.ones(datum.response_length, np.bool_) for datum in datums),
+        )
+    found = [datum_of(column, loss, request.loss_fn) for column in columns]
     return TrainingData(
         parts=parts_of(request.loss_fn, {**loss.options, **config}, columns, [datum for datum, _ in found]),
-        lengths=tuple(len(column.tokens) for column in columns),
+        shapes=tuple(column.inputs["target_tokens"].shape for column in columns),
         natural=tuple(natural for _, natural in found),
     )
 
@@ -136,13 +152,34 @@ class Columns:
             values = values[:, 0]
         if values.ndim == 2:
             raise RequestError(
-                f"{field}: shape {values.shape}: several targets at one position are not served here; send one."
+                f"{field}: shape {values.shape}: {read_by} has one target at a position. Send one, or use cross_entropy."
             )
         if values.shape != self.tokens.shape:
             raise RequestError(f"{field}: {values.size} values, and model_input has {len(self.tokens)} tokens.")
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise RequestError(f"{field}[{int(np.flatnonzero(~np.isfinite(values))[0])}] is not finite.")
+        require_finite(values, field)
         return values
+
+    def matrix(self, name: str) -> Array:
+        """(N, K) of target_tokens, or of weights, which are 1 where they are missing."""
+        field = f'{self.where}.loss_fn_inputs["{name}"]'
+        targets = self.inputs["target_tokens"]
+        values = self.inputs.get(name, np.ones(targets.shape, np.float32))
+        shaped = values.ndim in (1, 2) and len(values) == len(self.tokens)
+        if not shaped or (name != "target_tokens" and values.size != targets.size):
+            raise RequestError(
+                f"{field}: shape {values.shape}, and model_input has {len(self.tokens)} tokens with target_tokens of shape "
+                f"{targets.shape}: must be (N,) or (N, K), the same for both."
+            )
+        if not 1 <= values.size // len(self.tokens) <= MAX_TARGETS:
+            raise RequestError(f"{field}: shape {values.shape}: a position may have from 1 to {MAX_TARGETS} targets.")
+        require_finite(values, field)
+        return values.reshape(len(self.tokens), -1)
+
+    def has_other_targets(self) -> bool:
+        """Whether some that count are not the next token. Of cross_entropy."""
+        targets, weights = self.matrix("target_tokens"), self.matrix("weights")
+        following = np.append(self.tokens[1:], targets[-1, :1])
+        return targets.shape[1] > 1 or bool(((targets != following[:, None]) & (weights != 0)).any())
 
 
 def tokens_of(chunks: Sequence[Any], where: str) -> Int32:
@@ -160,10 +197,17 @@ def tokens_of(chunks: Sequence[Any], where: str) -> Int32:
 
 
 def require_vocabulary(tokens: npt.NDArray[np.integer], vocab_size: int, where: str) -> None:
-    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    outside = np.argwhere((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
-        place = int(outside[0])
-        raise RequestError(f"{where}[{place}] = {int(tokens[place])}: outside the vocabulary of {vocab_size}.")
+        place = tuple(outside[0].tolist())
+        shown = ", ".join(map(str, place))
+        raise RequestError(f"{where}[{shown}] = {int(tokens[place])}: outside the vocabulary of {vocab_size}.")
+
+
+def require_finite(values: Array, where: str) -> None:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        place = ", ".join(map(str, np.argwhere(~np.isfinite(values))[0].tolist()))
+        raise RequestError(f"{where}[{place}] is not finite.")
 
 
 def dense(tensor: pb.Tensor, where: str) -> Array:
@@ -233,19 +277,40 @@ def nearest(value: np.float32) -> float:
     return float(np.format_float_positional(value, unique=True))
 
 
-def datum_of(columns: Columns, loss: DocumentedLoss, name: str, vocab_size: int, max_length: int) -> tuple[Datum, Bool]:
-    """The datum, and which of its response tokens are the targets."""
+def require_input(columns: Columns, name: str, vocab_size: int, max_length: int) -> None:
+    """RequestError for tokens or targets that the model cannot take."""
     where, tokens = columns.where, columns.tokens
     if len(tokens) + 1 > max_length:
         raise RequestError(
             f"{where}.model_input: {len(tokens)} tokens and a target; this server takes {max_length} in all."
         )
-    targets: Int64 = columns.column("target_tokens", name)
     field = f'{where}.loss_fn_inputs["target_tokens"]'
+    if "target_tokens" not in columns.inputs:
+        raise RequestError(f"{field}: missing, and {name} reads it.")
+    targets = columns.inputs["target_tokens"]
     if targets.dtype.kind != "i":
         raise RequestError(f"{field}: dtype {targets.dtype}: must be int64.")
     require_vocabulary(tokens, vocab_size, f"{where}.model_input")
     require_vocabulary(targets, vocab_size, field)
+
+
+def target_datum(columns: Columns) -> Datum:
+    """Of cross_entropy, with any targets."""
+    targets = columns.matrix("target_tokens")
+    return Datum(
+        tokens=columns.tokens,
+        prompt_length=len(columns.tokens),
+        targets=targets,
+        mask=np.ones(targets.size, np.uint8),
+        loss_weights=columns.matrix("weights").ravel().astype(np.float32),
+    )
+
+
+def datum_of(columns: Columns, loss: DocumentedLoss, name: str) -> tuple[Datum, Bool]:
+    """The datum, and which of its response tokens are the targets."""
+    tokens = columns.tokens
+    targets: Int64 = columns.column("target_tokens", name)
+    field = f'{columns.where}.loss_fn_inputs["target_tokens"]'
     text = np.append(tokens, np.int32(targets[-1]))
     natural: Bool = text[1:] == targets
     counts, datum = counted(columns, loss, name, text, natural)

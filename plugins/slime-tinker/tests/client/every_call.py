@@ -110,6 +110,33 @@ def squares(data, log_probs):
 assert "own" in training.forward_backward_custom(data, squares).result().metrics
 training.optim_step(adam(1e-3)).result()
 
+# Several targets at a position: what two requests with one each have, and the loss that is documented.
+chosen = np.array([ids[1:], [3 + n % 7 for n in range(len(ids) - 1)]]).T
+shares = np.linspace(-1, 1, chosen.size, dtype=np.float32).reshape(chosen.shape)
+
+
+def several(targets, weights):
+    inputs = {
+        name: types.TensorData.from_numpy(values) for name, values in (("target_tokens", targets), ("weights", weights))
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+wide = training.forward([several(chosen, shares), datum(ids[:4])], "cross_entropy").result()
+found = wide.loss_fn_outputs[0]["logprobs"].to_numpy()
+assert found.shape == chosen.shape
+for column in range(2):
+    one = training.forward([several(chosen[:, column], shares[:, column])], "cross_entropy").result()
+    assert np.abs(np.array(one.loss_fn_outputs[0]["logprobs"].data) - found[:, column]).max() < 1e-5
+short = np.array(wide.loss_fn_outputs[1]["logprobs"].data)
+assert abs(wide.metrics["loss:sum"] + (shares * found).sum() + short.sum()) < 1e-4
+losses = []
+for _ in range(6):
+    step = training.forward_backward([several(chosen, np.full(chosen.shape, 0.5, np.float32))], "cross_entropy")
+    training.optim_step(adam(3e-3)).result()
+    losses.append(step.result().metrics["loss:sum"])
+assert losses[-1] < 0.9 * losses[0], losses
+
 # State, with and without the optimizer.
 path = training.save_state("first").result().path
 before = loss_of(training)

@@ -98,7 +98,8 @@ class ChunkedLMHead:
     added_VR: Tensor | None = None
     """B of an adapter: the last R features of `hidden`, s A h, are for it. None: `hidden` has none."""
 
-    def _logits(self, hidden_CH: Tensor) -> Tensor:
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """(C, V)"""
         if self.added_VR is None:
             return torch.nn.functional.linear(hidden_CH, self.weight_VH, self.bias_V)
         width = self.weight_VH.shape[1]
@@ -113,7 +114,7 @@ class ChunkedLMHead:
         """See the function."""
         compute = fused(statistics) if self.fuse else statistics
         found: tuple[Tensor, Tensor, Tensor | None] = compute(
-            self._logits(hidden_CH), targets_C, self.temperature, entropy
+            self.logits(hidden_CH), targets_C, self.temperature, entropy
         )
         return found
 
@@ -134,20 +135,14 @@ class ChunkedLMHead:
     ) -> HeadGradients:
         """`held_T`: targets that are among these V; None: all."""
         compute = fused(logit_gradients) if self.fuse else logit_gradients
-        # The chunks' contributions are added in float32.
-        wide = found.log_sums_T.dtype
-        width, added_VR = self.weight_VH.shape[1], self.added_VR
-        grad_hidden = torch.zeros_like(hidden_TH)
-        grad_added = None if added_VR is None else torch.zeros_like(added_VR, dtype=wide)
-        grad_weight = torch.zeros_like(self.weight_VH, dtype=wide) if of_weight else None
-        grad_bias = torch.zeros_like(self.bias_V, dtype=wide) if of_bias and self.bias_V is not None else None
+        sums = HeadSums(self, hidden_TH, found.log_sums_T.dtype, of_weight=of_weight, of_bias=of_bias)
         taken_T = taken_per_probability(found.log_probs_T, found.entropies_T, grad_log_probs_T, grad_entropies_T)
         given_T = 0.0 if grad_log_probs_T is None else grad_log_probs_T
         chosen_T = (given_T - found.log_probs_T.exp() * taken_T) / self.temperature
         for part in self.parts(len(targets_T)):
             hidden_CH, targets_C1 = hidden_TH[part], targets_T[part, None]
             grad_CV = compute(
-                self._logits(hidden_CH),
+                self.logits(hidden_CH),
                 found.log_sums_T[part],
                 found.entropies_T[part],
                 None if grad_log_probs_T is None else grad_log_probs_T[part],
@@ -158,19 +153,43 @@ class ChunkedLMHead:
             if held_T is not None:
                 chosen_C1 = torch.where(held_T[part, None], chosen_C1, grad_CV.gather(-1, targets_C1))
             grad_CV.scatter_(-1, targets_C1, chosen_C1)
-            grad_hidden[part, :width] = grad_CV @ self.weight_VH
-            if grad_added is not None and added_VR is not None:
-                grad_hidden[part, width:] = grad_CV @ added_VR.to(grad_CV.dtype)
-                grad_added += grad_CV.t() @ hidden_CH[:, width:]
-            if grad_weight is not None:
-                grad_weight += grad_CV.t() @ hidden_CH[:, :width]
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
+            sums.add(part, hidden_CH, grad_CV)
+        return sums.gradients()
+
+
+class HeadSums:
+    """Gradients of a head's inputs and weights, to which chunks of positions are added."""
+
+    def __init__(
+        self, head: ChunkedLMHead, hidden_TH: Tensor, wide: torch.dtype, *, of_weight: bool, of_bias: bool
+    ) -> None:
+        """`wide`: in which the chunks' contributions are added."""
+        weight_VH, bias_V, added_VR = head.weight_VH, head.bias_V, head.added_VR
+        self._head = head
+        self._hidden = torch.zeros_like(hidden_TH)
+        self._added = None if added_VR is None else torch.zeros_like(added_VR, dtype=wide)
+        self._weight = torch.zeros_like(weight_VH, dtype=wide) if of_weight else None
+        self._bias = torch.zeros_like(bias_V, dtype=wide) if of_bias and bias_V is not None else None
+
+    def add(self, part: slice, hidden_CH: Tensor, grad_CV: Tensor) -> None:
+        weight_VH, added_VR = self._head.weight_VH, self._head.added_VR
+        width = weight_VH.shape[1]
+        self._hidden[part, :width] = grad_CV @ weight_VH
+        if self._added is not None and added_VR is not None:
+            self._hidden[part, width:] = grad_CV @ added_VR.to(grad_CV.dtype)
+            self._added += grad_CV.t() @ hidden_CH[:, width:]
+        if self._weight is not None:
+            self._weight += grad_CV.t() @ hidden_CH[:, :width]
+        if self._bias is not None:
+            self._bias += grad_CV.sum(0)
+
+    def gradients(self) -> HeadGradients:
+        bias_V, added_VR = self._head.bias_V, self._head.added_VR
         return HeadGradients(
-            hidden=grad_hidden,
-            weight=None if grad_weight is None else grad_weight.to(self.weight_VH.dtype),
-            bias=None if grad_bias is None or self.bias_V is None else grad_bias.to(self.bias_V.dtype),
-            added=None if grad_added is None or added_VR is None else grad_added.to(added_VR.dtype),
+            hidden=self._hidden,
+            weight=None if self._weight is None else self._weight.to(self._head.weight_VH.dtype),
+            bias=None if self._bias is None or bias_V is None else self._bias.to(bias_V.dtype),
+            added=None if self._added is None or added_VR is None else self._added.to(added_VR.dtype),
         )
 
 
