@@ -163,7 +163,7 @@ test-docs: docs
 	$(BIN)/python benchmarks/readme_table.py --check
 
 docs: .venv/.docs  ## The guide, as a site in site/.
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-tinker .venv-vllm runs
