@@ -436,7 +436,7 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, RestartableBackend):
             moments = state_sizes(trainer.optimizer, trainer.optimizer_driver, self._config, device)
             trainer.offloader.expect([*own, *moments])
         trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
-        torch.cuda.empty_cache()
+        self.free_cache()
 
     def wake_up(self, weights_only: bool = False) -> None:
         self._ready.offloader.wake_up(weights_only=weights_only)

@@ -120,13 +120,13 @@ class ServerGroup(ABC, Generic[C]):
             await asyncio.sleep(WATCH_S)
             for process in self._processes:
                 if process.exit_code is not None:
-                    on_death(
-                        EngineError(
-                            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n"
-                            f"{process.last_lines()}"
-                        )
-                    )
+                    on_death(self._end_of(process))
                     return
+
+    def _end_of(self, process: ServerProcess) -> EngineError:
+        return EngineError(
+            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n{process.last_lines()}"
+        )
 
     async def stop(self) -> None:
         """Stops all processes. A second call, or one before `start`, does nothing. Raises EngineError if processes are left."""
@@ -162,8 +162,26 @@ class ServerGroup(ABC, Generic[C]):
             raise
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        """Sends the same call to all servers, and returns the responses by server."""
-        return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+        """Sends the same call to all servers, and returns the responses by server. Raises EngineError; if a process has ended,
+        or its log has the cause, with that."""
+        try:
+            return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+        except EngineError as error:
+            if (reason := await self._reason_of(error)) is None:
+                raise
+            raise reason from error
+
+    async def _reason_of(self, error: EngineError) -> EngineError | None:
+        """None: the processes do not tell why a call has failed."""
+        if self._processes:
+            # A process ends a moment after its connections.
+            await asyncio.sleep(2 * WATCH_S)
+        for process in self._processes:
+            if process.exit_code is not None:
+                return self._end_of(process)
+            if (cause := process.known_cause) is not None:
+                return EngineError(f"{error} {cause}")
+        return None
 
     async def versions(self) -> Sequence[int]:
         """Weight versions by server. Raises EngineError for a version that this run did not send."""
