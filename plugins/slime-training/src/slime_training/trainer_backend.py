@@ -73,9 +73,9 @@ class TrainerBackend(TrainBackend, Generic[T]):
     def free_cache(self) -> None:
         """Leaves all tensors where they are: also a bucket whose reader has not closed it yet, and gradients of an optimizer
         step that has not ended."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # Torch keeps a bucket that a reader had open when it was deleted until somebody asks.
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
     @abstractmethod
