@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import aiohttp
@@ -44,6 +47,8 @@ class ServerGroup(ABC, Generic[C]):
         self._processes: list[ServerProcess] = []
         self._begun: dict[int, Started[C]] = {}
         """Servers that wait for `launch`, by place."""
+        self._gates: list[Path] = []
+        """Folders that these look into."""
         self._pool: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
         self._control_timeout_s = control_timeout_s
@@ -66,6 +71,11 @@ class ServerGroup(ABC, Generic[C]):
         """Starts a server that waits, before it uses devices, until `launch` is called for this place. None: the program
         cannot."""
         return None
+
+    def new_gate(self) -> Path:
+        """A file that a server waits for; it is made by `ServerProcess.open_gate`, and its folder is gone after `stop`."""
+        self._gates.append(Path(mkdtemp(prefix="slime-gate-")))
+        return self._gates[-1] / "open"
 
     async def prepare(self, setup: EngineSetup) -> None:
         """Begins the start of the servers; `start` follows, or `stop`."""
@@ -143,6 +153,8 @@ class ServerGroup(ABC, Generic[C]):
             ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
         finally:
             # Also if the caller is cancelled.
+            for folder in self._gates:
+                shutil.rmtree(folder, ignore_errors=True)
             if pool is not None:
                 await pool.close()
         for end in ends:
