@@ -83,8 +83,7 @@ class StopSignals:
 
 
 class EarlyInterrupt:
-    """Ctrl-C before `StopSignals` handles it. It is raised at once, and recorded: a library that is being imported may
-    swallow the exception."""
+    """Ctrl-C before `StopSignals` handles it. It is raised at once, and recorded: a library's import may swallow it."""
 
     def __init__(self) -> None:
         self._received = False

@@ -204,6 +204,9 @@ class TrainBackend(ABC):
     def wake_up(self, weights_only: bool = False) -> None:
         """Onloads everything again; with `weights_only` what `export_weights` reads, as after `sleep(keep_weights=True)`."""
 
+    def free_cache(self) -> None:
+        """Gives back memory that the device's allocator keeps without a use, for engines that share the device."""
+
     @abstractmethod
     def close(self) -> None:
         """Leaves the process group."""

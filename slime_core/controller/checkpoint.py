@@ -131,8 +131,7 @@ class CheckpointStore:
         return RunState(**state), folder
 
     def set_aside_after(self, step: int) -> None:
-        """Checkpoints beyond `step` no longer belong to the run that resumes from it: they are kept under another
-        name."""
+        """Keeps checkpoints beyond `step` under another name: the run that resumes from it has not made them."""
         for later in self.steps():
             if later > step:
                 self._set_aside(later)

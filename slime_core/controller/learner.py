@@ -150,8 +150,7 @@ class Learner:
         before_steps: Callable[[], None] = lambda: None,
         teacher: TeacherClient | None = None,
     ) -> None:
-        """`trainers`: by the name of the role. `before_steps`: called before the first optimizer step. `teacher`: set if the
-        teacher is served by engines."""
+        """`trainers`: by role. `before_steps`: called before the first optimizer step. `teacher`: one that engines serve."""
         self._teacher = teacher
         self._trainers = trainers
         self._plan = plan

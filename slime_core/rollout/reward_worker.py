@@ -60,8 +60,7 @@ class Failure:
 
 
 def serve(pipe: Connection) -> None:
-    """Main loop: runs tasks (function, arguments) from the pipe. Ignores Ctrl-C and a closed terminal: the run decides
-    when workers end."""
+    """Main loop: runs tasks (function, arguments) from the pipe. Ignores Ctrl-C and a closed terminal: the run ends it."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -7,7 +7,7 @@
 | SYNC    | their weights | its weights   |
 
 One side offloads before the other one onloads. Either side may keep everything on the device
-(`launcher.offload_rollout`, `launcher.offload_train`).
+(`launcher.offload_rollout`, `launcher.offload_train`); a trainer then frees what it only caches.
 """
 
 from __future__ import annotations

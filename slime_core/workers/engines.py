@@ -47,8 +47,7 @@ async def start_engines(
     first: asyncio.Task[Any] | None,
     times: StartTimes,
 ) -> StartedEngines:
-    """Starts the policy's engines, if it needs any, behind `middlewares`; and those of other models. `first`: awaited
-    before."""
+    """Starts the policy's engines behind `middlewares`, if it needs any, and those of other models. `first` ends before."""
     run, of_policy = specs.run, specs.of_policy() if with_engine else []
     client, teacher, reward = None, None, None
     began = time.perf_counter()

@@ -218,6 +218,9 @@ class TrainWorker:
     def wake_up(self, weights_only: bool = False) -> None:
         self._backend.wake_up(weights_only)
 
+    def free_cache(self) -> None:
+        self._backend.free_cache()
+
     def close(self) -> None:
         """Closes everything, also if one part fails; raises the error of that part."""
         with ExitStack() as stack:

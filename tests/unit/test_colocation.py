@@ -34,6 +34,8 @@ class Trainer:
         part = bool(args and args[0])
         if method == "sleep":
             self.device.trainer &= {"weights"} if part else set()
+        elif method == "free_cache":
+            self.device.trainer.discard("cached")
         else:
             self.device.trainer |= {"weights"} if part else {"weights", "others"}
         self.device.note(f"trainer {method}{' weights' if part else ''}")
@@ -145,7 +147,46 @@ async def test_either_side_may_stay(offload_train, offload_rollout, monkeypatch)
         pass
     await colocation.rollout()
     moved = {line.split()[0] for line in device.log if "sleep" in line or "wake" in line}
+    assert ("trainer free_cache" in device.log) is (offload_rollout and not offload_train)
     assert moved == {name for name, on in (("trainer", offload_train), ("engine", offload_rollout)) if on}
+
+
+async def test_a_trainer_that_stays_frees_what_it_cached_before_engines_onload(monkeypatch):
+    """Beside its state there is room for the engines, but not for the activations of the last step, or for what was gathered
+    for a weight update, which the allocator keeps."""
+    device = Device()
+    device.trainer = {"state"}
+    monkeypatch.setattr(device, "note", device.log.append)
+    colocation, devices, trainer, engines = await colocated(device, offload_train=False)
+    critic, call_all = Trainer(device), engines.call_all
+
+    async def has_room(method, *args):
+        assert method != "wake_up" or device.trainer == {"state"}, (method, args)
+        return await call_all(method, *args)
+
+    monkeypatch.setattr(engines, "call_all", has_room)
+    device.log.clear()
+    for role in (trainer, critic, trainer):
+        async with colocation.train(), devices.turn(role):
+            device.trainer.add("cached")
+    await engines.call_all("pause")
+    async with colocation.sync(trainer):
+        device.trainer.add("cached")
+        device.log.append("push")
+    await colocation.rollout()
+    assert [line for line in device.log if line != "engine pause"] == [
+        "engine sleep weights kv_cache cuda_graph", "trainer free_cache", "trainer free_cache", "engine wake_up weights",
+        "push", "trainer free_cache", "engine wake_up kv_cache cuda_graph", "engine resume",
+    ]  # fmt: skip
+    device.log.clear()
+    # An engine that is started in the place of another one gets a freed device too.
+    async with colocation.starting():
+        assert device.log == [], "nothing was used since"
+    async with colocation.train(), devices.turn(trainer):
+        device.trainer.add("cached")
+    async with colocation.starting():
+        assert device.trainer == {"state"}
+    assert colocation.times.lap().parts.keys() == {"sleep", "engine_sleep", "engine_wake_up", "other"}
 
 
 async def test_phases_exclude_each_other_only_where_memory_is_given_back():

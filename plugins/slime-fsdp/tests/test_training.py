@@ -188,7 +188,7 @@ def test_host_memory_for_the_moments_is_there_before_the_first_step(
     """Else the sleep after the first step would wait until it is locked, for many seconds."""
     backend = start(folders("qwen3"), options)
     backend.sleep()
-    kept = backend._ready.offloader._others._memory
+    kept = backend._ready.offloader._moments._memory
     kept.room(0)
     reserved = kept._memory
     backend.wake_up()

@@ -21,6 +21,13 @@ ValueError: context_length is too long
 Traceback (most recent call last):
 EOFError"""
 
+STARVED = """\
+[torch_memory_saver.cpp] cu_mem_create has CUDA_ERROR_OUT_OF_MEMORY
+[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=181
+[2026-01-01 00:00:00] Subprocess scheduler_0 (pid=7) crashed with exit code 1. Triggering SIGQUIT for cleanup...
+"""
+"""torch_memory_saver's own lines; its process ends, and a second later the server."""
+
 
 class FakeSglang(ThreadingHTTPServer):
     daemon_threads = True
@@ -63,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.generate(options)
         if "weight_version" in options and server.behave != "keeps its version":
             server.model_info["weight_version"] = options["weight_version"]
+        if self.path == "/resume_memory_occupation" and server.behave == "starves":
+            os.write(2, STARVED.encode())
+            os.killpg(0, signal.SIGKILL)
         if self.path == "/freeze_gc":
             os.write(1, b"frozen\n")
         if self.path in ("/pause_generation", "/continue_generation"):
@@ -148,7 +158,8 @@ def main():
         # SGLang logs this, and does not end.
         print("error while attempting to bind on address ('127.0.0.1', 1): address already in use", flush=True)
         time.sleep(60)
-    FakeSglang({}, token=options["api_key"], port=options["port"]).serve_forever()
+    behave = "starves" if "starves" in options["model_path"] else "well"
+    FakeSglang({}, token=options["api_key"], port=options["port"], behave=behave).serve_forever()
 
 
 if __name__ == "__main__":

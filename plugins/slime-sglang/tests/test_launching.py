@@ -209,6 +209,23 @@ async def test_a_server_that_dies_at_its_start(setup, fake):
         await start(replace(setup, model_path=Path("/dies")))
 
 
+async def test_a_server_that_has_no_room_to_wake_up_names_the_options(setup, fake):
+    """Its connection ends first, which alone would be the error of the call."""
+    servers = SglangServers(Sglang.Config())
+    try:
+        await servers.start(replace(setup, model_path=Path("/starves")))
+        assert await servers.post("/release_memory_occupation", {}) == [{"success": True, "message": ""}]
+        with pytest.raises(EngineError) as caught:
+            await servers.post("/resume_memory_occupation", {})
+    finally:
+        await servers.stop()
+    headline, *log = str(caught.value).splitlines()
+    assert "failed: the GPU had too little free memory for it to wake up beside the trainer. Lower " in headline
+    assert "engine.mem_fraction_static (--sglang-mem-fraction-static), or leave launcher.offload_train on" in headline
+    assert "was killed by SIGKILL" in headline
+    assert any("func=resume" in line for line in log)
+
+
 async def test_a_server_that_kills_itself_at_its_start(setup, fake):
     """The signal is its own and has no meaning; its logged error is reported. An earlier attempt wrote to the same log."""
     log = setup.run_dir / "logs" / "sglang-0-0.log"

@@ -1,12 +1,14 @@
 """Tensors that are offloaded and restored in place, and copies in memory that is kept. On a CPU, where only the locking is
 missing."""
 
+import threading
+
 import pytest
 import torch
 
 from slime_core.errors import TrainingError
 from slime_training.host_memory import HostCopy, HostMemory
-from slime_training.offload import TensorOffloader
+from slime_training.offload import TensorOffloader, TrainerOffloader
 
 CPU = torch.device("cpu")
 
@@ -118,3 +120,28 @@ def test_memory_that_cannot_be_locked_is_an_error(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         with pytest.raises(TrainingError, match=message):
             memory.room(2**31)
+
+
+def test_the_first_sleep_does_not_wait_for_the_memory_of_moments(monkeypatch):
+    """It is for what the first step creates, and locking it takes many seconds."""
+    locked, grow = threading.Event(), HostMemory._grow_in_thread
+
+    def slowly(memory, nbytes):
+        locked.wait(20)
+        grow(memory, nbytes)
+
+    monkeypatch.setattr(HostMemory, "_grow_in_thread", slowly)
+    offloader, weights, main = TrainerOffloader(CPU), torch.ones(8), torch.ones(8, dtype=torch.float64)
+    moments = torch.full((8,), 3.0)
+    offloader.expect([moments.nbytes])
+    offloader.sleep([weights], [main, weights[:4]], [], keep_weights=True)
+    assert (main.untyped_storage().nbytes(), weights.untyped_storage().nbytes()) == (0, 32)
+    offloader.wake_up(weights_only=False)
+    assert not locked.is_set()
+    locked.set()
+    offloader.sleep([weights], [main], [moments], keep_weights=False)
+    assert [tensor.untyped_storage().nbytes() for tensor in (weights, main, moments)] == [0, 0, 0]
+    offloader.wake_up(weights_only=True)
+    assert [tensor.untyped_storage().nbytes() for tensor in (weights, main, moments)] == [32, 0, 0]
+    offloader.wake_up(weights_only=False)
+    assert (weights.sum(), main.sum(), moments.sum()) == (8, 8, 24)

@@ -54,6 +54,20 @@ def test_a_trainer_from_setup_to_close():
         _ = backend._ready
 
 
+def test_what_the_allocator_caches_is_freed(monkeypatch):
+    """After setup, before engines start beside it, and when it is told to. Buckets that readers have closed come first: only
+    then is their memory cached."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("closed"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cached"))
+    backend = Backend(lambda setup: SimpleNamespace(layout=Layout(), ranks=Ranks()))
+    backend.setup(None)
+    assert calls == ["closed", "cached"]
+    backend.free_cache()
+    assert calls == ["closed", "cached"] * 2
+
+
 def test_a_folder_or_checkpoint_that_is_not_finite_is_refused():
     place = {"layout": Layout(), "ranks": Ranks()}
     backend = Backend(lambda setup: SimpleNamespace(**place))

@@ -18,7 +18,7 @@ from slime_vllm.program import VLLM
 sys.path.insert(0, str(Path(__file__).parent))
 
 from addition import CHARACTERS, SIZES
-from served import Served
+from served import Served, begun_early
 from vllm_setup import PYTHON, setup_for
 
 
@@ -62,9 +62,11 @@ def served(model, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patched:
             # A run that attaches to both has one token.
             patched.setattr(secrets, "token_urlsafe", lambda size: token)
-            info = background.run(engine.start(setup_for(model, folder, max_batch=128, num_devices=2)))
+            setup = setup_for(model, folder, max_batch=128, num_devices=2)
+            at_gate = background.run(begun_early(engine, setup))
+            info = background.run(engine.start(setup))
         addresses = [server.address for server in engine._fleet.servers]
-        yield Served(info, addresses, model, folder, engine, background)
+        yield Served(info, addresses, model, folder, engine, background, at_gate)
     finally:
         background.run(engine.stop())
         background.close()

@@ -12,15 +12,35 @@ from vllm_setup import setup_for
 from slime_plugin_kit.tiny_model import buckets_of, load_plain, named_weights
 from slime_vllm.plugin import Vllm
 
+INJECTED = "for extended collective_rpc calls"
+"""vLLM logs it before it makes a worker."""
+
+
+async def begun_early(engine, setup):
+    """Starts servers as while trainers load; returns their logs when both have imported everything, and waited a second."""
+    await engine.prepare_start(setup)
+    processes = [begun.process for begun in engine._fleet._begun.values()]
+    while not (logs := logs_in(setup.run_dir)) or not all(INJECTED in log for log in logs):
+        assert [process.exit_code for process in processes] == [None, None], [p.last_lines() for p in processes]
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
+    return logs_in(setup.run_dir)
+
+
+def logs_in(folder):
+    return [log.read_text() for log in sorted((folder / "logs").glob("vllm-*.log"))]
+
 
 class Served:
     """A running server, without anything of ours in between, and the `addresses` of it and of a second one."""
 
-    def __init__(self, info, addresses, model, folder, engine, background):
+    def __init__(self, info, addresses, model, folder, engine, background, at_gate):
         self.engine, self.run = engine, background.run
         """The engine that started it, whose calls run in another thread."""
         self.address, self.token, self.pid = info.address, info.token, info.pid
         self.addresses = addresses
+        self.at_gate, self.logs = at_gate, logs_in(folder)
+        """What they had logged when they waited for their start, and what they have by now."""
         self.model, self._folder = model, folder
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)

@@ -35,6 +35,13 @@ async def test_log_probs_are_the_models(attached, model):
         assert len(none) == 0
 
 
+def test_servers_that_were_begun_early_use_no_device_before_their_start(served):
+    """vLLM logs a line when a worker has joined the others on its device, and one when it has loaded the weights."""
+    for text in ("rank 0 in world size 1", "Loading weights took"):
+        assert [text in log for log in served.at_gate] == [False, False]
+        assert [log.count(text) for log in served.logs] == [1, 1]
+
+
 async def test_running_requests_continue_with_new_weights(attached, served, model):
     """Every token has the version that computed it, and the new ones' log-probs are those of the new weights: the head too,
     which no bucket has, because it is the embedding."""

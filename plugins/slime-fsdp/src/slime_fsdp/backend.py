@@ -71,7 +71,7 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, PromptTargetsBackend,
         self._config = config
         self._predicts_prompts = False
         self._expects = False
-        """Host memory for the state is allocated, or being allocated."""
+        """Host memory for the moments is allocated, or being allocated."""
 
     def forward_only(
         self, micros: Sequence[MicroBatch], *, weights: str = ACTOR, entropy: bool = False
@@ -438,26 +438,24 @@ class FsdpBackend(TrainerBackend[Trainer], AdapterBackend, PromptTargetsBackend,
         if not self._expects:
             self._expects = True
             device = trainer.placement.device.type
-            own = [
-                tensor.untyped_storage().nbytes() for tensor in self._other_tensors() if tensor.device.type == device
-            ]
-            moments = state_sizes(trainer.optimizer, trainer.optimizer_driver, self._config, device)
-            trainer.offloader.expect([*own, *moments])
-        trainer.offloader.sleep(tensors_of(trainer.model), self._other_tensors(), keep_weights=keep_weights)
-        torch.cuda.empty_cache()
+            trainer.offloader.expect(state_sizes(trainer.optimizer, trainer.optimizer_driver, self._config, device))
+        state = trainer.optimizer.state.values()
+        moments = (local(value) for of_one in state for value in of_one.values() if isinstance(value, Tensor))
+        trainer.offloader.sleep(
+            tensors_of(trainer.model), list(self._other_tensors()), moments, keep_weights=keep_weights
+        )
+        self.free_cache()
 
     def wake_up(self, weights_only: bool = False) -> None:
         self._ready.offloader.wake_up(weights_only=weights_only)
 
     def _other_tensors(self) -> Iterator[Tensor]:
-        """Tensors that `export_weights` does not read."""
+        """Tensors that `export_weights` does not read, besides the optimizer's state."""
         trainer = self._ready
         for copy in trainer.frozen_models.values():
             yield from tensors_of(copy)
         for values in trainer.adapter_copies.values():
             yield from map(local, values.values())
-        for state in trainer.optimizer.state.values():
-            yield from (local(value) for value in state.values() if isinstance(value, Tensor))
         for held in self._held:
             yield from held.tensors()
 

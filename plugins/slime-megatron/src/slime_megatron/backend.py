@@ -315,7 +315,7 @@ class MegatronBackend(TrainerBackend[Trainer]):
     def sleep(self, keep_weights: bool = False) -> None:
         self._ready.step = None
         self._ready.residency.sleep(keep_weights=keep_weights)
-        torch.cuda.empty_cache()
+        self.free_cache()
 
     def wake_up(self, weights_only: bool = False) -> None:
         self._ready.residency.wake_up(weights_only=weights_only)

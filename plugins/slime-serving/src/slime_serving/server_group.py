@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import aiohttp
@@ -44,6 +47,8 @@ class ServerGroup(ABC, Generic[C]):
         self._processes: list[ServerProcess] = []
         self._begun: dict[int, Started[C]] = {}
         """Servers that wait for `launch`, by place."""
+        self._gates: list[Path] = []
+        """Folders that these look into."""
         self._pool: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
         self._control_timeout_s = control_timeout_s
@@ -66,6 +71,11 @@ class ServerGroup(ABC, Generic[C]):
         """Starts a server that waits, before it uses devices, until `launch` is called for this place. None: the program
         cannot."""
         return None
+
+    def new_gate(self) -> Path:
+        """A file that a server waits for; it is made by `ServerProcess.open_gate`, and its folder is gone after `stop`."""
+        self._gates.append(Path(mkdtemp(prefix="slime-gate-")))
+        return self._gates[-1] / "open"
 
     async def prepare(self, setup: EngineSetup) -> None:
         """Begins the start of the servers; `start` follows, or `stop`."""
@@ -120,13 +130,13 @@ class ServerGroup(ABC, Generic[C]):
             await asyncio.sleep(WATCH_S)
             for process in self._processes:
                 if process.exit_code is not None:
-                    on_death(
-                        EngineError(
-                            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n"
-                            f"{process.last_lines()}"
-                        )
-                    )
+                    on_death(self._end_of(process))
                     return
+
+    def _end_of(self, process: ServerProcess) -> EngineError:
+        return EngineError(
+            f"{self.name}: its process {process.pid} {process.why}. Last lines of {process.log}:\n{process.last_lines()}"
+        )
 
     async def stop(self) -> None:
         """Stops all processes. A second call, or one before `start`, does nothing. Raises EngineError if processes are left."""
@@ -143,6 +153,8 @@ class ServerGroup(ABC, Generic[C]):
             ends = await asyncio.gather(*(process.stop() for process in processes), return_exceptions=True)
         finally:
             # Also if the caller is cancelled.
+            for folder in self._gates:
+                shutil.rmtree(folder, ignore_errors=True)
             if pool is not None:
                 await pool.close()
         for end in ends:
@@ -162,8 +174,26 @@ class ServerGroup(ABC, Generic[C]):
             raise
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        """Sends the same call to all servers, and returns the responses by server."""
-        return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+        """Sends the same call to all servers, and returns the responses by server. Raises EngineError; if a process has ended,
+        or its log has the cause, with that."""
+        try:
+            return list(await asyncio.gather(*(self.post_to(server, path, body) for server in self.servers)))
+        except EngineError as error:
+            if (reason := await self._reason_of(error)) is None:
+                raise
+            raise reason from error
+
+    async def _reason_of(self, error: EngineError) -> EngineError | None:
+        """None: the processes do not tell why a call has failed."""
+        if self._processes:
+            # A process ends a moment after its connections.
+            await asyncio.sleep(2 * WATCH_S)
+        for process in self._processes:
+            if process.exit_code is not None:
+                return self._end_of(process)
+            if (cause := process.known_cause) is not None:
+                return EngineError(f"{error} {cause}")
+        return None
 
     async def versions(self) -> Sequence[int]:
         """Weight versions by server. Raises EngineError for a version that this run did not send."""

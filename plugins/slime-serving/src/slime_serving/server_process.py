@@ -48,6 +48,8 @@ class LogFormat:
     """A line with its time, when everything is imported and devices are used."""
     seconds: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     """Parts of its start, in their order: a line of the first rank with seconds; several lines add up."""
+    causes: Mapping[re.Pattern[str], str] = field(default_factory=dict)
+    """Lines that are no tracebacks and tell why it fails, with an error that names what to change."""
 
 
 def address_of(host: str, port: int) -> str:
@@ -150,12 +152,20 @@ class ServerProcess:
     def own_error(self) -> str | None:
         """The error that it logged before its end. If one of its processes logs a traceback and kills all of them, the
         signal has no meaning, and this is that error; else the last traceback of a program that ended by itself."""
+        if (cause := self.known_cause) is not None:
+            return cause
         errors = list(errors_in(self._lines(), self._form))
         fatal = [error for hit, error in errors if hit]
         if fatal:
             return fatal[0]
         ended_itself = self.exit_code not in (None, 0, -signal.SIGKILL)
         return errors[-1][1] if errors and ended_itself else None
+
+    @property
+    def known_cause(self) -> str | None:
+        """Why it fails, if one of the log's lines is known; it may run on."""
+        found = (text for line in self._lines() for known, text in self._form.causes.items() if known.search(line))
+        return next(found, None)
 
     def _lines(self) -> list[str]:
         """Lines of this process: the log also has those of attempts before it. [] if the log cannot be read: the end of the

@@ -19,4 +19,10 @@ SGLANG_LOG: Final = LogFormat(
         "load": re.compile(r"^\[[^\]]*\d(?: TP0)?\] Load weight end\. elapsed=([\d.]+) s"),
         "graphs": re.compile(r"^\[[^\]]*\d(?: TP0)?\] Capture .* graph end\. elapsed=([\d.]+) s", re.IGNORECASE),
     },
+    causes={
+        re.compile(r"\[torch_memory_saver\.cpp\] .*\(out of memory\).* func=resume"): (
+            "the GPU had too little free memory for it to wake up beside the trainer. Lower engine.mem_fraction_static "
+            "(--sglang-mem-fraction-static), or leave launcher.offload_train on, so that the trainer keeps nothing there"
+        ),
+    },
 )

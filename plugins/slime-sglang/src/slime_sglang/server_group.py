@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, cast
 
 import aiohttp
@@ -40,8 +38,6 @@ class SglangServers(ServerGroup[SglangConnection]):
         self._common_token = secrets.token_urlsafe(24) if config.prefill_servers else None
         self._packages: TemporaryDirectory[str] | None = None
         """Of slime, for an interpreter of its own."""
-        self._gates: list[Path] = []
-        """Folders that servers which were started early look into."""
 
     @property
     def size(self) -> int:
@@ -70,8 +66,6 @@ class SglangServers(ServerGroup[SglangConnection]):
         # Where it would wait. Without that it would use devices that trainers use.
         if not in_source(RENDEZVOUS, installed.folder if isinstance(installed, Installed) else None):
             return None
-        gate = Path(mkdtemp(prefix="slime-gate-")) / "open"
-        self._gates.append(gate.parent)
         return begin_server(
             self._config,
             setup,
@@ -79,7 +73,7 @@ class SglangServers(ServerGroup[SglangConnection]):
             pool,
             common_token=self._common_token,
             packages=self._linked(),
-            gate=gate,
+            gate=self.new_gate(),
         )
 
     async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> SglangStarted:
@@ -99,8 +93,6 @@ class SglangServers(ServerGroup[SglangConnection]):
         try:
             await super().stop()
         finally:
-            for folder in self._gates:
-                shutil.rmtree(folder, ignore_errors=True)
             packages, self._packages = self._packages, None
             if packages is not None:
                 packages.cleanup()

@@ -62,18 +62,22 @@ class TensorOffloader:
 
 
 class TrainerOffloader:
-    """The two parts of a trainer's memory that `TrainBackend.sleep` and `wake_up` distinguish."""
+    """The parts of a trainer's memory: weights, which `TrainBackend.sleep` and `wake_up` may treat alone, what it holds besides
+    from its start on, and moments, which the first optimizer step creates."""
 
     def __init__(self, device: torch.device) -> None:
-        self._weights, self._others = TensorOffloader(device), TensorOffloader(device)
+        self._weights, self._others, self._moments = (TensorOffloader(device) for _ in range(3))
 
-    def expect(self, others: Iterable[int]) -> None:
-        """Called before the first `sleep`: bytes of each tensor that will be among the `others` of later ones. Their host
-        memory is allocated in the background, so that no step waits for it."""
-        self._others.reserve(others)
+    def expect(self, moments: Iterable[int]) -> None:
+        """Called before the first `sleep`: bytes of each of the later `moments`. Their host memory is allocated in the
+        background, so that neither that sleep nor a step waits for it."""
+        self._moments.reserve(moments)
 
-    def sleep(self, weights: Sequence[Tensor], others: Iterable[Tensor], *, keep_weights: bool) -> None:
+    def sleep(
+        self, weights: Sequence[Tensor], others: Sequence[Tensor], moments: Iterable[Tensor], *, keep_weights: bool
+    ) -> None:
         """`weights`: what `export_weights` reads. `others` may be views of them."""
+        self._moments.offload(moments, but=weights)
         self._others.offload(others, but=weights)
         if not keep_weights:
             self._weights.offload(weights)
@@ -82,6 +86,7 @@ class TrainerOffloader:
         self._weights.onload()
         if not weights_only:
             self._others.onload()
+            self._moments.onload()
 
 
 def storages_of(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:

@@ -43,14 +43,14 @@ class StochasticRoundingAdamW(torch.optim.AdamW):
         exp_avg_sq_dtype: torch.dtype,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.moment_dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns `step` (float32, on the host) and the moments; creates them if no step has done so."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for name, dtype in self._dtypes.items():
+            for name, dtype in self.moment_dtypes.items():
                 state[name] = torch.zeros_like(parameter, dtype=dtype)
         return state
 
@@ -68,8 +68,8 @@ class StochasticRoundingAdamW(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(number, {})
-            for name in self._dtypes.keys() & saved.keys():
-                self.state[parameter][name] = saved[name].to(parameter.device, self._dtypes[name])
+            for name in self.moment_dtypes.keys() & saved.keys():
+                self.state[parameter][name] = saved[name].to(parameter.device, self.moment_dtypes[name])
 
 
 def step_groups(

@@ -66,7 +66,17 @@ class TrainerBackend(TrainBackend, Generic[T]):
         self._trainer = self._make_trainer(setup)
         if (found := first_nonfinite(self._weights)) is not None:
             raise ModelError(f"{setup.model_path}: {found}, so it cannot be trained. Use another folder.")
+        # Engines that start beside it count the device's free memory.
+        self.free_cache()
         return self._trainer.layout
+
+    def free_cache(self) -> None:
+        """Leaves all tensors where they are: also a bucket whose reader has not closed it yet, and gradients of an optimizer
+        step that has not ended."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Torch keeps a bucket that a reader had open when it was deleted until somebody asks.
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
     @abstractmethod
     def _weights(self) -> Iterator[StateTensor]:

@@ -22,6 +22,13 @@ VLLM_LOG: Final = LogFormat(
         "compile": re.compile(r"^(?!\([^)]*TP[1-9]).*torch\.compile took ([\d.]+) s in total"),
         "graphs": re.compile(r"^(?!\([^)]*TP[1-9]).*Graph capturing finished in ([\d.]+) secs"),
     },
+    causes={
+        re.compile(r"CUDA Error: out of memory at .*cumem_allocator"): (
+            "the GPU had too little free memory for it to start or wake up beside the trainer. Lower "
+            "engine.gpu_memory_utilization (--vllm-gpu-memory-utilization), or leave launcher.offload_train on, so that the "
+            "trainer keeps nothing there"
+        ),
+    },
 )
 
 

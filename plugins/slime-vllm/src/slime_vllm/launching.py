@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,10 @@ FOLDER: Final = Path(__file__).parent / "server"
 """On the module search path of the server."""
 TOKEN: Final = "SLIME_VLLM_TOKEN"
 """See slime_vllm_server.auth."""
+GATE: Final = "gate="
+"""See slime_vllm_server.gate."""
+WAITING_S: Final = 24 * 3600
+"""For which vLLM waits for its engine process: as long as trainers may take to load (`engine.start_timeout` comes after)."""
 EXTENSION: Final = "slime_vllm_server.worker.WorkerExtension"
 BACKEND: Final = "slime"
 """Of vLLM's weight transfers, the one that the extension registers."""
@@ -138,34 +143,61 @@ def environment_for(config: VllmOptions, setup: EngineSetup, devices: Sequence[s
     return environment | environment_of(config, setup)
 
 
-async def start_server(
-    config: VllmOptions, setup: EngineSetup, place: int, pool: aiohttp.ClientSession
+def log_of(setup: EngineSetup, place: int) -> Path:
+    return setup.run_dir / "logs" / f"vllm-{setup.index}-{place}.log"
+
+
+def name_of(config: VllmOptions, setup: EngineSetup, place: int) -> str:
+    return f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
+
+
+def begin_server(
+    config: VllmOptions, setup: EngineSetup, place: int, pool: aiohttp.ClientSession, *, gate: Path | None = None
 ) -> Started[VllmConnection]:
-    """Starts a server and waits until it responds. Raises EngineError with the log's last lines if it dies, or does not respond
-    in time."""
+    """Starts the process of a server. `gate`: a file that its workers wait for when they have imported their modules."""
     options = options_for(config, setup, place)
     devices = devices_of(setup, place, config.servers) if setup.device == "cuda" else ()
-    name = f"engine {setup.index}" + (f", server {place}" if config.servers > 1 else "")
-    log = setup.run_dir / "logs" / f"vllm-{setup.index}-{place}.log"
-    python: Mapping[str, str] = {} if config.python is None else {"python": str(config.python)}
+    held, token = held_port(setup.host), secrets.token_urlsafe(24)
+    port = number_of(held)
+    environment = environment_for(config, setup, devices, token)
+    if gate is not None:
+        environment["VLLM_ENGINE_READY_TIMEOUT_S"] = str(WAITING_S)
+    process = ServerProcess(
+        MODULE,
+        options | {"port": port},
+        log=log_of(setup, place),
+        form=VLLM_LOG,
+        environment=environment,
+        arguments=() if gate is None else (f"{GATE}{gate}",),
+        python=sys.executable if config.python is None else str(config.python),
+        gate=gate,
+    )
+    connection = VllmConnection(pool, address_of(setup.host, port), token, name_of(config, setup, place))
+    return Started(connection=connection, process=process, held=(held,))
+
+
+async def start_server(
+    config: VllmOptions,
+    setup: EngineSetup,
+    place: int,
+    pool: aiohttp.ClientSession,
+    *,
+    begun: Started[VllmConnection] | None = None,
+) -> Started[VllmConnection]:
+    """Starts a server and waits until it responds. `begun`: what `begin_server` returned for it. Raises EngineError with the
+    log's last lines if it dies, or does not respond in time."""
+    waiting = [] if begun is None else [begun]
 
     def begin() -> Started[VllmConnection]:
-        held, token = held_port(setup.host), secrets.token_urlsafe(24)
-        port = number_of(held)
-        process = ServerProcess(
-            MODULE,
-            options | {"port": port},
-            log=log,
-            form=VLLM_LOG,
-            environment=environment_for(config, setup, devices, token),
-            **python,
-        )
-        connection = VllmConnection(pool, address_of(setup.host, port), token, name)
-        return Started(connection=connection, process=process, held=(held,))
+        if waiting:
+            waiting[0].process.open_gate()
+            return waiting.pop()
+        return begin_server(config, setup, place, pool)
 
     async def is_up(started: Started[VllmConnection]) -> None:
         # With the token, because another server may have taken this port.
         await started.connection.get("/weight_info", timeout_s=RESPONSE_S)
         await started.connection.get("/health", timeout_s=RESPONSE_S)
 
+    name, log = name_of(config, setup, place), log_of(setup, place)
     return await start_until_up(name, "vLLM", log, begin, is_up, timeout_s=config.start_timeout)

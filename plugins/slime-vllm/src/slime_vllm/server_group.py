@@ -13,7 +13,7 @@ from slime_serving.server_group import ServerGroup, Started
 from slime_vllm.config import VllmOptions
 from slime_vllm.connection import VllmConnection
 from slime_vllm.generation import PREFIX
-from slime_vllm.launching import start_server
+from slime_vllm.launching import begin_server, start_server
 
 
 class VllmServers(ServerGroup[VllmConnection]):
@@ -41,8 +41,11 @@ class VllmServers(ServerGroup[VllmConnection]):
             token_file=given.external_engine_token_file,
         )
 
+    def begin(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started[VllmConnection]:
+        return begin_server(self._config, setup, place, pool, gate=self.new_gate())
+
     async def launch(self, setup: EngineSetup, place: int, pool: aiohttp.ClientSession) -> Started[VllmConnection]:
-        return await start_server(self._config, setup, place, pool)
+        return await start_server(self._config, setup, place, pool, begun=self._begun.pop(place, None))
 
     def at(self, place: int) -> VllmConnection:
         return self.servers[place]

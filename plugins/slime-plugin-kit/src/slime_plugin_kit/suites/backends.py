@@ -392,6 +392,7 @@ def nap(one: Opened, trained: dict[str, Tensor]) -> None:
     require_same_weights("the weights alone, after sleep", one.weights(), trained)
     one.backend.sleep()
     one.backend.wake_up()
+    one.backend.free_cache()
     require_same_weights("the weights after sleep", one.weights(), trained)
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from slime_vllm_server.comparison import Comparison
 from slime_vllm_server.cpu_adapters import leave_rows_alone
 from slime_vllm_server.folders import LoadedFolder
+from slime_vllm_server.gate import wait_at_gate
 from slime_vllm_server.in_place import loads_in_place
 from slime_vllm_server.memory_handles import opened
 from slime_vllm_server.prompt_heads import PromptHeads
@@ -184,6 +185,11 @@ class WorkerExtension:
 
     weight_transfer_engine: SlimeWeights
     _weight_update_active: bool
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Waits at the gate: everything is imported, and the device is first used by `init_device`."""
+        wait_at_gate()
+        return super().__new__(cls)
 
     def begin_weight_update(self, compares: bool = False) -> None:
         """Starts an update, also after one that was not sent to its end. `compares`: nothing is loaded, but compared."""
