@@ -43,8 +43,7 @@ class OptimizerKeys(Table):
     """Global gradient norm is cut to this; 0: never."""
 
     def warmup_and_decay(self, total_steps: int) -> tuple[float, float]:
-        """Optimizer steps until lr is reached, which need not be a whole number, and until min_lr is, in a run of
-        `total_steps`."""
+        """Optimizer steps until lr is reached, perhaps no whole number, and until min_lr is, in a run of `total_steps`."""
         decay = self.lr_decay_iters or total_steps
         warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * decay
         return warmup, decay if decay > warmup else warmup + 1

@@ -109,8 +109,7 @@ class Batch:
         return self.per_sample(np.add, values, np.float64(0))
 
     def per_sample(self, reduction: np.ufunc, values: npt.NDArray[np.generic], empty: Number) -> npt.NDArray[Number]:
-        """Reduces a response column (M,) over each sample to (S,), in the dtype of `empty`, which samples without a response
-        get."""
+        """Reduces a response column (M,) over each sample to (S,), of the dtype of `empty`, the value without a response."""
         reduced = np.full(self.num_samples, empty)
         some = np.flatnonzero(self.response_length)
         if len(some):
