@@ -55,7 +55,7 @@ def test_a_trainer_from_setup_to_close():
 
 
 def test_what_the_allocator_caches_is_freed(monkeypatch):
-    """After setup, before engines start beside it, and when it is told to. Buckets that readers have closed come first: only
+    """After setup, before engines start beside it, and on request. Buckets that readers have closed come first: only
     then is their memory cached."""
     calls = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -184,7 +184,7 @@ class ServerGroup(ABC, Generic[C]):
             raise reason from error
 
     async def _reason_of(self, error: EngineError) -> EngineError | None:
-        """None: the processes do not tell why a call has failed."""
+        """None: the processes do not report why a call has failed."""
         if self._processes:
             # A process ends a moment after its connections.
             await asyncio.sleep(2 * WATCH_S)

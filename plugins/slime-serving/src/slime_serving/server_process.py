@@ -49,7 +49,7 @@ class LogFormat:
     seconds: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     """Parts of its start, in their order: a line of the first rank with seconds; several lines add up."""
     causes: Mapping[re.Pattern[str], str] = field(default_factory=dict)
-    """Lines that are no tracebacks and tell why it fails, with an error that names what to change."""
+    """Lines that are no tracebacks and report why it fails, with an error that names what to change."""
 
 
 def address_of(host: str, port: int) -> str:

@@ -74,7 +74,7 @@ class TrainerBackend(TrainBackend, Generic[T]):
         """Leaves all tensors where they are: also a bucket whose reader has not closed it yet, and gradients of an optimizer
         step that has not ended."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Torch keeps a bucket that a reader had open when it was deleted until somebody asks.
+            # Torch keeps a bucket that a reader had open when it was deleted, until this call.
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
