@@ -58,8 +58,7 @@ class RolloutConfig(Table):
     max_retries: int = Field(3, ge=0)
     """How often a failed sample is generated again, and a request that was lost with its engine sent again."""
     use_fault_tolerance: bool = True
-    """An engine that dies, hangs or fails is restarted and gets the weights, while other engines take its requests. Off: it
-    ends the run."""
+    """An engine that dies, hangs or fails is restarted and gets the weights; others take its requests. Off: the run ends."""
     rollout_health_check_interval: float = Field(30.0, gt=0)
     """Seconds between two health checks of an engine; none while it is paused or asleep."""
     rollout_health_check_timeout: float = Field(30.0, gt=0)

@@ -211,8 +211,7 @@ def prompt_renderer(
 
 
 def longest_sequence(model_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that the model reads. Without a number in its config, the tokenizer's counts if it is one: without a limit, it
-    has 1e30."""
+    """Tokens that the model reads: of its config, else of the tokenizer, which has 1e30 if it has no limit."""
     return context_length(model_config) or max(2, min(NO_LIMIT, tokenizer.model_max_length))
 
 

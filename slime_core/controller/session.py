@@ -333,13 +333,17 @@ class Session:
         than the weights of the other engines."""
         while True:
             await self.optimizer_idle.wait()
+            if self.client is not None and self.run.weights_follow:
+                await self.client.awake()
             # No step begins between the weight update and the admission: it would not pause this engine.
             async with self.weight_update_lock, self.colocation.exclusive():
                 if self.transport is None:
                     await self.colocation.rollout(joining=engine)
                     return await admit(None)
+                if self.colocation.weights_asleep and self.run.weights_follow:
+                    # The other engines may have dropped theirs: the weight update that is due comes first.
+                    continue
                 try:
-                    asleep = self.colocation.weights_asleep
                     async with self.colocation.sync(self.policy, joining=engine):
                         version = self.state.version
                         # A step may have begun meanwhile: then the trainers' weights are no policy version yet.
@@ -348,9 +352,6 @@ class Session:
                             continue
                         await engine.call_all("pause")
                         await self.transport.push(self.policy, engine, version)
-                        if asleep and self.run.weights_follow and self.client is not None:
-                            # The others wake up too, and may have dropped theirs.
-                            await self._push(self.transport, self.client)
                     await self.colocation.rollout(joining=engine)
                     await engine.call_all("resume")
                 except EngineError:

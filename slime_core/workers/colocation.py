@@ -69,7 +69,9 @@ class ColocationManager:
     async def starting(self) -> AsyncIterator[None]:
         """Inside, an engine may be started, with all the memory that it holds in ROLLOUT."""
         async with self.exclusive():
-            await self.rollout()
+            if self.offloads:
+                # The other engines stay as they are: asleep they may have dropped their weights.
+                await self._devices.vacate()
             yield
 
     def leaves(self, gone: asyncio.Future[None]) -> None:

@@ -16,8 +16,7 @@ from slime_core.workers.agreement import Agreement
 
 class RolloutWorkers(Protocol):
     async def start(self, served: Callable[[], Awaitable[ServedEngines | None]]) -> None:
-        """Returns when all have opened the generators and built the rewards; raises the first error. `served`: engines that
-        rewards query."""
+        """Returns when all have opened generators and built rewards; raises the first error. `served`: what rewards ask."""
 
     def runner(self, own: GroupRunner, generate: PluginSpec) -> GroupRunner:
         """Runs groups in the workers as `own` would here, where the generator `generate` is not opened."""

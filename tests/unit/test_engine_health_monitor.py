@@ -5,7 +5,6 @@ import contextlib
 import functools
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from slime_core.registry.hooks import Hooks
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_health_monitor import EngineHealthMonitor, HealthRules
 from slime_core.types.completion import GenerateRequest, SamplingParams
+from slime_core.types.report import WeightUpdateReport
 from slime_core.workers.colocation import ColocationManager
 from slime_core.workers.devices import Devices
 from slime_plugin_kit.fast_clock import run_fast
@@ -638,6 +638,8 @@ def a_session():
         weight_update_lock=asyncio.Lock(),
         policy=TrainGroup(),
         state=SimpleNamespace(version=4),
+        client=None,
+        run=SimpleNamespace(weights_follow=False),
     )
     session.optimizer_idle.set()
     session.transport = Transport(session)
@@ -774,20 +776,64 @@ def test_engines_continue_after_one_beside_them_got_its_weights(offload_rollout,
     run_fast(scene())
 
 
-@pytest.mark.parametrize("weights_follow", [True, False])
-def test_engines_that_dropped_their_weights_get_them_with_one_that_is_started_again(weights_follow):
-    """After a step's training and before its weight update: they wake up with the newcomer."""
+class DroppingEngine(FaultyEngine):
+    """Has no weights after it slept, until it gets new ones, and does not resume without."""
+
+    dropped = False
+
+    async def call(self, method, *args):
+        if method == "sleep" and MemoryTag.WEIGHTS in args[0]:
+            self.dropped = True
+        if method == "resume" and self.dropped:
+            raise EngineError("its weights were dropped")
+        return await super().call(method, *args)
+
+
+@pytest.mark.parametrize("failures", [[], [EngineError("it hangs")]])
+@pytest.mark.parametrize("begins", ["before", "within", "after"])
+def test_engines_that_dropped_their_weights_are_not_woken_for_one_that_is_started_again(begins, failures):
+    """Whenever it is ready beside a step's training: their weight update comes first, and it may fail alone."""
 
     async def scene():
-        async with Ward([FaultyEngine()]).open() as ward:
+        async with Ward([DroppingEngine()]).open() as ward:
             session = await a_colocated_session(ward.client, offload_rollout=True)
-            session.run = SimpleNamespace(weights_follow=weights_follow)
-            session._push = partial(Session._push, session)
+            session.run, session.hooks, session.event = SimpleNamespace(weights_follow=True), Hooks({}), RUN
+
+            async def push(transport, client):
+                ward.engines[0].dropped = False
+                return WeightUpdateReport(version=4, seconds=0.0, bytes_sent=0, buckets=0)
+
+            session._push = push
+            session.times = session.colocation.times
+            session.transport.failures = list(failures)
+            admitted, newcomer = Admitted(), Newcomer()
+
+            async def joins():
+                with pytest.raises(EngineError, match="it hangs") if failures else contextlib.nullcontext():
+                    await Session.update_engine_weights(session, newcomer, admitted)
+
+            async def room():
+                async with session.colocation.starting():
+                    await asyncio.sleep(1)
+
+            joining = []
+            if begins == "before":
+                joining.append(asyncio.create_task(joins()))
+                await asyncio.sleep(0.5)
             async with session.colocation.train():
-                pass
-            await Session.update_engine_weights(session, Newcomer(), Admitted())
-            assert [version for _, version, _ in session.transport.pushed] == [4] * (2 if weights_follow else 1)
-            assert ward.engines[0].calls[-1] == "resume"
+                if begins == "within":
+                    joining += [asyncio.create_task(room()), asyncio.create_task(joins())]
+                    await asyncio.sleep(1)
+            if begins == "after":
+                await room()
+                joining.append(asyncio.create_task(joins()))
+            await asyncio.sleep(2)
+            await Session.update_weights(session)
+            await asyncio.gather(*joining)
+            assert ward.client.indices == (0,)
+            assert len(admitted.at) == (not failures)
+            assert [calls for calls in ward.engines[0].calls if calls != "health"][-1] == "resume"
+            assert not ward.client.quiesce
 
     run_fast(scene())
 
@@ -866,7 +912,7 @@ def test_no_engine_holds_memory_while_the_trainer_trains(updates_weights, starts
         session = await a_colocated_session(client, offload_rollout=True)
         session.transport = site = Site(client, session, starts_in_vain=starts_in_vain)
         session.served_engines, session.faults, session.hooks, session.event = (), Counter(), Hooks({}), RUN
-        session.run = SimpleNamespace(config=SimpleNamespace(rollout=rollout))
+        session.run = SimpleNamespace(config=SimpleNamespace(rollout=rollout), weights_follow=False)
         session.state.rollout_id = 0
         session.update_engine_weights = functools.partial(Session.update_engine_weights, session)
         (monitor,) = health_monitors(session, site)

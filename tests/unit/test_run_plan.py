@@ -1,18 +1,21 @@
 """`slime plan`: steps, phases and verdicts of runs whose plugins estimate round numbers. Plugins without an estimate are
 listed; their memory is not guessed."""
 
+from dataclasses import fields
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from slime_core.config.bound import BoundRun
+from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import ConfigError, ModelError
+from slime_core.workers.engine_specs import EngineSpecs
 from slime_preflight.device_memory import parse_size, target_of
 from slime_preflight.planning import Report, Unit
 from slime_preflight.run_plan import needed, plan_of, savings
 from slime_preflight.step import micro_batches_of, step_of
-from slime_preflight.tenants import Target
+from slime_preflight.tenants import Target, policy_engines
 from slime_training.footprint import kv_bytes_per_token, num_parameters
 from slime_training.memory_plan import AWAKE, MemoryItem, MemoryPhase, bytes_at, peak_of
 
@@ -210,6 +213,24 @@ def test_a_side_that_is_not_offloaded_is_counted_beside_the_other(flag, rollout,
     (group,) = plan_of(estimated("--launcher", "ray", "--colocate", flag), GPU).groups
     found = phases(group)
     assert (found["rollout"], found["actor: loss"], found["sync"]) == (rollout, loss, sync)
+
+
+@pytest.mark.parametrize("flags", [(), ("--colocate",), ("--colocate", "--update-weights-interval", "2")])
+def test_engines_are_planned_with_what_they_are_started_with(flags, estimated, monkeypatch):
+    run, planned = estimated("--launcher", "ray", *flags), []
+    of = run.engine.driver.memory
+    monkeypatch.setattr(
+        run.engine.driver, "memory", lambda config, load: planned.append(load.setup) or of(config, load)
+    )
+    policy_engines(run, GPU)
+    specs = EngineSpecs(run=run, agreement=None, device="cuda", run_dir=planned[0].run_dir, model_config={})
+    (spec, *_) = specs.of_policy()
+    differing = {
+        field.name
+        for field in fields(EngineSetup)
+        if getattr(planned[0], field.name) != getattr(spec.setup, field.name)
+    }
+    assert differing == set()
 
 
 def test_roles_that_share_devices_take_turns(estimated):

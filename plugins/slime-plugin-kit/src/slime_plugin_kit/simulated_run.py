@@ -193,6 +193,9 @@ class IdleRanks:
     async def turn(self) -> AsyncIterator[None]:
         yield
 
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        return []
+
     async def save(self, folder: Path) -> None:
         (folder / "nothing").write_text("")
 

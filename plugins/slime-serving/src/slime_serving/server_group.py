@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -172,6 +172,13 @@ class ServerGroup(ABC, Generic[C]):
         except EngineError:
             await asyncio.sleep(2 * WATCH_S)
             raise
+
+    async def on_each(self, call: Callable[[C], Coroutine[Any, Any, None]]) -> None:
+        """Calls it for all servers at once, and waits for every one, also if one fails: then it raises the first error."""
+        ends = await asyncio.gather(*map(call, self.servers), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
 
     async def post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """Sends the same call to all servers, and returns the responses by server. Raises EngineError; if a process has ended,

@@ -73,14 +73,25 @@ def start_seconds(lines: Sequence[str], form: LogFormat, began: float) -> dict[s
     found: dict[str, float] = {}
     for line in lines:
         if form.imported is not None and "imports" not in found and (at := form.imported.match(line)):
-            then = datetime.strptime(at[1], form.clock)
-            if then.year < datetime.fromtimestamp(began).year:
-                then = then.replace(year=datetime.fromtimestamp(began).year)
-            found["imports"] = max(then.timestamp() - began, 0.0)
+            found["imports"] = seconds_until(at[1], form.clock, began)
         for part, pattern in form.seconds.items():
             if at := pattern.search(line):
                 found[part] = found.get(part, 0.0) + float(at[1])
     return {part: found[part] for part in ("imports", *form.seconds) if part in found}
+
+
+def seconds_until(text: str, clock: str, began: float) -> float:
+    """`text`: a time that is written as `clock`, perhaps without its year: then it is the first such one after `began`."""
+    if "%Y" in clock:
+        return max(datetime.strptime(text, clock).timestamp() - began, 0.0)
+    # A year that has a 29 February, which strptime's own has not.
+    year = datetime.fromtimestamp(began).year
+    found = []
+    for each in (year, year + 1):
+        with contextlib.suppress(ValueError):
+            found.append(datetime.strptime(f"{each} {text}", f"%Y {clock}").timestamp() - began)
+    # A second earlier: the log has no fractions.
+    return max(next((seconds for seconds in found if seconds > -1.0), 0.0), 0.0)
 
 
 class ServerProcess:

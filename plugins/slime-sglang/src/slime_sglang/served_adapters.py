@@ -36,7 +36,7 @@ class SglangAdapters(ServedAdapters):
 
     async def send(self, name: str, folder: Path) -> None:
         self._held[name] = []
-        await asyncio.gather(*(self._send_to(server, name, folder) for server in self._fleet.servers))
+        await self._fleet.on_each(lambda server: self._send_to(server, name, folder))
 
     async def _send_to(self, server: SglangConnection, name: str, folder: Path) -> None:
         response = await self._fleet.post_to(server, LOAD, {"lora_name": name, "lora_path": str(folder)})
