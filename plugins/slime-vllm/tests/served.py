@@ -34,7 +34,7 @@ def logs_in(folder):
 class Served:
     """A running server, without anything of ours in between, and the `addresses` of it and of a second one."""
 
-    def __init__(self, info, addresses, model, folder, engine, background, at_gate):
+    def __init__(self, info, addresses, model, folder, engine, background, at_gate=()):
         self.engine, self.run = engine, background.run
         """The engine that started it, whose calls run in another thread."""
         self.address, self.token, self.pid = info.address, info.token, info.pid
