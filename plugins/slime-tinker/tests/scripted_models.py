@@ -84,9 +84,10 @@ class ScriptedModels:
         return write
 
     def open_weights(self, folder: Path) -> Weights:
+        done = json.loads((folder / "done.json").read_text())
         self.open += 1
         assert self.open <= self.max_weights
-        return Weights(self, json.loads((folder / "done.json").read_text()))
+        return Weights(self, done)
 
     def start_sampling(
         self, weights: Weights | None, prompt: Sequence[int], sampling: SamplingParams, seeds: Sequence[int]

@@ -41,6 +41,8 @@ MessageT = TypeVar("MessageT", bound=pydantic.BaseModel)
 
 PREFIX: Final = "/api/v1/"
 MOST_LISTED: Final = 1000
+MAX_SEQ_ID: Final = 2**63 - 1
+"""The largest integer of the journal."""
 MAX_CHUNK: Final = 1024
 """Datums of a chunk, in which the SDK sends the data of a large forward_backward."""
 
@@ -212,8 +214,10 @@ class Endpoints:
 
     async def _train(self, model_id: str, seq_id: int | None, kind: str, body: bytes, tenant: str) -> Response:
         model = self._holdings.model(model_id, tenant)
-        if seq_id is None or seq_id < 1:
-            raise RequestError(f"seq_id = {seq_id}: must be 1 or above; the requests of a model are counted from 1.")
+        if seq_id is None or not 1 <= seq_id <= MAX_SEQ_ID:
+            raise RequestError(
+                f"seq_id = {seq_id}: must be from 1 to {MAX_SEQ_ID}; the requests of a model are counted from 1."
+            )
         self._service.require_room(tenant)
         record = self._service.request(model.id, seq_id, kind, body, tenant)
         await self._service.training.submit(record)
@@ -240,6 +244,8 @@ class Endpoints:
             raise RequestError(
                 "sampling_session_id and seq_id: one is missing; create_sampling_client begins a session."
             )
+        if not 0 <= asked.seq_id <= MAX_SEQ_ID:
+            raise RequestError(f"seq_id = {asked.seq_id}: must be from 0 to {MAX_SEQ_ID}.")
         sampler = self._holdings.sampler(asked.sampling_session_id, tenant)
         self._service.require_room(tenant)
         record = self._service.request(sampler.id, asked.seq_id, "asample", await request.body(), tenant)

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from slime_core.errors import SlimeError
+from slime_core.errors import SlimeError, StorageError
 from slime_core.registry.boundary import error_text, held
 from slime_tinker.errors import not_found
 from slime_tinker.journal import Journal, Statement, accepted, finished
@@ -41,14 +41,26 @@ class Futures:
         self._tenants[request.id] = request.tenant
 
     async def accept(self, request: RequestRecord, *beside: Statement) -> bool:
-        """Writes it down. False: it was accepted before, so the client has sent it twice."""
-        if request.id in self._pending or await self._journal.outcome(request.id) is not None:
-            return False
-        # Between this line and the last one another request of the same id may have come.
-        if request.id in self._pending:
-            return False
+        """Returns when it is written down. False: it was accepted before, so the client has sent it twice."""
+        while True:
+            if request.id in self._pending:
+                # It is written down when this write is, which follows its own, unless that fails.
+                await self._journal.write([])
+                if request.id in self._pending:
+                    return False
+            if await self._journal.outcome(request.id) is not None:
+                return False
+            # Meanwhile another request of the same id may have come.
+            if request.id not in self._pending:
+                break
         self.expect(request)
-        await self._journal.write([*beside, accepted(request)])
+        try:
+            await self._journal.write([*beside, accepted(request)])
+        except StorageError:
+            # Sent again, it is a new one.
+            self._pending.pop(request.id)
+            self._tenants.pop(request.id)
+            raise
         return True
 
     async def resolve(self, request_id: str, outcome: Outcome, beside: Sequence[Statement] = ()) -> None:

@@ -87,8 +87,11 @@ class Journal:
                 connection.execute(statement.sql, statement.values)
             connection.execute("commit")
         except sqlite3.Error as error:
-            connection.rollback()
             raise StorageError(f"the server's journal cannot be written: {error}.") from error
+        finally:
+            # Also after a value that sqlite cannot hold: the next write, perhaps another tenant's, begins anew.
+            if connection.in_transaction:
+                connection.rollback()
 
     async def close(self) -> None:
         while self._flush is not None:

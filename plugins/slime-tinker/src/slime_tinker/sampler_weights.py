@@ -25,6 +25,8 @@ class OpenWeights:
         self._trainer = trainer
         self._open: dict[Path, Open] = {}
         """The one that was used longest ago first."""
+        self._dropping: asyncio.Future[None] | None = None
+        """The last that was begun: a task that nothing refers to may be collected."""
         self._changed = asyncio.Condition()
         self._entrance = asyncio.Lock()
         """In the order in which they come: requests for open weights, one after the other, would keep out all that wait for
@@ -65,5 +67,12 @@ class OpenWeights:
                 await self._drop(folder)
 
     async def _drop(self, folder: Path) -> None:
-        weights = await self._open.pop(folder).weights
-        await asyncio.get_running_loop().run_in_executor(self._trainer, weights.drop)
+        """To its end, also if the request that makes room is cancelled meanwhile."""
+        self._dropping = asyncio.ensure_future(self._dropped(self._open.pop(folder)))
+        await asyncio.shield(self._dropping)
+
+    async def _dropped(self, entry: Open) -> None:
+        await asyncio.wait([entry.weights])
+        # Those that could not be opened are not there; who asked for them has the error.
+        if not entry.weights.cancelled() and entry.weights.exception() is None:
+            await asyncio.get_running_loop().run_in_executor(self._trainer, entry.weights.result().drop)

@@ -164,7 +164,11 @@ def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limi
                 f"prompt.chunks[{place}]: {chunk.type}: this server takes token ids (EncodedTextChunk) only."
             )
         prompt += chunk.tokens
-    require_vocabulary(np.asarray(prompt, np.int64), base.vocab_size, "prompt")
+    try:
+        tokens = np.asarray(prompt, np.int64)
+    except OverflowError:
+        raise RequestError(f"prompt: a token is outside the vocabulary of {base.vocab_size}.") from None
+    require_vocabulary(tokens, base.vocab_size, "prompt")
     if not prompt:
         raise RequestError("prompt: no tokens.")
     room = base.max_length - len(prompt)

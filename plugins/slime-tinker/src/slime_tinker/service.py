@@ -119,7 +119,8 @@ class Service:
         model_id = f"{session.id}:train:{number}"
         record = self.request(model_id, 0, kind, body, tenant)
         if model_id in self.holdings.models:
-            # Sent twice.
+            # Sent twice. It is written down when this write is, which follows the first one's.
+            await self.journal.write([])
             return record
         own = sum(model.tenant == tenant and not model.unloaded for model in self.holdings.models.values())
         most = self.settings.limits.max_models

@@ -189,7 +189,7 @@ def tokens_of(chunks: Sequence[Any], where: str) -> Int32:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise RequestError(f"{where}.chunks[{place}]: {kind}: this server takes token ids (EncodedTextChunk) only.")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32))
+        parts.append(numbers(chunk.encoded_text.tokens, np.int32, f"{where}.chunks[{place}]"))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not len(tokens):
         raise RequestError(f"{where}: no tokens.")
@@ -210,24 +210,37 @@ def require_finite(values: Array, where: str) -> None:
         raise RequestError(f"{where}[{place}] is not finite.")
 
 
+def numbers(data: bytes, dtype: npt.DTypeLike, where: str) -> Array:
+    """A view of the bytes. RequestError if they are no whole number of values."""
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise RequestError(f"{where}: {len(data)} bytes, and a value has {size}.")
+    return np.frombuffer(data, dtype)
+
+
 def dense(tensor: pb.Tensor, where: str) -> Array:
     if tensor.dtype not in DTYPES:
         raise RequestError(f"{where}: dtype {tensor.dtype}: must be float32 or int64.")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise RequestError(f"{where}: shape {shape}: a size is below 0.")
     if tensor.WhichOneof("encoding") != "sparse_csr":
-        values = np.frombuffer(tensor.dense, dtype)
-        if shape and int(np.prod(shape)) != values.size:
+        values = numbers(tensor.dense, dtype, where)
+        if shape and math.prod(shape) != values.size:
             raise RequestError(f"{where}: {values.size} values for the shape {shape}.")
         flat: Array = values.reshape(shape) if shape else values
         return flat
     csr = tensor.sparse_csr
-    rows = np.frombuffer(csr.crow_indices, np.int64)
-    places, values = np.frombuffer(csr.col_indices, np.int64), np.frombuffer(csr.values, dtype)
+    rows = numbers(csr.crow_indices, np.int64, f"{where}: crow_indices")
+    places = numbers(csr.col_indices, np.int64, f"{where}: col_indices")
+    values = numbers(csr.values, dtype, f"{where}: values")
     sound = len(shape) == 2 and len(rows) == shape[0] + 1 and len(places) == len(values)
     if not sound or rows[0] != 0 or rows[-1] != len(values) or (np.diff(rows) < 0).any():
         raise RequestError(f"{where}: indices that fit no sparse tensor of shape {shape}.")
     if len(places) and not (places.min() >= 0 and places.max() < shape[1]):
         raise RequestError(f"{where}: column indices outside [0, {shape[1]}).")
+    if shape[1] > MAX_TARGETS:
+        raise RequestError(f"{where}: shape {shape}: a position may have from 1 to {MAX_TARGETS} targets.")
     full: Array = np.zeros(shape, dtype)
     full[np.repeat(np.arange(shape[0]), np.diff(rows)), places] = values
     return full
