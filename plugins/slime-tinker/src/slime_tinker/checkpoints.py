@@ -74,6 +74,9 @@ class Checkpoints:
         return [statement]
 
     async def delete(self, record: CheckpointRecord) -> None:
+        """Nothing if it was deleted or replaced since it was looked up."""
+        if self.holdings.checkpoints.get(record.id) is not record:
+            return
         await self.journal.write([self.holdings.remove(record)])
         await self._delete_folder(record.folder)
 

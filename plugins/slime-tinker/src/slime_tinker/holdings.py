@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slime_core.errors import ConfigError
 from slime_tinker.errors import RequestError, not_found
-from slime_tinker.journal import Journal, Record, Statement, put, removed
+from slime_tinker.journal import Journal, Record, Statement, forgotten, put, removed
 from slime_tinker.records import CheckpointRecord, ModelRecord, SamplerRecord, SessionRecord
 
 
@@ -42,15 +42,16 @@ class Holdings:
         return put(record)
 
     def remove(self, record: Record) -> Statement:
+        """Also of one that was removed meanwhile."""
         match record:
             case SessionRecord():
-                del self.sessions[record.id]
+                self.sessions.pop(record.id, None)
             case ModelRecord():
-                del self.models[record.id]
+                self.models.pop(record.id, None)
             case CheckpointRecord():
-                del self.checkpoints[record.id]
+                self.checkpoints.pop(record.id, None)
             case SamplerRecord():
-                del self.samplers[record.id]
+                self.samplers.pop(record.id, None)
         return removed(record)
 
     def session(self, id: str, tenant: str) -> SessionRecord:
@@ -96,6 +97,23 @@ class Holdings:
 
     def samplers_of(self, session: str) -> list[SamplerRecord]:
         return [record for record in self.samplers.values() if record.session == session]
+
+    def clear_finished(self) -> list[Statement]:
+        """Removes what finished sessions leave behind where the server was killed while it ended them: all but the names of
+        their models, and checkpoints with a name. What is returned has to be written."""
+        finished = {session.id for session in self.sessions.values() if session.finished}
+        models = [model for model in self.models.values() if model.session in finished]
+        samplers = [sampler for sampler in self.samplers.values() if sampler.session in finished]
+        ended = {model.id for model in models}
+        hidden = [record for record in self.checkpoints.values() if record.hidden and record.model in ended]
+        loaded = [model for model in models if not model.unloaded or model.state is not None]
+        return [
+            *(self.put(replace(model, unloaded=True, state=None)) for model in loaded),
+            *(self.remove(sampler) for sampler in samplers),
+            *(self.remove(checkpoint) for checkpoint in hidden),
+            *(forgotten(model.id) for model in models),
+            *(forgotten(sampler.id) for sampler in samplers),
+        ]
 
     def require_kind(self, *, whole: bool, folder: Path) -> None:
         """ConfigError if what is kept are adapters and the server trains all weights, or the other way round."""

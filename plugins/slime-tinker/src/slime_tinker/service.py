@@ -21,7 +21,7 @@ from slime_core.registry import Registry
 from slime_tinker.admission import Admission
 from slime_tinker.checkpoints import Checkpoints
 from slime_tinker.errors import RequestError
-from slime_tinker.futures import Futures, failure
+from slime_tinker.futures import Futures
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, expired_results, forgotten
 from slime_tinker.model_settings import spec_of
@@ -193,14 +193,8 @@ class Service:
         now = time.time()
         for session in list(self.holdings.sessions.values()):
             self.holdings.sessions[session.id] = replace(session, seen=now)
+        await self.journal.write(self.holdings.clear_finished())
         await self.checkpoints.clear_orphans()
-        for session in list(self.holdings.sessions.values()):
-            if session.finished:
-                # The server may have ended while it finished.
-                for model in self.holdings.models_of(session.id):
-                    if not model.unloaded:
-                        ended = replace(model, unloaded=True)
-                        await self.journal.write([self.holdings.put(ended), forgotten(model.id)])
         await self.training.restore()
         await self.sampling.restore()
 
@@ -212,17 +206,15 @@ class Service:
 
     async def clean_once(self) -> None:
         retention, now = self.settings.retention, time.time()
-        for session in list(self.holdings.sessions.values()):
+        for name in list(self.holdings.sessions):
+            # Looked up in its turn: it may have been heard of, or have ended, while others were ended.
+            session = self.holdings.sessions[name]
             if not session.finished and session.seen < now - retention.session_s:
                 minutes = retention.session_s / 60
                 await self.finish_session(session, f"nothing was heard of this session for {minutes:g} minutes.")
         await self.checkpoints.delete_expired()
         await self.journal.write([expired_results(now - retention.result_s)])
-        for model, seq in self.turns.gaps(time.monotonic() - retention.gap_s):
-            await self.futures.resolve(
-                request_id(model, seq), failure(f"request {seq} of {model} never arrived.", user=True)
-            )
-            self.turns.skip_to_waiting(model)
+        self.turns.skip_gaps(time.monotonic() - retention.gap_s)
 
 
 @contextlib.asynccontextmanager

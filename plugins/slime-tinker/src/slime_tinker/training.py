@@ -31,7 +31,7 @@ from slime_tinker.checkpoints import Checkpoints, expiry, stored
 from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures, failure, json_outcome
 from slime_tinker.holdings import Holdings
-from slime_tinker.journal import Journal, Statement, body_dropped
+from slime_tinker.journal import Journal, Statement, body_dropped, body_dropped_of
 from slime_tinker.loss_sum import loss_of
 from slime_tinker.model_settings import adam_of
 from slime_tinker.models import Models
@@ -50,6 +50,8 @@ Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Done]]
 EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_sampler"})
 """Kinds that leave the model as it was; what they did is on the disk."""
 SERVERS_FAULT: Final = (TrainingError, EngineError, StorageError)
+UNLOADED: Final = failure("this model was unloaded.", user=True)
+LATE: Final = failure("it came after later requests of its model had run.", user=True)
 SAVING_SHARE: Final = 10
 """A model trains at least so many times as long as its last saving took before it is saved again."""
 
@@ -70,6 +72,7 @@ class Live:
     """Of its last saving."""
     rest: asyncio.Task[None] | None = None
     """Of the last request that was run; it follows that of the one before."""
+    unloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,14 @@ class Training:
                 f"model_id {record.owner}: this model was unloaded. create_training_client_from_state continues a checkpoint.",
                 status=410,
             )
-        if await self.futures.accept(record, *beside):
+        if not await self.futures.accept(record, *beside):
+            return
+        # While it was written down, the model may have been unloaded or may have stopped waiting for it.
+        if record.owner not in self.turns:
+            await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
+        elif self.turns.passed(record.owner, record.seq):
+            await self.futures.resolve(record.id, LATE)
+        else:
             self._add(record, effect=True, done=False)
 
     def open(self, model: str, tenant: str) -> None:
@@ -130,32 +140,50 @@ class Training:
                 await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=True))
                 live.created, live.applied = True, model.applied
             first = live.applied + 1
-            self.turns.open(model.id, model.tenant, first)
             owned = "owner = ? and seq >= ? and "
             failed = {record.seq for record in await self.journal.requests(owned + "failed = 1", (model.id, first))}
-            for record in await self.journal.requests(owned + "done is not null", (model.id, first)):
+            ran = await self.journal.requests(owned + "done is not null", (model.id, first))
+            # Results come in order, but for those of failures.
+            last = max((record.seq for record in ran if record.seq not in failed), default=live.applied)
+            self.turns.open(model.id, model.tenant, first, ran_through=last)
+            for record in ran:
                 effect = record.kind not in EFFECTLESS and record.seq not in failed
                 self._add(record, effect=effect, done=True)
-            for record in await self.journal.requests(owned + "done is null", (model.id, first)):
+            for record in await self.journal.requests("owner = ? and done is null", (model.id,)):
+                if self.turns.passed(model.id, record.seq):
+                    await self.futures.resolve(record.id, LATE)
+                    continue
                 self.futures.expect(record)
                 self._add(record, effect=True, done=False)
+        for record in await self.journal.requests("kind != 'asample' and done is null"):
+            if record.owner not in self.turns:
+                await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
 
     async def unload(self, model: ModelRecord, why: str) -> None:
-        """Takes it out of the trainers. Requests that have not run fail."""
-        if model.id not in self.turns:
+        """Takes it out of the trainers. Requests that have not run fail. A second call returns when the first has."""
+        live = self._live.get(model.id)
+        if live is None:
             return
-        await self.turns.idle(model.id)
-        waiting, live = self.turns.close(model.id), self._live.pop(model.id)
+        async with live.unloading:
+            if model.id in self._live:
+                await self._unload(model.id, live, why)
+
+    async def _unload(self, name: str, live: Live, why: str) -> None:
+        await self.turns.stop(name)
+        waiting = self.turns.close(name)
         if live.rest is not None:
             await asyncio.wait([live.rest])
         for seq in waiting:
-            await self.futures.resolve(request_id(model.id, seq), failure(why, user=True))
+            await self.futures.resolve(request_id(name, seq), failure(why, user=True))
         if live.created:
-            await self._call(partial(self.models.remove, model.id))
-        model = self.holdings.models[model.id]
+            live.created = False
+            await self._call(partial(self.models.remove, name))
+        model = self.holdings.models[name]
         await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))])
         if model.state is not None:
             await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
+        # Its first request may have failed meanwhile.
+        self._live.pop(name, None)
 
     def _add(self, record: RequestRecord, *, effect: bool, done: bool) -> None:
         """`effect`: False: it has none any more. `done`: its result is there already."""
@@ -235,8 +263,9 @@ class Training:
         """Of a model whose first request failed: nothing else can be done with it."""
         for seq in self.turns.close(name):
             await self.futures.resolve(request_id(name, seq), failure("the model could not be created.", user=True))
-        del self._live[name]
         await self.journal.write([self.holdings.put(replace(self.holdings.models[name], unloaded=True))])
+        # Its session may have ended meanwhile.
+        self._live.pop(name, None)
 
     async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Rest:
         """The first half."""

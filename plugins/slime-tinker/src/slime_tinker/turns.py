@@ -19,16 +19,20 @@ class Line:
 
     tenant: str
     next_seq: int
+    ran_through: int = -1
+    """Last seq_id that an earlier server ran: what is missing below it was passed there, and is not waited for again."""
     waiting: dict[int, Job] = field(default_factory=dict)
     since: float | None = None
     """When a request arrived whose predecessor has not; None: none waits for one."""
     running: bool = False
+    stopped: bool = False
+    """None of its requests begins any more."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while none of its requests runs."""
 
     @property
     def ready(self) -> bool:
-        return not self.running and self.next_seq in self.waiting
+        return not self.running and not self.stopped and self.next_seq in self.waiting
 
 
 class Turns:
@@ -38,12 +42,16 @@ class Turns:
         """Seconds of the trainer that each tenant has used, counted from the same start."""
         self._changed = asyncio.Event()
 
-    def open(self, model: str, tenant: str, next_seq: int) -> None:
-        self._lines[model] = Line(tenant=tenant, next_seq=next_seq)
+    def open(self, model: str, tenant: str, next_seq: int, *, ran_through: int = -1) -> None:
+        """`ran_through`: last seq_id that an earlier server ran."""
+        self._lines[model] = Line(tenant=tenant, next_seq=next_seq, ran_through=ran_through)
 
-    async def idle(self, model: str) -> None:
-        """Returns when none of the model's requests runs."""
-        line = self._lines[model]
+    async def stop(self, model: str) -> None:
+        """Lets none of the model's requests begin, and returns when none runs."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        line.stopped = True
         while line.running:
             await line.ended.wait()
 
@@ -55,7 +63,13 @@ class Turns:
     def __contains__(self, model: str) -> bool:
         return model in self._lines
 
+    def passed(self, model: str, seq: int) -> bool:
+        """Whether it cannot run in its turn any more: later requests of the model have begun."""
+        line = self._lines[model]
+        return seq < line.next_seq or seq <= line.ran_through
+
     def add(self, model: str, seq: int, job: Job) -> None:
+        """A request whose turn has not passed, or one that an earlier server ran; those in the order of their seq_id."""
         line = self._lines[model]
         if not self._active(line.tenant):
             # Who has idled has not saved up turns.
@@ -65,19 +79,12 @@ class Turns:
         self._note_gap(line)
         self._changed.set()
 
-    def gaps(self, before: float) -> list[tuple[str, int]]:
-        """Models and the seq id that they wait for since `before` (monotonic time)."""
-        return [
-            (model, line.next_seq)
-            for model, line in self._lines.items()
-            if line.since is not None and line.since < before
-        ]
-
-    def skip_to_waiting(self, model: str) -> None:
-        """The missing requests will not come."""
-        line = self._lines[model]
-        line.next_seq = min(line.waiting)
-        self._note_gap(line)
+    def skip_gaps(self, before: float) -> None:
+        """Requests that others have been waiting for since `before` (monotonic time) will not come."""
+        for line in self._lines.values():
+            if line.since is not None and line.since < before:
+                line.next_seq = min(line.waiting)
+                self._note_gap(line)
         self._changed.set()
 
     async def run(self) -> None:
@@ -109,5 +116,7 @@ class Turns:
         return any(line.tenant == tenant and (line.waiting or line.running) for line in self._lines.values())
 
     def _note_gap(self, line: Line) -> None:
+        if not line.running and line.waiting and min(line.waiting) <= line.ran_through:
+            line.next_seq = min(line.waiting)
         gap = bool(line.waiting) and not line.running and line.next_seq not in line.waiting
         line.since = (line.since or time.monotonic()) if gap else None
