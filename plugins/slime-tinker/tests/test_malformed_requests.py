@@ -1,7 +1,8 @@
-"""What no client of the SDK sends: each is refused by name, and the server goes on for all."""
+"""What no client of the SDK sends: each is refused by name, and the server serves on."""
 
 import asyncio
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -97,19 +98,21 @@ async def test_a_request_that_could_not_be_written_is_a_new_one_when_it_is_sent_
     """One that is sent twice meanwhile is acknowledged with the first, or as a new one after it has failed."""
     journal = Journal(tmp_path / "journal")
     futures = Futures(journal, poll_s=0.1)
-    apply, fails = journal._apply, [True]
+    apply, begun, may_fail = journal._apply, threading.Event(), threading.Event()
 
-    def slow(statements):
-        if statements and fails.pop():
+    def fails_once(statements):
+        if not may_fail.is_set():
+            begun.set()
+            may_fail.wait(20)
             raise StorageError("full")
         apply(statements)
 
-    monkeypatch.setattr(journal, "_apply", slow)
+    monkeypatch.setattr(journal, "_apply", fails_once)
     first = asyncio.create_task(futures.accept(request(1)))
-    for _ in range(3):
-        await asyncio.sleep(0)
-    fails.append(False)
+    await asyncio.to_thread(begun.wait, 20)
     second = asyncio.create_task(futures.accept(request(1)))
+    await asyncio.sleep(0.01)
+    may_fail.set()
     with pytest.raises(StorageError, match="full"):
         await first
     assert await second is True

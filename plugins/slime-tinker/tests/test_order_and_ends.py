@@ -290,3 +290,30 @@ async def test_a_server_that_is_killed_while_a_session_ends_deletes_the_rest_lat
         assert journal.execute("select count(*) from requests").fetchone() == (0,)
         kinds = journal.execute("select kind, count(*) from records group by kind order by kind").fetchall()
     assert kinds == [("checkpoint", 1), ("model", 1), ("session", 1)]
+
+
+async def test_a_server_that_is_killed_while_it_overwrites_a_checkpoint_has_one_of_both(tmp_path):
+    """Whether the new one's record is on the disk or not, its folder is there, and nothing else."""
+    models = ScriptedModels()
+    async with serving(models, settings(tmp_path)) as (service, calls):
+        model = await calls.model(await calls.session())
+
+        async def save(seq, **given):
+            response = await calls.post("save_weights", model_id=model, seq_id=seq, path="best", **given)
+            return await calls.result(response.json()["request_id"])
+
+        await save(1)
+        (first,) = (tmp_path / "weights").iterdir()
+        apply, before = service.journal._apply, []
+
+        def note(statements):
+            before.append({path.name for path in (tmp_path / "weights").iterdir()})
+            apply(statements)
+
+        service.journal._apply = note
+        await save(2, overwrite=True)
+        # Until the last write, that of the new record, the folder of the old one is there.
+        assert all(first.name in folders for folders in before)
+        assert len(before[-1]) == 2
+        while first.exists():  # noqa: ASYNC110 - it is deleted after the client has its result
+            await asyncio.sleep(0.001)

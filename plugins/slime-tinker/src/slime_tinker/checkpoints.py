@@ -65,20 +65,17 @@ class Checkpoints:
             raise RequestError(f'path "{name}": you have {number} checkpoints, the most there may be. Delete some.')
         return path
 
-    async def replaced(self, record: CheckpointRecord) -> list[Statement]:
-        """Statements that put `record` in place of one of the same path, whose folder is deleted."""
+    def put(self, record: CheckpointRecord) -> tuple[Statement, str | None]:
+        """What puts `record` in place of one of the same path, and that one's folder, to be deleted once this is written."""
         earlier = self.holdings.checkpoints.get(record.id)
-        statement = self.holdings.put(record)
-        if earlier is not None:
-            await self._delete_folder(earlier.folder)
-        return [statement]
+        return self.holdings.put(record), None if earlier is None else earlier.folder
 
     async def delete(self, record: CheckpointRecord) -> None:
         """Nothing if it was deleted or replaced since it was looked up."""
         if self.holdings.checkpoints.get(record.id) is not record:
             return
         await self.journal.write([self.holdings.remove(record)])
-        await self._delete_folder(record.folder)
+        await self.delete_folder(record.folder)
 
     async def set_ttl(self, record: CheckpointRecord, ttl_s: int | None) -> None:
         await self.journal.write([self.holdings.put(replace(record, expires=expiry(ttl_s)))])
@@ -95,7 +92,7 @@ class Checkpoints:
         for record in sorted(own, key=lambda record: record.created, reverse=True)[keep:]:
             await self.delete(record)
 
-    async def _delete_folder(self, name: str) -> None:
+    async def delete_folder(self, name: str) -> None:
         await self.open_weights.forget(self.folder_of(name))
         await asyncio.to_thread(shutil.rmtree, self.folder_of(name), True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,8 +42,18 @@ from slime_tinker.training_data import TrainingData, training_data
 from slime_tinker.turns import Turns
 
 T = TypeVar("T")
-Done: TypeAlias = tuple[Outcome, list[Statement]]
-"""What the client gets, and what is written beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    outcome: Outcome
+    """What the client gets."""
+    statements: Sequence[Statement] = ()
+    """Written beside it."""
+    replaced: str | None = None
+    """Folder to which nothing refers once they are."""
+
+
 Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Done]]
 """What follows the trainers' half. SlimeError for what fails."""
 
@@ -241,21 +251,23 @@ class Training:
         is never kept while one of them has no result."""
         if before is not None:
             await before
-        outcome: Outcome | None = None
-        statements: list[Statement] = []
+        made: Done | None = None
         if rest is not None:
             try:
                 async with self.futures.ended_by(record.id):
-                    outcome, statements = await rest()
+                    made = await rest()
             except SlimeError as error:
-                outcome = failed_outcome(error)
+                made = Done(outcome=failed_outcome(error))
         earlier = self.holdings.models[record.owner].state
+        statements = [] if made is None else list(made.statements)
         if state is not None:
-            statements = statements + await self._kept(record.owner, live, state)
-        if done or outcome is None:
+            statements += await self._kept(record.owner, live, state)
+        if done or made is None:
             await self.journal.write(statements)
         else:
-            await self.futures.resolve(record.id, outcome, statements)
+            await self.futures.resolve(record.id, made.outcome, statements)
+        if made is not None and made.replaced is not None:
+            await self.checkpoints.delete_folder(made.replaced)
         if state is not None and earlier is not None:
             await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
 
@@ -324,7 +336,7 @@ class Training:
         computed = asyncio.ensure_future(asyncio.to_thread(trained_outcome, self.registry, data, log_probs))
 
         async def rest() -> Done:
-            return await computed, []
+            return Done(outcome=await computed)
 
         return rest
 
@@ -367,15 +379,15 @@ class Training:
         )
 
         async def rest() -> Done:
-            outcome, statements = await written()
+            done = await written()
             sampler = SamplerRecord(
                 id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
             )
-            statements.append(self.holdings.put(sampler))
+            statements = [*done.statements, self.holdings.put(sampler)]
             await self.checkpoints.delete_snapshots(
                 model.id, keep=self.settings.limits.snapshots(whole=self.models.whole)
             )
-            return outcome, statements
+            return replace(done, statements=statements)
 
         return rest
 
@@ -430,7 +442,8 @@ class Training:
                 size = await asyncio.to_thread(stored, target, write)
             finally:
                 self._saving.discard(record.id)
-            return outcome, await self.checkpoints.replaced(replace(record, size=size))
+            statement, replaced = self.checkpoints.put(replace(record, size=size))
+            return Done(outcome=outcome, statements=[statement], replaced=replaced)
 
         return rest
 
@@ -491,7 +504,7 @@ def rest_of(outcome: Outcome) -> Rest:
     """Nothing but the result."""
 
     async def rest() -> Done:
-        return outcome, []
+        return Done(outcome=outcome)
 
     return rest
 
