@@ -82,7 +82,7 @@ def sample_page(run: OpenRun, found_set: SampleSet, index: int, part: int, step:
         found_set.find(index)
         at = found_set.table.at(index, part, step)
     if at is None:
-        known = found_set.table.index_range()
+        known = found_set.index_range()
         there = "there is none" if known is None else f"there are {known[0]} to {known[1]}"
         where = set_name if step is None else f"step {step} of {set_name}"
         raise NotThere(f"{run.path}: no sample {index}{f', part {part},' if part else ''} in {where}; {there}.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from slime_core.errors import DataError
@@ -94,14 +95,15 @@ class SampleSet:
     def find(self, sample: int) -> None:
         """Indexes the newest step that has the sample, if it is in none that was indexed."""
         for file in self._missing()[::-1]:
-            try:
-                numbers = read_columns(file.groups, ["index"])["index"].drop_null().to_numpy()
-            except (DataError, KeyError):
-                # Not readable now; `unreadable` will have it.
-                continue
-            if sample in numbers:
+            if sample in indices_of(file):
                 self._add([file])
                 return
+
+    def index_range(self) -> tuple[int, int] | None:
+        """The least and the greatest number of a sample, in steps that are not indexed yet too."""
+        unread = [(numbers.min(), numbers.max()) for file in self._missing() if (numbers := indices_of(file)).size]
+        ranges = [found for found in (self.table.index_range(), *unread) if found is not None]
+        return (int(min(low for low, _ in ranges)), int(max(high for _, high in ranges))) if ranges else None
 
     def _missing(self) -> list[StepFile]:
         return [
@@ -135,6 +137,14 @@ class SampleSet:
             for index in indices:
                 self._failed[index.step] = index.key
                 self.unreadable[index.step] = f"{index.path('numbers')}: {error}"
+
+
+def indices_of(file: StepFile) -> np.ndarray:
+    """The numbers of a step's samples, int64. None if its file is not readable now; `unreadable` will have it."""
+    try:
+        return read_columns(file.groups, ["index"])["index"].drop_null().to_numpy()
+    except (DataError, KeyError):
+        return np.zeros(0, np.int64)
 
 
 def index_folder(run_folder: Path, name: str) -> Path:
