@@ -91,7 +91,7 @@ class EngineSetup:
     offload: bool = False
     """It shares devices with a trainer: `sleep` and `wake_up` will be called."""
     weights_follow: bool = False
-    """Whole weights are sent whenever it wakes up, before it generates."""
+    """`slime run` sends whole weights whenever it wakes up, before it generates; a loop of one's own may not."""
     routed_experts: bool = False
     """Requests will require expert ids; only set for an engine that may have `Capability.ROUTED_EXPERTS`."""
     reward_model: bool = False

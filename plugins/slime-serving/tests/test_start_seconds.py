@@ -1,6 +1,7 @@
 """Seconds of a start by a log whose lines may lack the year."""
 
 import re
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -36,3 +37,24 @@ WITH_YEAR = LogFormat(
 )
 def test_imports_end_at_the_lines_time(began, line, form, seconds):
     assert start_seconds([line], form, began.timestamp()) == {"imports": pytest.approx(seconds)}
+
+
+@pytest.mark.parametrize(
+    ("opened", "loading", "parts"),
+    [
+        (None, None, {"imports": 30.0, "load": 4.0}),
+        (50.0, None, {"imports": 30.0, "connect": 20.0, "load": 4.0}),
+        (20.0, None, {"imports": 30.0, "connect": 0.0, "load": 4.0}),
+        (50.0, "connected 21.5", {"imports": 30.0, "connect": 21.5, "load": 4.0}),
+    ],
+)
+def test_a_wait_for_the_gate_is_a_part(opened, loading, parts):
+    """The wait lies between imports and loading, so that the parts after it are not too early."""
+    began = datetime(2027, 3, 1, 10, 0, 0)
+    form = replace(
+        WITHOUT_YEAR, seconds={"connect": re.compile(r"connected ([\d.]+)"), "load": re.compile(r"loaded ([\d.]+)")}
+    )
+    lines = ["INFO 03-01 10:00:30 ready", loading or "", "loaded 4.0"]
+    found = start_seconds(lines, form, began.timestamp(), None if opened is None else began.timestamp() + opened)
+    assert found == pytest.approx(parts)
+    assert list(found) == list(parts)

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_setup import setup_for
+from safetensors.torch import save_file
 
 from slime_core.errors import EngineError
 from slime_serving.connection import new_pool
@@ -94,6 +96,14 @@ def test_servers_that_prefill_have_options_of_their_own(setup):
 def test_graphs_hold_a_servers_share_of_the_requests_in_flight(setup, in_flight, options, expected):
     gpu = replace(setup, device="cuda", num_devices=4, max_batch=in_flight)
     assert options_for(WithOptions(**options), gpu, 0).get("cuda_graph_max_bs_decode") == expected
+
+
+def test_an_adapter_has_matrices_for_layers_that_sglang_adapts(tmp_path):
+    """Not for a router's gate, nor for experts."""
+    names = ["embed_tokens", "layers.0.self_attn.q_proj", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"]
+    names += ["layers.0.mlp.experts.0.up_proj", "layers.0.mlp.shared_expert.down_proj"]
+    save_file({f"model.{name}.weight": torch.zeros(4, 4) for name in names}, tmp_path / "model.safetensors")
+    assert launching.target_modules(tmp_path) == ["down_proj", "lm_head", "q_proj"]
 
 
 def test_without_a_gpu_there_are_no_graphs(setup):

@@ -1,4 +1,4 @@
-"""An adapter that one of an engine's servers refuses is left on none of them."""
+"""What is left on an engine's servers of an adapter that one of them refuses, or does not forget; layers that none takes."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,16 +18,22 @@ class Fleet:
 
     on_each = ServerGroup.on_each
 
+    silent = None
+    """The server that does not respond when it is to forget one."""
+
     def __init__(self):
         self.servers = [SimpleNamespace(name="a", held=set()), SimpleNamespace(name="b", held=set())]
 
     async def post_to(self, server, path, body):
         if path == LOAD:
-            if server.name == "a":
+            if server.name == "a" and body["lora_name"] == "x":
                 return {"success": False, "error_message": "no room"}
             await asyncio.sleep(0.01)
             server.held.add(body["lora_name"])
+        elif server.name == self.silent:
+            raise EngineError(f"{server.name} does not respond")
         else:
+            await asyncio.sleep(0.01)
             server.held.discard(body["lora_name"])
         return {"success": True}
 
@@ -41,3 +47,25 @@ async def test_a_slower_server_forgets_it_too(tmp_path):
     await adapters.forget("x")
     await asyncio.sleep(0.05)
     assert [server.held for server in fleet.servers] == [set(), set()]
+
+
+async def test_one_server_that_does_not_respond_keeps_no_other_from_forgetting(tmp_path):
+    setup = setup_for(make_tiny_model(tmp_path / "model"), tmp_path, device="cuda")
+    fleet = Fleet()
+    adapters = SglangAdapters(fleet, AdapterOptions(max_adapters=2), tmp_path / "adapters", setup)
+    await adapters.send("y", tmp_path)
+    fleet.silent = "a"
+    with pytest.raises(EngineError, match="a does not respond"):
+        await adapters.forget("y")
+    assert [server.held for server in fleet.servers] == [{"y"}, set()]
+
+
+@pytest.mark.parametrize("layer", ["mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_qkv"])
+def test_layers_that_sglang_adapts_not_are_named(layer, tmp_path):
+    setup = setup_for(make_tiny_model(tmp_path / "model"), tmp_path, device="cuda")
+    adapters = SglangAdapters(Fleet(), AdapterOptions(max_adapters=2), tmp_path / "adapters", setup)
+    assert adapters.problem_of_layers(["model.layers.0.self_attn.q_proj"]) is None
+    problem = adapters.problem_of_layers(["model.layers.0.self_attn.q_proj", f"model.layers.0.{layer}"])
+    assert problem.startswith(
+        f"it adapts model.layers.0.{layer}, and SGLang applies adapters to layers with these names alone"
+    )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from written_runs import make_groups
 
+import slime_viewer.plan_recording
 import slime_viewer.recording
 from slime_core.algorithm.build_batch import build_batch
 from slime_core.data.table import dump_file, dumped_steps, read_groups
@@ -79,9 +80,15 @@ def test_writing_takes_a_hundredth_of_the_runs_time(tmp_path: Path, monkeypatch:
     recording.end()
 
 
-def test_the_plan_of_a_long_run_is_there_without_being_asked_for(tmp_path: Path) -> None:
+def test_the_plan_of_a_long_run_is_there_without_being_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted by `slime plan` in a process of its own, once; a config that cannot be planned leaves nothing."""
     (tmp_path / "config.toml").write_text('name = "x"\nmodel.nonsense = 1\n')
+    monkeypatch.setattr(slime_viewer.plan_recording, "GPUS", tmp_path)
+    of_an_unknown_gpu = PlanRecording(tmp_path, after_s=0.0)
+    of_an_unknown_gpu.advance(None)
+    assert not of_an_unknown_gpu.is_counting
     plan = PlanRecording(tmp_path, after_s=1e6)
     plan.advance(None)
     assert not plan.is_counting

@@ -139,6 +139,19 @@ def test_indexing_ends_before_the_interpreter_does(folder: Path) -> None:
     assert found.need(9).step == 9
 
 
+def test_numbers_of_samples_are_known_before_they_are_indexed(folder: Path) -> None:
+    found = SampleSet(folder, "train")
+    found.close()
+    (dump_file(folder / "rollouts", 9)).write_bytes(b"broken")
+    found.refresh()
+    assert found.index_range() == (0, 229)
+    found.need(1)
+    assert found.index_range() == (0, 229)
+    empty = folder / "empty"
+    (empty / "rollouts").mkdir(parents=True)
+    assert SampleSet(empty, "train").index_range() is None
+
+
 def test_groups_by_their_spread(folder: Path) -> None:
     table = indexed(folder).table
     page = table.groups(Asked(step=2, sort="group"))

@@ -77,7 +77,10 @@ async def test_dropped_weights_must_be_sent(attached, model):
         await engine.pause()
         await engine.sleep()
         await engine.wake_up()
-        with pytest.raises(EngineError, match=r"its weights were dropped when it slept \(engine\.sleep_level = 2\)"):
+        # The engine is well: a run must not replace it.
+        with pytest.raises(
+            EngineRefused, match=r"Call update_weights first, or set engine\.sleep_level = 1 \(--vllm-sleep"
+        ):
             await engine.resume()
         await load(engine, named_weights(plain), 16)
         assert await engine.version() == 16

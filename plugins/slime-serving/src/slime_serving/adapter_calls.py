@@ -34,6 +34,8 @@ class AdapterCalls(AdapterEngine):
     _scores: Scores | None
     _adapters: ServedAdapters | None
     """None: its servers hold no adapters."""
+    _scoring: dict[str, set[asyncio.Future[list[PromptLogProbs]]]]
+    """Calls of `prompt_log_probs` under way, by adapter."""
 
     @property
     @abstractmethod
@@ -53,9 +55,13 @@ class AdapterCalls(AdapterEngine):
         await self._with_adapters().load(name, scale, bucket)
 
     async def drop_adapter(self, name: str) -> None:
+        """Returns when no server has it: its requests are aborted, and log-probs of prompts computed to their end."""
         adapters, in_flight = self._with_adapters(), self._asked()
+        adapters.withdraw(name)
         await in_flight.abort(in_flight.using(name))
-        await adapters.drop(name)
+        if scoring := self._scoring.get(name):
+            await asyncio.wait(set(scoring))
+        await adapters.free(name)
 
     async def prompt_log_probs(
         self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
@@ -69,7 +75,12 @@ class AdapterCalls(AdapterEngine):
         served = None if adapter is None else adapters.served_name(adapter)
         if top_k > (size := vocab_size_of(setup)):
             raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
-        return list(await asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts)))
+        call = asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts))
+        if adapter is not None:
+            calls = self._scoring.setdefault(adapter, set())
+            calls.add(call)
+            call.add_done_callback(calls.discard)
+        return list(await call)
 
     async def _prompt(
         self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None

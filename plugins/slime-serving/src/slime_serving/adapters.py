@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -36,6 +37,8 @@ class ServedAdapters(ABC):
         self._sizes = linear_sizes(shapes_in(model_path))
         self._engine = engine
         self._loaded: dict[str, Path] = {}
+        self._leaving: dict[str, Path] = {}
+        """On the servers, or on the way to or from them: no request can name it."""
         self._count = 0
         self._identity = secrets.token_hex(4)
         """External servers may have adapters of another run under the same names."""
@@ -55,11 +58,12 @@ class ServedAdapters(ABC):
     async def load(self, name: str, scale: float, bucket: Bucket) -> None:
         """See `AdapterEngine.load_adapter`."""
         where = f"{self._engine}, adapter {name}"
-        if name in self._loaded:
+        held = self._loaded | self._leaving
+        if name in held:
             raise EngineRefused(f"{where}: the name is in use.")
-        if len(self._loaded) >= self._config.most_adapters:
+        if len(held) >= self._config.most_adapters:
             raise EngineRefused(
-                f"{where}: it holds {len(self._loaded)} already. Drop one, or set a larger engine.max_adapters "
+                f"{where}: it holds {len(held)} already. Drop one, or set a larger engine.max_adapters "
                 f"({self._config.most_adapters})."
             )
         BucketOrder(where).expect(bucket)
@@ -79,23 +83,36 @@ class ServedAdapters(ABC):
         folder = self._folder / str(self._count)
         self._count += 1
         write(folder, low_rank)
+        self._leaving[name] = folder
+        sending = asyncio.create_task(self.send(self.served_name(name), folder.absolute()))
         try:
-            await self.send(self.served_name(name), folder.absolute())
+            await asyncio.shield(sending)
         except (NoResponse, EngineUnavailable):
             raise
         except EngineError as error:
             # The servers live: they report what is wrong with it.
-            await self.forget(self.served_name(name))
-            shutil.rmtree(folder, ignore_errors=True)
+            await self.free(name)
             raise EngineRefused(f"{where}: {error}") from error
-        self._loaded[name] = folder
+        except asyncio.CancelledError:
+            # Servers load it anyway, and can forget it only then.
+            await asyncio.wait({sending})
+            sending.exception()
+            with contextlib.suppress(EngineError):
+                await self.free(name)
+            raise
+        self._loaded[name] = self._leaving.pop(name)
 
-    async def drop(self, name: str) -> None:
-        """It need not exist. No request uses it."""
-        folder = self._loaded.pop(name, None)
-        if folder is not None:
+    def withdraw(self, name: str) -> None:
+        """No request can name it afterwards. It need not exist."""
+        if name in self._loaded:
+            self._leaving[name] = self._loaded.pop(name)
+
+    async def free(self, name: str) -> None:
+        """Frees what was withdrawn, if it was. No request uses it."""
+        if (folder := self._leaving.get(name)) is not None:
             await self.forget(self.served_name(name))
             shutil.rmtree(folder, ignore_errors=True)
+            self._leaving.pop(name, None)
 
     def served_name(self, name: str) -> str:
         """Its name on the servers."""
@@ -109,9 +126,11 @@ class ServedAdapters(ABC):
 
     async def leave(self) -> None:
         """Frees all on servers that live on. One that does not respond keeps them."""
-        with contextlib.suppress(EngineError):
-            for name in list(self._loaded):
-                await self.drop(name)
+        for name in list(self._loaded):
+            self.withdraw(name)
+        for name in list(self._leaving):
+            with contextlib.suppress(EngineError):
+                await self.free(name)
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

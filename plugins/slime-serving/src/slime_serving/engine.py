@@ -44,10 +44,13 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         self._scores: Scores | None = None
         self._adapters: ServedAdapters | None = None
         """None: its servers hold no adapters."""
+        self._scoring = {}
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
         self._paused = False
         self._pauses = 0
+        self._dropped = False
+        """The weights were dropped when it slept, and no new ones have begun to arrive."""
         self._drops = 0
         """How often its weights were dropped when it slept."""
         self._absent: set[MemoryTag] = set()
@@ -131,13 +134,13 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
         if self._failure is None and self._setup is not None:
             self._fail(EngineError(f"{self._name} was stopped."))
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             if self._adapters is not None:
                 stack.callback(self._adapters.close)
-                if self._fleet.pid is None:
-                    # External servers: the next run on them would find them.
-                    await self._adapters.leave()
-            await self._fleet.stop()
+            stack.push_async_callback(self._fleet.stop)
+            if self._adapters is not None and self._fleet.pid is None:
+                # External servers: the next run on them would find them.
+                await self._adapters.leave()
 
     @property
     def _name(self) -> str:
@@ -226,8 +229,14 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         await self.pause_servers(in_flight)
 
     async def resume(self) -> None:
-        """Raises EngineError if a version is partly loaded."""
+        """Raises EngineRefused if the weights were dropped (`engine.sleep_level`) and none were sent since; EngineError if a
+        version is partly loaded."""
         in_flight = self._asked()
+        if self._dropped:
+            raise EngineRefused(
+                f"{self._name}: its weights were dropped when it slept, and none were sent since. Call update_weights first, "
+                f"or set engine.sleep_level = 1 (--{self._program}-sleep-level 1) to keep them on the host."
+            )
         if self._weights().incomplete:
             raise EngineError(f"{self._name}: resume while a version is partly loaded. Send all its buckets first.")
         if not self._paused:
@@ -247,6 +256,7 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         held = self._weights()
         if MemoryTag.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket requires a paused engine that is awake. Call pause first.")
+        self._dropped = False
         await held.load(bucket)
 
     async def version(self) -> int:
@@ -266,6 +276,7 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         if MemoryTag.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: new weights require a paused engine that is awake. Call pause first.")
         held.expect()
+        self._dropped = False
         return [
             type(self).endpoint(
                 index=setup.index,

@@ -68,8 +68,9 @@ def errors_in(lines: Sequence[str], form: LogFormat) -> Iterator[tuple[bool, str
             fatal = None
 
 
-def start_seconds(lines: Sequence[str], form: LogFormat, began: float) -> dict[str, float]:
-    """Seconds of the parts of a start, as far as the log has them. `began`: when the process was started, since the epoch."""
+def start_seconds(lines: Sequence[str], form: LogFormat, began: float, opened: float | None = None) -> dict[str, float]:
+    """Seconds of the parts of a start, as far as the log has them. `began`: when the process was started, since the epoch.
+    `opened`: when its gate was opened; the wait after its imports is its `connect`, unless the log has that."""
     found: dict[str, float] = {}
     for line in lines:
         if form.imported is not None and "imports" not in found and (at := form.imported.match(line)):
@@ -77,7 +78,9 @@ def start_seconds(lines: Sequence[str], form: LogFormat, began: float) -> dict[s
         for part, pattern in form.seconds.items():
             if at := pattern.search(line):
                 found[part] = found.get(part, 0.0) + float(at[1])
-    return {part: found[part] for part in ("imports", *form.seconds) if part in found}
+    if opened is not None and "imports" in found:
+        found.setdefault("connect", max(opened - began - found["imports"], 0.0))
+    return {part: found[part] for part in dict.fromkeys(("imports", "connect", *form.seconds)) if part in found}
 
 
 def seconds_until(text: str, clock: str, began: float) -> float:
@@ -114,6 +117,7 @@ class ServerProcess:
         self.log = log
         self._form = form
         self._gate = gate
+        self._opened: float | None = None
         self._began = time.time()
         self._ending = threading.Lock()
         self._ended = False
@@ -145,6 +149,7 @@ class ServerProcess:
     def open_gate(self) -> None:
         if self._gate is not None:
             self._gate.touch()
+            self._opened = time.time()
 
     @property
     def exit_code(self) -> int | None:
@@ -191,7 +196,7 @@ class ServerProcess:
     @property
     def start_seconds(self) -> Mapping[str, float]:
         """Parts of its start; see `start_seconds`."""
-        return start_seconds(self._lines(), self._form, self._began)
+        return start_seconds(self._lines(), self._form, self._began, self._opened)
 
     @property
     def why(self) -> str:

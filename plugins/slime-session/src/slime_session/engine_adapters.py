@@ -88,10 +88,12 @@ class EngineAdapters:
         held.is_dropped = True
         self._held.pop(held.name, None)
         client = client_of(self._session, "snapshot")
-        for index, engine in held.engines.items():
-            if client.engine(index) is engine:
-                await client.ask_one(index, "drop_adapter", held.name)
-        held.engines.clear()
+        # An engine that loads it at the moment has it afterwards.
+        async with self._loading:
+            for index, engine in held.engines.items():
+                if client.engine(index) is engine:
+                    await client.ask_one(index, "drop_adapter", held.name)
+            held.engines.clear()
 
     async def generate(
         self,

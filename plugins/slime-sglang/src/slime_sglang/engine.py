@@ -43,8 +43,6 @@ class SglangEngine(ServingEngine[SglangServers]):
         self._config = config
         self._features = Features()
         self._experts: ExpertSizes | None = None
-        self._dropped = False
-        """The weights were dropped when it slept."""
         self._scores = Scorer(self._fleet, timeout_s=config.request_timeout, require_alive=self._ready)
 
     def check_setup(self, setup: EngineSetup) -> None:
@@ -114,16 +112,6 @@ class SglangEngine(ServingEngine[SglangServers]):
         if self._config.pause_mode == "abort":
             await in_flight.interrupt()
         await self._fleet.post("/pause_generation", {"mode": self._config.pause_mode})
-
-    async def resume(self) -> None:
-        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
-        if self._dropped and self._weights().incomplete:
-            raise EngineError(
-                f"{self._name}: its weights were dropped when it slept, and no whole version was sent since. Set "
-                "engine.sleep_level = 1 (--sglang-sleep-level 1) to keep them on the host."
-            )
-        self._dropped = False
-        await super().resume()
 
     async def resume_servers(self) -> None:
         await self._fleet.post("/continue_generation", {})

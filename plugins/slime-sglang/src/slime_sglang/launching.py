@@ -23,6 +23,7 @@ from slime_serving.listener import is_loopback
 from slime_serving.server_group import Started
 from slime_serving.server_process import ServerProcess, address_of
 from slime_serving.start import RESPONSE_S, start_until_up
+from slime_sglang.adapted_layers import ADAPTED
 from slime_sglang.config import SglangOptions, options_of_role, role_of, server_options
 from slime_sglang.connection import SglangConnection
 from slime_sglang.log_format import SGLANG_LOG
@@ -172,7 +173,7 @@ def drops_weights(config: SglangOptions, setup: EngineSetup) -> bool:
 
 def target_modules(model_path: Path) -> list[str]:
     """SGLang's lora_target_modules: the layers that an adapter may have matrices for, by the last part of their names."""
-    return sorted({name.rpartition(".")[2] for name in linear_sizes(shapes_in(model_path))})
+    return sorted({name.rpartition(".")[2] for name in linear_sizes(shapes_in(model_path))} & ADAPTED)
 
 
 def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -11,6 +10,7 @@ from slime_core.contracts.setup import EngineSetup
 from slime_core.errors import EngineError
 from slime_serving.adapter_options import AdapterOptions
 from slime_serving.adapters import ServedAdapters
+from slime_sglang.adapted_layers import ADAPTED
 from slime_sglang.connection import SglangConnection
 from slime_sglang.server_group import SglangServers
 
@@ -27,6 +27,12 @@ class SglangAdapters(ServedAdapters):
         self._held: dict[str, list[SglangConnection]] = {}
 
     def problem_of_layers(self, layers: Sequence[str]) -> str | None:
+        if other := next((layer for layer in layers if layer.rpartition(".")[2] not in ADAPTED), None):
+            return (
+                f"it adapts {other}, and SGLang applies adapters to layers with these names alone: "
+                f"{', '.join(sorted(ADAPTED))}. Leave its part out (attention=False or mlp=False; in Tinker programs "
+                "train_attn=False or train_mlp=False), or use engine vllm."
+            )
         if self._on_cpu and (head := next((layer for layer in layers if layer.rpartition(".")[2] == HEAD), None)):
             return (
                 f"it adapts the output layer ({head}), and on a CPU SGLang gives the rows of one request another one's adapter "
@@ -46,4 +52,9 @@ class SglangAdapters(ServedAdapters):
 
     async def forget(self, name: str) -> None:
         held = self._held.pop(name, [])
-        await asyncio.gather(*(self._fleet.post_to(server, UNLOAD, {"lora_name": name}) for server in held))
+
+        async def forget_on(server: SglangConnection) -> None:
+            if server in held:
+                await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
+
+        await self._fleet.on_each(forget_on)

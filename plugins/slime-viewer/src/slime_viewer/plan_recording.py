@@ -19,6 +19,8 @@ AFTER_S: Final = 900.0
 PLANNER: Final = "slime_preflight"
 PROGRAM: Final = "from slime_core.cli.main import main; main()"
 LOWEST_PRIORITY: Final = 19
+GPUS: Final = Path("/dev/nvidiactl")
+"""Is there where the kernel has GPUs, also without nvidia-smi: a plan without their memory would be one for a CPU."""
 FITS, DOES_NOT_FIT = 0, 1
 """Exit codes of `slime plan` with a plan."""
 
@@ -40,12 +42,13 @@ class PlanRecording:
 
     def advance(self, gpu_bytes: int | None) -> None:
         """Starts counting once it is due, and keeps what was counted. `gpu_bytes`: memory of a GPU of this machine; None: there
-        is none, or it is not known. OSError if the folder cannot be written."""
+        is none, or it is not known: then nothing is counted. OSError if the folder cannot be written."""
         if self._process is not None:
             self._keep(self._process)
         elif not self._is_done and time.monotonic() >= self._due:
             self._is_done = True
-            if importlib.util.find_spec(PLANNER) is not None and not self._is_there():
+            is_known = gpu_bytes is not None or not GPUS.exists()
+            if is_known and importlib.util.find_spec(PLANNER) is not None and not self._is_there():
                 self._process = self._start(gpu_bytes)
 
     def wait(self) -> None:

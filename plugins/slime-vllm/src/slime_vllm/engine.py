@@ -44,8 +44,6 @@ class VllmEngine(ServingEngine[VllmServers]):
         self._config = config
         self._features: Features | None = None
         self._images: SentImages | None = None
-        self._dropped = False
-        """The weights were dropped when it slept."""
         self._scores = VllmScorer(self._fleet, timeout_s=config.request_timeout)
 
     def check_setup(self, setup: EngineSetup) -> None:
@@ -120,16 +118,6 @@ class VllmEngine(ServingEngine[VllmServers]):
         else:
             # With clear_cache, vLLM would compute the keys and values of waiting requests again.
             await self._fleet.post("/pause?mode=keep&clear_cache=false", {})
-
-    async def resume(self) -> None:
-        """Also raises EngineError if the weights were dropped (`engine.sleep_level`) and not sent since."""
-        if self._dropped and self._weights().incomplete:
-            raise EngineError(
-                f"{self._name}: its weights were dropped when it slept (engine.sleep_level = 2), and no whole version was sent "
-                "since. Set sleep_level = 1 for runs that skip weight updates."
-            )
-        self._dropped = False
-        await super().resume()
 
     async def resume_servers(self) -> None:
         await self._fleet.post("/resume", {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from slime_core.contracts.setup import EngineSetup
@@ -39,9 +38,7 @@ class VllmAdapters(ServedAdapters):
 
     async def forget(self, name: str) -> None:
         numbers = self._numbers.pop(name, {})
-        await asyncio.gather(
-            *(self._forget_on(server, name, numbers.get(server.address)) for server in self._fleet.servers)
-        )
+        await self._fleet.on_each(lambda server: self._forget_on(server, name, numbers.get(server.address)))
 
     async def _forget_on(self, server: VllmConnection, name: str, number: int | None) -> None:
         if number is None:
