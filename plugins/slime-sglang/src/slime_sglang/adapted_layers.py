@@ -20,5 +20,5 @@ ADAPTED: Final = frozenset(
         "lm_head",
     }
 )
-"""By the last part of their names: those of `--lora-target-modules`. It ends at its start for others, such as a router's or a shared
+"""By the last part of their names: those of `--lora-target-modules`. SGLang refuses others, such as a router's or shared
 expert's gate, and the linear attention of Qwen3.5."""
