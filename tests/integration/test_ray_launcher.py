@@ -154,6 +154,9 @@ class FakeEngine:
         self.seen = []
         self.running = {}
 
+    async def prepare_start(self, setup):
+        (setup.run_dir / f"prepared_{setup.index}").write_text(str(os.getpid()))
+
     async def start(self, setup):
         self.index = setup.index
         self.run_dir = setup.run_dir
@@ -472,6 +475,39 @@ async def test_worker_with_another_version_refuses(workers, tmp_path):
         await launcher.start_engines([replace(spec, agreement=other)])
     await launcher.stop()
     assert ray.is_initialized()
+
+
+async def test_an_engine_that_was_prepared_is_the_one_that_starts(workers, tmp_path):
+    """Not before the trainers have their devices, which it shares; and while their workers start."""
+    launcher = RayLauncher(RayConfig(), LauncherSetup(colocate=True))
+    specs = engine_specs(tmp_path, 2)
+    preparing = asyncio.create_task(launcher.prepare_engines(specs))
+    await asyncio.sleep(0.1)
+    assert not preparing.done()
+    ranks = await launcher.start_trainers(train_specs(tmp_path, meet=False))
+    await asyncio.gather(preparing, *(rank.call("setup") for rank in ranks))
+    prepared = [(tmp_path / f"prepared_{index}").read_text() for index in range(2)]
+    engines, _ = await launcher.start_engines(specs)
+    assert [str(await engine.call("version")) for engine in engines] == prepared
+    assert len(launcher._groups) == 1
+    # Another one in its place is a process of its own.
+    other, _ = await launcher.restart_engine(1)
+    assert str(await other.call("version")) not in prepared
+    await launcher.stop()
+    assert ray.is_initialized()
+
+
+async def test_engines_do_not_wait_for_trainers_that_find_no_place(tmp_path, monkeypatch):
+    def full():
+        raise ConfigError("the cluster is full")
+
+    launcher = RayLauncher(RayConfig(), LauncherSetup(colocate=True))
+    monkeypatch.setattr(launcher, "_enter", full)
+    preparing = asyncio.create_task(launcher.prepare_engines(engine_specs(tmp_path, 2)))
+    await asyncio.sleep(0)
+    with pytest.raises(ConfigError, match="the cluster is full"):
+        await launcher.start_trainers(train_specs(tmp_path, meet=False))
+    await asyncio.wait_for(preparing, 5)
 
 
 async def test_workers_that_cannot_be_placed_are_a_config_error(workers, tmp_path):

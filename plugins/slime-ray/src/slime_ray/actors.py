@@ -147,10 +147,16 @@ class EngineActor:
         self._held.append(held_port(host))
         return place_of(self._held[-1])
 
+    async def prepare(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> None:
+        """`resolve` with the same arguments follows."""
+        show_devices(devices)
+        self._worker = EngineWorker(spec)
+        await self._worker.prepare_start()
+
     async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> tuple[EngineInfo, StartedProcess | None]:
         """`devices`: all of this engine's, where it shares them with a trainer. Also returns the process that serves."""
         show_devices(devices)
-        self._worker = EngineWorker(spec)
+        self._worker = self._worker or EngineWorker(spec)
         info = await self._worker.start()
         return info, None if info.pid is None else StartedProcess.of(info.pid)
 

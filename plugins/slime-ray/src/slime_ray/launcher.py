@@ -82,13 +82,18 @@ class RayLauncher(Launcher):
         self._shared_slots: list[Slot] = []
         self._shared_gpus = 0.0
         self._placing = asyncio.Lock()
+        self._trainers_placed = asyncio.Event()
+        """Or they cannot be."""
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         if not specs:
             return []
         roles = by_role(specs)
         num_ranks = len(roles[0])
-        async with self._placing if self._setup.colocate else contextlib.nullcontext():
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._trainers_placed.set)
+            if self._setup.colocate:
+                await stack.enter_async_context(self._placing)
             cluster = self._enter()
             # Roles that share devices use them alternately, so they count once.
             self._num_ranks += num_ranks
@@ -150,9 +155,22 @@ class RayLauncher(Launcher):
         actor_group.ready()
         return [RayRank(member, actor_group) for member in by_rank]
 
+    async def prepare_engines(self, specs: Sequence[EngineWorkerSpec]) -> None:
+        await self._trainers_placed.wait()
+        if not self._shared_slots or any(spec.setup.num_nodes > 1 for spec in specs):
+            return
+        await together([self._prepare_engine(placement) for placement in await self._place_engines(specs)])
+
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         if not specs:
             return [], []
+        prepared = [self._placements[index] for spec in specs if (index := spec.setup.index) in self._placements]
+        placements = prepared or await self._place_engines(specs)
+        infos = await together([self._start_engine(placement) for placement in placements])
+        return [RayEngine(placement.members, placement.actor_group) for placement in placements], infos
+
+    async def _place_engines(self, specs: Sequence[EngineWorkerSpec]) -> list[EnginePlacement]:
+        """With actors, which are not located yet."""
         async with self._placing if self._setup.colocate else contextlib.nullcontext():
             cluster = self._enter()
             shared = [] if self._placements else list(self._shared_slots)
@@ -185,8 +203,7 @@ class RayLauncher(Launcher):
             self._placements[spec.setup.index] = placement
             self._create_actors(placement)
             placements.append(placement)
-        infos = await together([self._start_engine(placement) for placement in placements])
-        return [RayEngine(placement.members, placement.actor_group) for placement in placements], infos
+        return placements
 
     def _create_actors(self, placement: EnginePlacement) -> None:
         """Creates its actors, which are not located yet."""
@@ -327,20 +344,16 @@ class RayLauncher(Launcher):
             for rank, spec in enumerate(specs)
         ]
 
+    async def _prepare_engine(self, placement: EnginePlacement) -> None:
+        """Of one machine."""
+        (member,), (devices,) = placement.members, placement.devices
+        (spec,) = await self._located(placement)
+        await placement.actor_group.run(member, member.actor.prepare.remote(spec, devices))
+
     async def _start_engine(self, placement: EnginePlacement) -> EngineInfo:
         """Starts the actors of one engine together, since they wait for each other. Returns the info of the first machine's."""
-        actor_group, first = placement.actor_group, placement.members[0]
-        locations = await self._locate(actor_group, placement.members)
-        hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
-        rendezvous = None
-        if len(placement.members) > 1:
-            rendezvous = await actor_group.run(first, first.actor.hold_port.remote(hosts[0]))
-        specs = [
-            replace(
-                placement.spec, setup=replace(placement.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous)
-            )
-            for rank, host in enumerate(hosts)
-        ]
+        actor_group = placement.actor_group
+        specs = await self._located(placement)
         started: list[tuple[EngineInfo, StartedProcess | None]] = await together(
             [
                 actor_group.run(member, member.actor.resolve.remote(spec, devices))
@@ -350,6 +363,21 @@ class RayLauncher(Launcher):
         actor_group.ready()
         placement.serving = [process for _, process in started]
         return started[0][0]
+
+    async def _located(self, placement: EnginePlacement) -> list[EngineWorkerSpec]:
+        """The spec of its worker on each machine."""
+        actor_group, first = placement.actor_group, placement.members[0]
+        locations = await self._locate(actor_group, placement.members)
+        hosts = [LOOPBACK if is_one_machine() else location.ip for location in locations]
+        rendezvous = None
+        if len(placement.members) > 1:
+            rendezvous = await actor_group.run(first, first.actor.hold_port.remote(hosts[0]))
+        return [
+            replace(
+                placement.spec, setup=replace(placement.spec.setup, host=host, node_rank=rank, rendezvous=rendezvous)
+            )
+            for rank, host in enumerate(hosts)
+        ]
 
 
 def by_role(specs: Sequence[TrainWorkerSpec]) -> list[list[TrainWorkerSpec]]:

@@ -142,7 +142,7 @@ class SampleSet:
 def indices_of(file: StepFile) -> np.ndarray:
     """The numbers of a step's samples, int64. None if its file is not readable now; `unreadable` will have it."""
     try:
-        return read_columns(file.groups, ["index"])["index"].drop_null().to_numpy()
+        return np.asarray(read_columns(file.groups, ["index"])["index"].drop_null().to_numpy(), np.int64)
     except (DataError, KeyError):
         return np.zeros(0, np.int64)
 
