@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -299,6 +300,23 @@ def test_calls_in_a_wrong_order_are_refused(session: TrainingSession) -> None:
         )
 
 
+async def cancelled_sample(session: TrainingSession) -> None:
+    """While an engine has its requests."""
+    client = session._session.client
+    assert client is not None
+    task = asyncio.create_task(session._loop.sample(None, 8))
+    engine: Any = client.engine(0)
+    for _ in range(1000):
+        if engine._engine._decoder.busy:
+            break
+        await asyncio.sleep(0)
+    assert engine._engine._decoder.busy
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not engine._engine._decoder.busy
+
+
 def test_an_interrupt_ends_the_call_alone(opened: Callable[..., TrainingSession]) -> None:
     main = threading.main_thread().ident
     assert main == threading.get_ident(), "signals interrupt the main thread"
@@ -312,9 +330,14 @@ def test_an_interrupt_ends_the_call_alone(opened: Callable[..., TrainingSession]
                 self.pressed = True
                 signal.pthread_kill(main, signal.SIGINT)
 
-    with opened("interrupted", observers={"impatient": Impatient()}) as session:
+    with opened(
+        "interrupted", {"rollout.rollout_max_response_len": 64}, observers={"impatient": Impatient()}
+    ) as session:
         with pytest.raises(KeyboardInterrupt):
             session.collect()
+        # The same prompts are drawn again, with the same ids of requests: engines must have ended the first ones.
+        session._live.do(lambda: cancelled_sample(session))
+        assert len(session.sample(n_samples=8)) == 4
         batch = session.credit(session.collect())
         session.train(batch)
         assert session.step == 1

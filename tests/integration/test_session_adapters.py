@@ -4,6 +4,7 @@ beside the trainer, files, refusals."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -275,9 +276,17 @@ def test_generate_runs_beside_other_calls(tiny: TinyRun, opened: Callable[..., T
                 assert future.result(60)[0].token_ids.tolist() == expected[0].token_ids.tolist()
         long = SamplingParams(max_new_tokens=64, min_new_tokens=64)
         future = session.start_generating(PROMPTS, long, seeds=[0, 1, 2, 3], snapshot=snapshot)
+        client = session._session.client
+        assert client is not None
+        while len(client._responses) < len(PROMPTS):
+            time.sleep(0.001)
         future.cancel()
         with pytest.raises(CancelledError):
             future.result()
+        # Its engine does not generate on.
+        while client._responses:
+            time.sleep(0.001)
+        assert not client.engine(0)._engine._decoder.busy
         running = session.start_generating(PROMPTS, long, seeds=[0, 1, 2, 3], snapshot=snapshot)
         snapshot.drop()
         assert {one.finish_reason for one in running.result(60)} <= {FinishReason.ABORT, FinishReason.LENGTH}
@@ -325,6 +334,28 @@ def test_with_two_ranks_under_ray(tiny: TinyRun, opened: Callable[..., TrainingS
     assert found[4:7] == expected[4:7], "the snapshot is of a new adapter: its samples are those of the base"
     for place in (1, 7):
         np.testing.assert_allclose(*(np.frombuffer(one[place], np.float32) for one in (found, expected)), atol=1e-4)
+
+
+def test_taking_turns_on_the_same_devices_loses_no_gradients(opened: Callable[..., TrainingSession]) -> None:
+    with opened("turns", {"launcher.colocate": True, "launcher.offload_train": True}) as session:
+        assert session._session.colocation.offloads
+        adapter = session.add_adapter("a", rank=2)
+        snapshot = adapter.snapshot()
+        batch = session.batch(datums(0, 0))
+        adapter.forward_backward(batch, loss="clip")
+        for call, name in (
+            (session.sample, "sample"),
+            (lambda: session.sample(1, snapshot=snapshot), "sample"),
+            (lambda: session.generate(PROMPTS, SAMPLING, seeds=range(4), snapshot=snapshot), "generate"),
+            (session.collect, "collect"),
+            (session.update_weights, "update_weights"),
+            (session.evaluate, "evaluate"),
+            (adapter.snapshot, "snapshot"),
+        ):
+            with pytest.raises(TrainingError, match=f"{name} between forward_backward and optim_step of a: trainers and"):
+                call()
+        assert adapter.optim_step(lr=0.01).grad_norm > 0
+        assert session.sample(1, snapshot=snapshot)
 
 
 def test_what_is_refused(tiny: TinyRun, opened: Callable[..., TrainingSession], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import slime_core
-from slime_core.errors import CheckpointError, ConfigError, TrainingError
+from slime_core.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from slime_core.types.completion import SamplingParams
 from slime_session import Datum, TrainingSession
 
@@ -99,6 +99,10 @@ def test_states_are_continued_to_the_bit(opened: Callable[..., TrainingSession],
         trained(session, range(2, 4))
         session.load_weights(tmp_path / "weights")
         assert generated(session) == expected, "the folder has what the trainers had after two steps"
+        with pytest.raises(
+            ConfigError, match=r"engines sample with .*weights, and one that is restarted would read other"
+        ):
+            session.save_weights(tmp_path / "weights")
         client = session._session.client
         assert client is not None
         engine = client.engine(0)
@@ -115,6 +119,41 @@ def test_states_are_continued_to_the_bit(opened: Callable[..., TrainingSession],
         (tmp_path / "weights/weights.json").unlink()
         with pytest.raises(CheckpointError, match="not a complete folder"):
             session.load_weights(tmp_path / "weights")
+
+
+def test_a_checkpoint_has_the_state_that_was_loaded(opened: Callable[..., TrainingSession], tmp_path: Path) -> None:
+    with opened("replaced") as session:
+        session.save_state(tmp_path / "best")
+        best = log_probs(session)
+        later = trained(session, range(2))
+        path = session.save()
+        session.load_state(tmp_path / "best")
+        assert session.save() == path
+        assert session.save() == path
+        step = session.step
+    name = {**SET, "name": "replaced"}
+    with slime_core.open_session("run.toml", overrides=name) as session:
+        assert (session.step, log_probs(session)) == (step, best)
+        assert trained(session, range(2)) == later
+
+
+def test_a_state_that_cannot_be_written_leaves_the_earlier_one(
+    opened: Callable[..., TrainingSession], tmp_path: Path
+) -> None:
+    with opened("broken") as session:
+        session.save_state(tmp_path / "state")
+        session.save_weights(tmp_path / "weights")
+        saved = log_probs(session)
+        trained(session, range(1))
+        for folder in ("state", "weights"):
+            # A file where the new folder would be.
+            (tmp_path / f".{folder}.writing").write_text("")
+        for call in (session.save_state, session.save_weights):
+            with pytest.raises(StorageError, match="cannot be written"):
+                call(tmp_path / ("state" if call == session.save_state else "weights"))
+        session.load_weights(tmp_path / "weights")
+        session.load_state(tmp_path / "state")
+        assert log_probs(session) == saved
 
 
 def test_adapters_have_their_own(opened: Callable[..., TrainingSession], tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_core import groups as entry_groups
 from slime_core.config.bound import BoundRun
@@ -28,6 +28,8 @@ from slime_session.target_batch import predicting
 from slime_training.adapters.drivers import AdapterHolder
 from slime_training.adapters.folder import AdapterCopy, read_adapter_folder
 from slime_training.adapters.shape import AdapterShape
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -163,6 +165,11 @@ class AdapterLoop:
                 f'adapter "{adapter.name}": an error or an interrupt left the trainers inside an optimizer step. Remove it, '
                 "and load what was saved last."
             )
+
+    async def keeping_gradients(self, call: str, work: Callable[[], Awaitable[T]]) -> T:
+        """For calls after which trainers may be offloaded."""
+        self.require_no_gradients_lost(call)
+        return await work()
 
     def require_no_gradients_lost(self, call: str) -> None:
         waiting = [adapter.name for adapter in self.held.values() if adapter.accumulated]

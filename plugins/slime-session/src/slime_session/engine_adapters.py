@@ -19,10 +19,10 @@ from slime_core.controller.session import Session
 from slime_core.errors import ConfigError, DataError, EngineRefused
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
-from slime_core.rollout.groups import all_or_none
 from slime_core.types.batch import Int32
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
+from slime_session.aborted_tasks import all_or_aborted
 from slime_session.named_plugins import those_with
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterSampler
@@ -121,12 +121,8 @@ class EngineAdapters:
             )
             for own, seed in zip(tokens, seeds, strict=True)
         ]
-        try:
-            return await all_or_none([asyncio.create_task(self._ask(client, one, held)) for one in requests])
-        except BaseException:
-            # Not shielded: an engine that does not respond is the health monitor's.
-            await client.abort([request.request_id for request in requests])
-            raise
+        tasks = [asyncio.create_task(self._ask(client, one, held)) for one in requests]
+        return await all_or_aborted(tasks, lambda: client.abort([request.request_id for request in requests]))
 
     async def _ask(self, client: EngineClient, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
         # The second time, if the engine was restarted and had no snapshot: those of its requests that it lost come together.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, TypeVar
 
 from slime_core.cli.training import run_to_end
@@ -32,6 +32,11 @@ class LiveRun:
         """Raises what the start raises."""
         self._started: Future[Session] = Future()
         self._ended: Future[None] = Future()
+        self._ends = False
+        """It takes no more work, which the loop might never run."""
+        self._under_way: set[Future[Any]] = set()
+        self._giving = threading.Lock()
+        """Held while one of the last two changes."""
         self._turn: asyncio.Lock
         self._loop: asyncio.AbstractEventLoop
         self._closing: asyncio.Future[None]
@@ -56,10 +61,13 @@ class LiveRun:
     def do(self, work: Callable[[], Coroutine[Any, Any, T]], *, interrupt: Callable[[], object] | None = None) -> T:
         """Runs it in the run's loop, after all earlier work, and returns its result. If this thread is interrupted, the work
         is cancelled, and KeyboardInterrupt raised; with `interrupt` that is called instead, and the result awaited."""
-        self._require_open()
-        future = asyncio.run_coroutine_threadsafe(self._in_turn(work), self._loop)
+        future = self.begin(work, in_turn=True)
         try:
             return future.result()
+        except CancelledError:
+            if self._ends:
+                raise closed_meanwhile() from None
+            raise
         except SystemExit as error:
             raise PluginError(f"a plugin ended the process: it raised {error_text(error)}.") from error
         except KeyboardInterrupt:
@@ -72,13 +80,18 @@ class LiveRun:
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]], *, in_turn: bool = False) -> Future[T]:
         """Runs it in the run's loop beside other work, or, `in_turn`, after all earlier work. Cancelling the future cancels
         it."""
-        self._require_open()
-        return asyncio.run_coroutine_threadsafe(self._in_turn(work) if in_turn else work(), self._loop)
+        with self._giving:
+            self._require_open()
+            future = asyncio.run_coroutine_threadsafe(self._in_turn(work) if in_turn else work(), self._loop)
+            self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     def close(self, error: BaseException | None = None) -> None:
         """Stops everything that was started. `error`: what ends the session, for observers; it is not raised here. Raises what
         the end raises."""
         if not self.is_closed:
+            self._take_no_more()
             ends = error if isinstance(error, Exception | None) else Interrupted("interrupted")
             self._loop.call_soon_threadsafe(self._end, ends)
             self._thread.join()
@@ -92,8 +105,12 @@ class LiveRun:
                 "this session was called from one of its own observers or plugins, which it would have to wait for. Call it "
                 "after the call that they observe has returned."
             )
-        if self.is_closed:
+        if self._ends:
             raise SlimeError("this session is closed: open it again.")
+
+    def _take_no_more(self) -> None:
+        with self._giving:
+            self._ends = True
 
     def _end(self, error: Exception | None) -> None:
         if self._closing.done():
@@ -111,6 +128,12 @@ class LiveRun:
         # What it raises is raised again by the thread that waits.
         with contextlib.suppress(asyncio.CancelledError), held() as ended:
             run_to_end(work)
+        self._running.set()
+        self._take_no_more()
+        for future in list(self._under_way):
+            # The loop was given these too late to run them, or to cancel them.
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(closed_meanwhile())
         error = ended.raised
         if not self._started.done():
             self._started.set_exception(error or Interrupted("interrupted while starting; nothing has changed."))
@@ -129,6 +152,13 @@ class LiveRun:
         self._main = main
         self._turn, self._closing = asyncio.Lock(), self._loop.create_future()
         self._running.set()
-        async with start(run, inputs, options, observers) as session:
-            self._started.set_result(session)
-            await self._closing
+        try:
+            async with start(run, inputs, options, observers) as session:
+                self._started.set_result(session)
+                await self._closing
+        finally:
+            self._take_no_more()
+
+
+def closed_meanwhile() -> SlimeError:
+    return SlimeError("this session was closed meanwhile: open it again.")

@@ -41,6 +41,7 @@ from slime_core.workers.agreement import Agreement
 from slime_core.workers.objective import OtherObjective
 from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import TrainGroup
+from slime_session.aborted_tasks import all_or_aborted
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import HeldSnapshot
 from slime_session.own_numbers import OwnNumbers
@@ -72,6 +73,8 @@ class OwnLoop:
         """The last one that gradients were computed for."""
         self._lost = False
         """An error or interrupt left the trainers inside an optimizer step."""
+        self._replaced = False
+        """The trainers' state is another one than that of the step's checkpoint, if there is one."""
         self._training_s = 0.0
         self._transport = session.transport
         """The run's; see `TrainerStates.load_weights`."""
@@ -119,15 +122,14 @@ class OwnLoop:
         runner = own_runner(session.runner, scope, n_samples, held)
         running: list[RunningGroup] = []
         with session.times.of("rollout"):
-            await session.colocation.rollout()
             try:
+                await session.colocation.rollout()
                 if items:
                     running += [runner.start(item.prompt, item.samples) for item in items]
                 else:
                     running += [runner.start(prompt) for prompt in own]
-                return await all_or_none([group.task for group in running])
+                return await all_or_aborted([group.task for group in running], lambda: runner.abort(running))
             except BaseException:
-                await runner.abort(running)
                 session.buffer.add_samples(item.as_returned(session.state.rollout_id) for item in items)
                 raise
 
@@ -141,6 +143,8 @@ class OwnLoop:
 
     async def credit(self, groups: Sequence[SampleGroup], columns: TokenColumns | None = None) -> LearnerBatch:
         learner = learner_of(self.session)
+        self._require_state()
+        require_own_numbers(groups)
         await self._end_step()
         session, most = self.session, self.session.run.rollouts_per_batch
         rollouts = len({sample.rollout_id for group in groups for sample in group.samples})
@@ -235,7 +239,7 @@ class OwnLoop:
             await self._end_step()
         self._accumulated, self._stepped = {}, {}
         session = self.session
-        self._lost = True
+        self._lost = self._replaced = True
         async with session.colocation.train(), session.policy.turn():
             yield session.policy
         self._lost = False
@@ -257,12 +261,13 @@ class OwnLoop:
         await self.between_steps("save")
         session = self.session
         step = session.state.rollout_id
-        if step not in session.store.steps():
+        if self._replaced or step not in session.store.steps():
             ahead = await self._rollouts.quiesce()
             session.state = replace(session.state, next_collect=step + len(ahead))
             with session.times.of("save"):
                 await self._saver.save(ahead)
         await self._saver.completed()
+        self._replaced = False
         return session.folder.checkpoints / f"step_{step}"
 
     async def export(self) -> Path:
@@ -310,9 +315,10 @@ class OwnLoop:
             return
         assert self._batch is not None
         trained = [joined(steps) for steps in self._stepped.values()]
-        self._stepped = {}
         async with self.session.colocation.train():
             report = await learner_of(self.session).end_step(self._batch, trained, self._training_s)
+        # Not before: if this was interrupted, the next call ends the step.
+        self._stepped = {}
         self._count(report)
         await self._saver.keep_schedule()
 
@@ -361,6 +367,18 @@ def require_gradients_kept(tasks: Sequence[RoleTask]) -> None:
             "forward_backward: roles that take turns on the same devices keep no gradients between two calls. Call "
             "train(batch), or pass --no-offload-train."
         )
+
+
+def require_own_numbers(groups: Sequence[SampleGroup]) -> None:
+    """RolloutError where two prompts share the number of a rollout: they would count as one, with the weight of one."""
+    group_of: dict[int, int] = {}
+    for group in groups:
+        for sample in group.samples:
+            if group_of.setdefault(sample.rollout_id, sample.group_index) != sample.group_index:
+                raise RolloutError(
+                    f"credit: groups {group_of[sample.rollout_id]} and {sample.group_index} both have a rollout "
+                    f"{sample.rollout_id}, because they were sampled with different n_samples. Credit them one by one."
+                )
 
 
 def require_own_weights(run: BoundRun, call: str) -> None:

@@ -100,7 +100,7 @@ class TrainingSession:
         """The next `rollout_batch_size` accepted groups, as `slime run` collects them: with rewards, filters and the
         collector of the run file, and with further steps started ahead (`rollout.max_async_level`). Raises RolloutsExhausted
         after `train.num_rollout` steps, and RolloutError."""
-        return self._live.do(self._loop.collect)
+        return self._keeping_gradients("collect", self._loop.collect)
 
     def sample(
         self,
@@ -117,7 +117,7 @@ class TrainingSession:
         held = None if snapshot is None else snapshot.held
         if held is not None:
             self._live.do(lambda: self._engines.ensure(held))
-        return self._live.do(lambda: self._loop.sample(prompts, n_samples, held))
+        return self._keeping_gradients("sample", lambda: self._loop.sample(prompts, n_samples, held))
 
     def generate(
         self,
@@ -171,6 +171,9 @@ class TrainingSession:
             return await work()
 
         return self._live.begin(in_rollout, in_turn=True)
+
+    def _keeping_gradients(self, call: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self._live.do(lambda: self._adapters.keeping_gradients(call, work))
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -281,7 +284,7 @@ class TrainingSession:
 
     def update_weights(self) -> WeightUpdateReport | None:
         """Sends the trainers' weights to the engines; None: the run has none."""
-        return self._live.do(self._loop.update_weights)
+        return self._keeping_gradients("update_weights", self._loop.update_weights)
 
     def save_weights(self, folder: str | Path) -> Path:
         """Writes the trainers' weights for `load_weights`, and returns the folder; an earlier one is replaced. Raises
@@ -315,7 +318,7 @@ class TrainingSession:
 
     def evaluate(self) -> EvalReport:
         """Evaluates all sets of the run file with the weights that the engines have."""
-        return self._live.do(self._loop.evaluate)
+        return self._keeping_gradients("evaluate", self._loop.evaluate)
 
     def save(self) -> Path:
         """Writes a checkpoint and returns its folder; this session, opened again, and `slime run --resume` continue from it."""

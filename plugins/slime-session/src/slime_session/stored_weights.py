@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Final
@@ -25,6 +24,7 @@ from slime_core.types.report import WeightUpdateReport
 from slime_core.types.weights import Bucket
 from slime_core.workers.buckets import make_bucket
 from slime_training.bucket_tensors import tensors_of
+from slime_training.replaced_folder import replaced_folder
 
 BUCKET_BYTES: Final = 2**29
 """Of tensors in a file, or one larger tensor."""
@@ -40,7 +40,7 @@ class StoredWeights(WeightTransport):
             self._number = int(json.loads((folder / INDEX).read_text())["buckets"])
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder}: not a complete folder of weights for sampling: {error}.") from None
-        self._folder = folder
+        self.folder = folder
 
     async def push(self, trainers: TrainerLink, engines: EngineGroup, version: int) -> WeightUpdateReport:
         """The trainers take no part."""
@@ -51,12 +51,12 @@ class StoredWeights(WeightTransport):
             sent += bucket.data.nbytes
         held = await engines.call_all("version")
         if wrong := [has for has in held if has != version]:
-            raise EngineError(f"{self._folder}: an engine has version {wrong[0]} after these weights, not {version}.")
+            raise EngineError(f"{self.folder}: an engine has version {wrong[0]} after these weights, not {version}.")
         seconds = time.perf_counter() - started
         return WeightUpdateReport(version=version, seconds=seconds, bytes_sent=sent, buckets=self._number)
 
     def _bucket(self, index: int, version: int) -> Bucket:
-        file = bucket_file(self._folder, index)
+        file = bucket_file(self.folder, index)
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as error:
@@ -65,19 +65,18 @@ class StoredWeights(WeightTransport):
 
 
 async def write_weights(trainers: TrainerLink, folder: Path) -> None:
-    """What a weight update would send. A folder that is there is replaced. All ranks of the trainers take part."""
+    """What a weight update would send. A folder that is there is replaced at the end. All ranks of the trainers take part."""
     number = 0
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        async for item in trainers.stream_weights(0, BUCKET_BYTES):
-            # Under Ray a reference, which is fetched here.
-            bucket: Bucket = await item if inspect.isawaitable(item) else item
-            await asyncio.to_thread(save_file, dict(tensors_of(bucket)), bucket_file(folder, number))
-            number += 1
+        with replaced_folder(folder) as aside:
+            async for item in trainers.stream_weights(0, BUCKET_BYTES):
+                # Under Ray a reference, which is fetched here.
+                bucket: Bucket = await item if inspect.isawaitable(item) else item
+                await asyncio.to_thread(save_file, dict(tensors_of(bucket)), bucket_file(aside, number))
+                number += 1
+            write_text(aside / INDEX, json.dumps({"buckets": number}))
     except (OSError, SafetensorError) as error:
         raise storage_error(folder, error) from error
-    write_text(folder / INDEX, json.dumps({"buckets": number}))
 
 
 def bucket_file(folder: Path, index: int) -> Path:

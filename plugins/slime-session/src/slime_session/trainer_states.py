@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from slime_core.workers.train_group import TrainGroup
 from slime_session.named_plugins import those_with
 from slime_session.own_loop import OwnLoop, learner_of, require_own_weights
 from slime_session.stored_weights import StoredWeights, write_weights
+from slime_training.replaced_folder import replaced_folder
 from slime_training.restartable import Restartable
 
 
@@ -29,6 +28,11 @@ class TrainerStates:
         session = self._session
         require_own_weights(session.run, "save_weights")
         learner_of(session)
+        if isinstance(session.transport, StoredWeights) and session.transport.folder == folder:
+            raise ConfigError(
+                f"save_weights: engines sample with {folder}, and one that is restarted would read other weights there. Choose "
+                "another folder, or call update_weights first."
+            )
         await self._loop.between_steps("save_weights")
         async with session.colocation.train(), session.policy.turn():
             await write_weights(session.policy, folder)
@@ -54,11 +58,9 @@ class TrainerStates:
         session = self._session
         self._require_policy_alone("save_state")
         await self._loop.between_steps("save_state")
-        with written(folder):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        async with session.colocation.train(), session.policy.turn():
-            await session.policy.save(folder)
+        with written(folder), replaced_folder(folder) as aside:
+            async with session.colocation.train(), session.policy.turn():
+                await session.policy.save(aside)
         return folder
 
     async def load_state(self, folder: Path, optimizer: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from slime_core.atomic_io.storage import written
 from slime_core.errors import CheckpointError, ConfigError, ModelError
 from slime_training.adapters.low_rank import LowRank, Matrices
 from slime_training.adapters.shape import AdapterShape
+from slime_training.replaced_folder import replaced_folder
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -59,7 +59,6 @@ def write_adapter_folder(
 ) -> None:
     """Complete or absent; an earlier folder of this name is replaced. base: the model's folder. optimizer: its tensors by name;
     None: not saved. Raises OSError."""
-    aside, old = folder.with_name(f".{folder.name}.writing"), folder.with_name(f".{folder.name}.old")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -71,20 +70,14 @@ def write_adapter_folder(
         "inference_mode": True,
         "target_modules": sorted(adapter.layers),
     }
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     tensors = {FILE_PREFIX + name: plain(tensor) for name, tensor in adapter.tensors().items()}
     parts = {"attention": shape.attention, "mlp": shape.mlp, "unembedding": shape.unembedding}
-    save(tensors, aside / WEIGHTS_FILE, {"format": "pt", SHAPE_KEY: json.dumps(parts)})
-    if optimizer is not None:
-        state = {name: plain(tensor) for name, tensor in optimizer.items()}
-        save(state, aside / OPTIMIZER_FILE, {STEPS_KEY: str(steps)})
-    (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with replaced_folder(folder) as aside:
+        save(tensors, aside / WEIGHTS_FILE, {"format": "pt", SHAPE_KEY: json.dumps(parts)})
+        if optimizer is not None:
+            state = {name: plain(tensor) for name, tensor in optimizer.items()}
+            save(state, aside / OPTIMIZER_FILE, {STEPS_KEY: str(steps)})
+        (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:

@@ -1,0 +1,105 @@
+"""Calls from other threads while a session ends: each returns, with its result or an error that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import slime_session.live_run
+from slime_core.errors import SlimeError
+from slime_session.live_run import LiveRun
+
+CLOSED = "this session (is|was) closed"
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the run's parts are ending; its loop waits for a thread then, as for the join of a process."""
+    ending = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def start(*_: object) -> AsyncIterator[Any]:
+        try:
+            yield "a session"
+        finally:
+            asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.5)
+            ending.set()
+
+    monkeypatch.setattr(slime_session.live_run, "start", start)
+    return ending
+
+
+def live_run() -> LiveRun:
+    return LiveRun(None, None, None, {})  # type: ignore[arg-type]
+
+
+async def slow() -> int:
+    await asyncio.sleep(60)
+    return 1
+
+
+def test_what_is_begun_while_it_ends_is_refused(ending: threading.Event) -> None:
+    live = live_run()
+    under_way = live.begin(slow)
+    closing = threading.Thread(target=live.close)
+    closing.start()
+    ending.wait(10)
+    with pytest.raises(SlimeError, match=CLOSED):
+        live.begin(slow)
+    with pytest.raises(SlimeError, match=CLOSED):
+        live.do(slow)
+    closing.join(10)
+    assert live.is_closed
+    assert under_way.done()
+
+
+def test_calls_that_wait_for_their_turn_end_with_it(ending: threading.Event) -> None:
+    live = live_run()
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            live.do(slow)
+        except SlimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(live._under_way) < 3:
+        time.sleep(0.001)
+    live.close()
+    for thread in threads:
+        thread.join(10)
+    assert [str(error) for error in errors] == ["this session was closed meanwhile: open it again."] * 3
+
+
+def test_work_that_the_loop_never_ran_fails(ending: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given after the loop had cancelled all its tasks, while it waited for threads."""
+    live = live_run()
+    closing = threading.Thread(target=live.close)
+    closing.start()
+    ending.wait(10)
+    time.sleep(0.1)
+    with live._giving:
+        late = asyncio.run_coroutine_threadsafe(slow(), live._loop)
+        live._under_way.add(late)
+    with pytest.raises(SlimeError, match=CLOSED):
+        late.result(10)
+    closing.join(10)
+
+
+def test_a_loop_that_cannot_be_made_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(work: Any) -> None:
+        work.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(slime_session.live_run, "run_to_end", fails)
+    with pytest.raises(OSError, match="too many open files"):
+        live_run()
