@@ -16,9 +16,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(aside)
-        _sync(aside)
+        sync(aside)
         aside.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise storage_error(path, error) from error
     finally:
@@ -31,7 +31,8 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Forces a file's (or a folder's) content to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

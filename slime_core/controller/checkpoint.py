@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+from slime_core.atomic_io.atomic_file import sync
 from slime_core.atomic_io.checksum import checksums
 from slime_core.atomic_io.storage import is_full, storage_error
 from slime_core.errors import CheckpointError
@@ -104,8 +104,7 @@ class CheckpointStore:
             (aside / COMPLETE).write_text(json.dumps(written, indent=1))
             sync(aside / COMPLETE)
             sync(aside)
-            if final.exists():
-                remove(final)
+            remove(final)
             aside.rename(final)
             sync(self._folder)
         self._forget_old()
@@ -189,12 +188,3 @@ def remove(checkpoint: Path) -> None:
     """The marker goes first, so that a half-removed checkpoint is never taken for a complete one."""
     (checkpoint / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Forces a file's (or a folder's) content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -75,7 +75,9 @@ class EngineClient:
         # Requests in the middlewares, and whether they were aborted meanwhile.
         self._entered: dict[str, bool] = {}
         self._flush_planned = False
-        self._streams: set[asyncio.Task[None]] = set()
+        self._abandoned: list[str] = []
+        """Ids of requests whose callers were cancelled, and that engines would generate on."""
+        self._streams: set[asyncio.Task[Any]] = set()
         self._entrance: Next = self._submit
         for middleware in reversed(middlewares):
             self._entrance = around(middleware, self._entrance, middleware_limit(middleware, middleware_limit_s))
@@ -283,15 +285,14 @@ class EngineClient:
         self._plan_flush()
         entered = time.perf_counter()
         try:
-            completion = await response
-            sent = self._sent.get(request.request_id, entered)
-            return replace(completion, queue_s=sent - entered)
+            return replace(await response, queue_s=self._sent.get(request.request_id, entered) - entered)
         finally:
             self._responses.pop(request.request_id, None)
             self._sent.pop(request.request_id, None)
             self._losses.pop(request.request_id, None)
-            if response.cancelled():
-                self._waiting.take([request.request_id])
+            if response.cancelled() and not self._waiting.take([request.request_id]):
+                self._abandoned.append(request.request_id)
+                self._plan_flush()
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:
@@ -300,6 +301,9 @@ class EngineClient:
 
     def _flush(self) -> None:
         self._flush_planned = False
+        abandoned, self._abandoned = self._abandoned, []
+        if abandoned and self._failure is None:
+            self._begin(self.call_all("abort", abandoned))
         now = time.perf_counter()
         chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
         held: list[GenerateRequest] = []
@@ -318,9 +322,13 @@ class EngineClient:
             if requests:
                 message = Message({request.request_id: request for request in requests})
                 seat.messages[message] = None
-                message.task = asyncio.create_task(self._stream(seat, message, requests))
-                self._streams.add(message.task)
-                message.task.add_done_callback(self._streams.discard)
+                message.task = self._begin(self._stream(seat, message, requests))
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+        return task
 
     def _free_seat(self, request: GenerateRequest) -> EngineSlot | None:
         """Returns a slot with room on the engines that a middleware requires, if any of them serves; else by round robin, so

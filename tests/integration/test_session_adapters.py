@@ -352,7 +352,9 @@ def test_taking_turns_on_the_same_devices_loses_no_gradients(opened: Callable[..
             (session.evaluate, "evaluate"),
             (adapter.snapshot, "snapshot"),
         ):
-            with pytest.raises(TrainingError, match=f"{name} between forward_backward and optim_step of a: trainers and"):
+            with pytest.raises(
+                TrainingError, match=f"{name} between forward_backward and optim_step of a: trainers and"
+            ):
                 call()
         assert adapter.optim_step(lr=0.01).grad_norm > 0
         assert session.sample(1, snapshot=snapshot)

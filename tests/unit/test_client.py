@@ -179,17 +179,24 @@ async def test_cancelled_requests_are_never_sent():
     await asyncio.gather(tasks["a"], tasks["c"])
 
 
-async def test_the_response_to_a_cancelled_request_frees_its_slot():
-    client, (engine,) = client_of(concurrency=1)
-    tasks = start(client, *"ab")
+async def test_a_cancelled_request_ends_in_its_engine():
+    """A generator that waits for a while only: the engine would generate on, in a slot that others wait for."""
+    client, (engine,) = client_of(concurrency=3)
+    tasks = start(client, *"abcd")
     await settle()
     tasks["a"].cancel()
+    tasks["c"].cancel()
     await settle()
-    engine.finish("a")
-    await settle()
-    assert engine.messages == [["a"], ["b"]]
+    assert engine.called == [("abort", ["a", "c"])]
+    assert engine.messages == [["a", "b", "c"], ["d"]]
+    # One that ended before its caller was cancelled.
+    engine.finish("d")
+    await tasks["d"]
+    tasks["d"].cancel()
     engine.finish("b")
     await tasks["b"]
+    await settle()
+    assert len(engine.called) == 1
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("boom"), None])

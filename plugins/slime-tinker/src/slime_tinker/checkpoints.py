@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from slime_core.controller.checkpoint import sync
+from slime_core.atomic_io.atomic_file import sync
 from slime_tinker.errors import RequestError
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement
