@@ -25,6 +25,7 @@ from slime_core.errors import (
     PluginError,
     RolloutError,
     RolloutsExhausted,
+    SlimeError,
     TrainingError,
 )
 from slime_core.types.sample import SampleGroup
@@ -270,7 +271,12 @@ async def run_loop(session: Session) -> None:
         if isinstance(error, EngineError) and session.client is not None:
             # Pending requests must fail now, so that the engines that are left can be offloaded for the checkpoint.
             session.client.fail(error)
-        await saving.save_unsaved(ahead, after=error)
+        try:
+            await saving.save_unsaved(ahead, after=error)
+        except SlimeError as unsaved:
+            if str(error) not in str(unsaved):
+                unsaved.args = (f"{unsaved} It could not be saved after this error: {error}",)
+            raise
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise
         await session.end_early(str(error))

@@ -6,7 +6,9 @@ checkpoint. A resumed run truncates the file at its checkpoint, and a replay end
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +73,16 @@ class ScheduleFile:
         self._append([*lines_of(engines, pool), mark])
 
     def _append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        with written(self._path), self._path.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        before = self._path.stat().st_size if self._path.exists() else 0
+        with written(self._path):
+            try:
+                with self._path.open("a") as file:
+                    file.write("".join(json.dumps(line) + "\n" for line in lines))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    # Else the next line would continue half a line.
+                    os.truncate(self._path, before)
+                raise
 
 
 def lines_of(engines: Mapping[int, Sequence[EngineEvent]], pool: Sequence[CollectorEvent]) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -20,7 +19,7 @@ from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.middleware import Next, RouterMiddleware
 from slime_core.errors import EngineError, EngineRefused, EngineUnavailable
 from slime_core.registry.boundary import Held, held
-from slime_core.rollout.engine_slot import EngineHandle, EngineSlot, Message, OneEngine
+from slime_core.rollout.engine_slot import Asked, EngineHandle, EngineSlot, Message, OneEngine
 from slime_core.rollout.middleware_calls import around, middleware_limit
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.rollout.waiting import WaitingRequests
@@ -55,7 +54,6 @@ class EngineClient:
         self._call_limit_s = call_limit_s
         self._on_loss: OnLoss | None = None
         self._failure: Exception | None = None
-        self._losses: Counter[str] = Counter()
         self.script = RequestReplay()
         """During a replay: the engines that requests go to."""
         self.num_lost = 0
@@ -65,9 +63,7 @@ class EngineClient:
         self._awake.set()
         self._serving = asyncio.Event()
         self._serving.set()
-        self._responses: dict[str, asyncio.Future[Completion]] = {}
-        self._sent: dict[str, float] = {}
-        """Times at which requests in flight were sent."""
+        self._asked: dict[str, Asked] = {}
         self._next_engine = 0
         # Middlewares get all engines in a request; one that still has this very tuple afterwards goes to any of them.
         self._every = tuple(range(len(self._seats))) if middlewares else ()
@@ -150,13 +146,13 @@ class EngineClient:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Aborts these requests; those that wait here or in a middleware get empty completions."""
         for request_id in request_ids:
-            if request_id in self._entered and request_id not in self._responses:
+            if request_id in self._entered and request_id not in self._asked:
                 self._entered[request_id] = True
         for request in self._waiting.take(request_ids):
-            response = self._responses.pop(request.request_id)
+            response = self._asked.pop(request.request_id).response
             if not response.done():
                 response.set_result(Completion.empty(request, FinishReason.ABORT))
-        running = [request_id for request_id in request_ids if request_id in self._responses]
+        running = [request_id for request_id in request_ids if request_id in self._asked]
         if running and self._failure is None:
             await self.call_all("abort", running)
 
@@ -207,9 +203,9 @@ class EngineClient:
         self._failure = error
         self._serving.set()
         self._waiting.clear()
-        for response in self._responses.values():
-            if not response.done():
-                response.set_exception(error)
+        for asked in self._asked.values():
+            if not asked.response.done():
+                asked.response.set_exception(error)
 
     def _note(self, held: set[str]) -> None:
         self._held = held
@@ -220,20 +216,23 @@ class EngineClient:
 
     def _survives(self, request: GenerateRequest, index: int, error: Exception) -> bool:
         """Counts the loss of a request; True if it is sent again, else it fails."""
-        name = request.request_id
-        response = self._responses.get(name)
-        if response is None or response.done():
+        if (asked := self._waits(request)) is None:
             return False
-        self._losses[name] += 1
-        if self._losses[name] <= self._max_losses:
+        asked.losses += 1
+        if asked.losses <= self._max_losses:
             return True
         failure = EngineUnavailable(
-            f"request {name} was lost {self._losses[name]} times with the engine that had it (--max-retries "
+            f"request {request.request_id} was lost {asked.losses} times with the engine that had it (--max-retries "
             f"{self._max_losses}); the last time with engine {index}: {error}"
         )
         failure.__cause__ = error
-        response.set_exception(failure)
+        asked.response.set_exception(failure)
         return False
+
+    def _waits(self, request: GenerateRequest) -> Asked | None:
+        """None if nobody waits for this request any more; another one may have its id by now."""
+        asked = self._asked.get(request.request_id)
+        return None if asked is None or asked.request is not request or asked.response.done() else asked
 
     async def _call(self, seat: EngineSlot, method: str, args: Sequence[Any]) -> tuple[Any, ...]:
         """A tuple with the result; empty if the engine was lost meanwhile."""
@@ -268,7 +267,7 @@ class EngineClient:
             raise self._failure
         if self._entered.get(request.request_id):
             return Completion.empty(request, FinishReason.ABORT)
-        if request.request_id in self._responses:
+        if request.request_id in self._asked:
             raise EngineError(f"request id {request.request_id} is in flight already; ids are unique")
         if request.text is not None and not len(request.token_ids):
             raise EngineError(
@@ -279,18 +278,16 @@ class EngineClient:
             raise EngineError(
                 f"request {request.request_id} asks for engines {request.engines}; there are {len(self._seats)}"
             )
-        response: asyncio.Future[Completion] = loop.create_future()
-        self._responses[request.request_id] = response
+        asked = Asked(request, loop.create_future(), time.perf_counter())
+        self._asked[request.request_id] = asked
         self._waiting.append(request)
         self._plan_flush()
-        entered = time.perf_counter()
         try:
-            return replace(await response, queue_s=self._sent.get(request.request_id, entered) - entered)
+            completion = await asked.response
+            return replace(completion, queue_s=(asked.sent or asked.queued) - asked.queued)
         finally:
-            self._responses.pop(request.request_id, None)
-            self._sent.pop(request.request_id, None)
-            self._losses.pop(request.request_id, None)
-            if response.cancelled() and not self._waiting.take([request.request_id]):
+            self._asked.pop(request.request_id, None)
+            if asked.response.cancelled() and not self._waiting.take([request.request_id]):
                 self._abandoned.append(request.request_id)
                 self._plan_flush()
 
@@ -315,7 +312,7 @@ class EngineClient:
                     full.add(self._waiting.engines_of(request))
                 continue
             chosen[seat.index].append(request)
-            self._sent[request.request_id] = now
+            self._asked[request.request_id].sent = now
             seat.running += 1
         self._waiting.put_first(held)
         for seat, requests in zip(self._seats, chosen, strict=True):
@@ -327,8 +324,14 @@ class EngineClient:
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._streams.add(task)
-        task.add_done_callback(self._streams.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._streams.discard(task)
+        if not task.cancelled():
+            # Of an abort that failed with its engine: the engine's other calls report it.
+            task.exception()
 
     def _free_seat(self, request: GenerateRequest) -> EngineSlot | None:
         """Returns a slot with room on the engines that a middleware requires, if any of them serves; else by round robin, so
@@ -367,13 +370,12 @@ class EngineClient:
                 self._end(seat, message, failure.error)
 
     def _take(self, seat: EngineSlot, message: Message, completion: Completion) -> None:
-        if message.open.pop(completion.request_id, None) is None:
+        if (request := message.open.pop(completion.request_id, None)) is None:
             raise EngineError(f"engine {seat.index} responded to {completion.request_id}, which it did not get")
         seat.running -= 1
         seat.bound = self._concurrency
-        response = self._responses.get(completion.request_id)
-        if response is not None and not response.done():
-            response.set_result(completion)
+        if (asked := self._waits(request)) is not None:
+            asked.response.set_result(completion)
         if self._waiting:
             self._plan_flush()
 
@@ -384,10 +386,9 @@ class EngineClient:
             return
         del seat.messages[message]
         seat.running -= len(message.open)
-        for request_id in message.open:
-            response = self._responses.get(request_id)
-            if response is not None and not response.done():
-                response.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
+        for request in message.open.values():
+            if (asked := self._waits(request)) is not None:
+                asked.response.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
         if self._waiting:
             self._plan_flush()
 

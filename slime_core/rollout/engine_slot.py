@@ -22,6 +22,20 @@ class EngineHandle(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class Asked:
+    """A request that a caller waits for."""
+
+    request: GenerateRequest
+    response: asyncio.Future[Completion]
+    queued: float
+    """Time at which it came."""
+    sent: float | None = None
+    """Time at which an engine got it last."""
+    losses: int = 0
+    """How often it was lost with an engine."""
+
+
+@dataclass(slots=True, eq=False)
 class Message:
     """Requests that entered an engine together."""
 

@@ -22,6 +22,8 @@ from slime_core.types.sample import SampleGroup
 
 T = TypeVar("T")
 PROCESS_NAME: Final = "slime-rewards"
+REBUILD_S: Final = 600.0
+"""For a reward that is built in a process that replaces another one; it may load a model."""
 
 
 class WorkerDied(Exception):
@@ -72,7 +74,7 @@ class RewardProcess:
             with self._state:
                 self._asked_by = asked_by
             try:
-                self._build(spec, servers)
+                self._build(spec, servers, max(timeout_s, REBUILD_S))
                 with self._state:
                     if self._asked_by is not asked_by:
                         raise WorkerClosed
@@ -98,11 +100,11 @@ class RewardProcess:
         with self._turn:
             self._end()
 
-    def _build(self, spec: str, servers: Servers) -> None:
+    def _build(self, spec: str, servers: Servers, timeout_s: float | None = None) -> None:
         if self._process is None or not self._process.is_alive():
             self._start()
         if (spec, servers) not in self._built:
-            self._call(build_reward, spec, servers, self._plugin_files, timeout_s=None)
+            self._call(build_reward, spec, servers, self._plugin_files, timeout_s=timeout_s)
             self._built.add((spec, servers))
 
     def _start(self) -> None:
@@ -121,12 +123,19 @@ class RewardProcess:
     def _call(self, function: Callable[..., T], *args: Any, timeout_s: float | None) -> T:
         assert self._process is not None
         assert self._pipe is not None
+        process, late = self._process, threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        # Also of the message: a worker that is stopped reads none.
+        timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
         try:
             self._pipe.send((function, args))
-            if not connection.wait([self._pipe, self._process.sentinel], timeout_s):
-                self._process.kill()
-                self._end()
-                raise WorkerLate
+            connection.wait([self._pipe, process.sentinel])
             # Child processes of the worker may hold the other end open.
             if not self._pipe.poll():
                 raise EOFError
@@ -135,7 +144,9 @@ class RewardProcess:
             exitcode = self._end()
             if self._closed:
                 raise WorkerClosed from None
-            raise WorkerDied(exitcode) from None
+            raise (WorkerLate if late.is_set() else WorkerDied(exitcode)) from None
+        finally:
+            timer.cancel()
         if isinstance(response, Failure):
             raise response.error from RemoteTraceback(response.traceback)
         return response

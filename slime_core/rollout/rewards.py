@@ -232,10 +232,10 @@ class RewardPool:
         """Scores a parcel and sets the values of its groups. If a whole parcel is lost, each group is sent again on its own, so
         that only the group that hangs, or kills the worker, fails."""
         spec, groups = members[0].spec, [member.group for member in members]
-        limit = max(self._limit(spec, len(group.samples)) for group in groups)
         asked_by = object()
         try:
             with held() as failed:
+                limit = max(self._limit(spec, len(group.samples)) for group in groups)
                 future = self._threads.submit(self._score, spec, members[0].servers, groups, limit, asked_by)
                 scored = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -30,6 +30,8 @@ class Phase(StrEnum):
     SYNC = "sync"
 
 
+WAKE_S: Final = 60.0
+"""For engines whose wake-up was interrupted."""
 ENGINES: Final[Mapping[Phase, frozenset[MemoryTag]]] = {
     Phase.ROLLOUT: frozenset(MemoryTag),
     Phase.TRAIN: frozenset(),
@@ -152,9 +154,14 @@ class ColocationManager:
             return
         if missing := ENGINES[phase] - self._held:
             with self.times.of("engine_wake_up"):
-                # Engines continue to wake up if this is cancelled.
                 self._held |= missing
-                await self._engines.call_all("wake_up", in_order(missing))
+                waking = asyncio.ensure_future(self._engines.call_all("wake_up", in_order(missing)))
+                try:
+                    await asyncio.shield(waking)
+                except asyncio.CancelledError:
+                    # Engines wake up anyway, and one that is half awake would not go to sleep for the checkpoint.
+                    await asyncio.wait({waking}, timeout=WAKE_S)
+                    raise
                 if phase is Phase.ROLLOUT:
                     await self._engines.call_all("resume")
         if joining is not None:

@@ -278,13 +278,13 @@ def test_generate_runs_beside_other_calls(tiny: TinyRun, opened: Callable[..., T
         future = session.start_generating(PROMPTS, long, seeds=[0, 1, 2, 3], snapshot=snapshot)
         client = session._session.client
         assert client is not None
-        while len(client._responses) < len(PROMPTS):
+        while len(client._asked) < len(PROMPTS):
             time.sleep(0.001)
         future.cancel()
         with pytest.raises(CancelledError):
             future.result()
         # Its engine does not generate on.
-        while client._responses:
+        while client._asked:
             time.sleep(0.001)
         assert not client.engine(0)._engine._decoder.busy
         running = session.start_generating(PROMPTS, long, seeds=[0, 1, 2, 3], snapshot=snapshot)

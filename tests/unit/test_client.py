@@ -199,6 +199,23 @@ async def test_a_cancelled_request_ends_in_its_engine():
     assert len(engine.called) == 1
 
 
+async def test_a_response_is_of_the_request_and_not_of_an_earlier_one_with_its_id():
+    """A group that is generated again has the ids of the first time."""
+    client, (first, second) = client_of(2)
+    given_up = start(client, "a")
+    await settle()
+    given_up["a"].cancel()
+    await asyncio.gather(given_up["a"], return_exceptions=True)
+    again = start(client, "a")
+    await settle()
+    assert (first.messages, second.messages) == ([["a"]], [["a"]])
+    # The abort has ended the first one.
+    assert not first.open
+    assert not again["a"].done()
+    second.finish("a")
+    assert (await again["a"]).finish_reason is FinishReason.STOP
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("boom"), None])
 async def test_a_failing_engine_reaches_every_waiter(failure):
     client, (engine,) = client_of(concurrency=3)

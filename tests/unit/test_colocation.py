@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+import slime_core.workers.colocation
 from slime_core.contracts.engine import MemoryTag
 from slime_core.errors import EngineError
 from slime_core.workers.colocation import ColocationManager
@@ -230,22 +231,42 @@ async def test_engines_whose_wake_was_interrupted_are_put_to_sleep(monkeypatch):
     colocation, devices, trainer, engines = await colocated(device)
     async with colocation.train(), devices.turn(trainer):
         pass
-    each, woken = engines.call_all, asyncio.Event()
+    each, asked = engines.call_all, asyncio.Event()
+
+    async def later(method, *args):
+        await asyncio.sleep(0.02)
+        return await each(method, *args)
 
     async def wakes_all_the_same(method, *args):
-        await each(method, *args)
-        woken.set()
-        await asyncio.Event().wait()
+        """Whether its caller waits or not; until then it is asleep, and sleep does nothing."""
+        waking = asyncio.ensure_future(later(method, *args))
+        asked.set()
+        await asyncio.shield(waking)
 
     with monkeypatch.context() as patch:
         patch.setattr(engines, "call_all", wakes_all_the_same)
         waking = asyncio.create_task(colocation.rollout())
-        await woken.wait()
+        await asked.wait()
         waking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waking
     async with colocation.train(), devices.turn(trainer):
+        await asyncio.sleep(0.05)
         assert device.engine == set()
+
+
+async def test_an_engine_that_never_wakes_up_is_waited_for_a_while(monkeypatch):
+    monkeypatch.setattr(slime_core.workers.colocation, "WAKE_S", 0.01)
+    colocation, devices, trainer, engines = await colocated(Device())
+    async with colocation.train(), devices.turn(trainer):
+        pass
+    monkeypatch.setattr(engines, "call_all", lambda method, *args: asyncio.Event().wait())
+    waking = asyncio.create_task(colocation.rollout())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waking, 5)
 
 
 async def test_a_failed_sleep_of_engines_is_repeated():

@@ -175,6 +175,19 @@ class Raises(GroupFilter):
         return FilterDecision(keep=self.seen % 5 > 0, reason="fifth")
 
 
+def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
+    simulation = simulate(tmp_path, "in turn", filters=[Raises(ValueError("what is this"))])
+    session = simulation.session()
+
+    async def full(*_: object) -> Any:
+        raise StorageError("no space left")
+
+    session.store.begin = full  # type: ignore[method-assign]
+    ended_by(
+        session, StorageError, r"no space left It could not be saved after this error: group filter Raises, .*what is"
+    )
+
+
 @pytest.mark.parametrize("save_interval", [None, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_filter_that_raises_takes_no_group_with_it(tmp_path: Path, way: str, save_interval: int | None) -> None:

@@ -13,6 +13,7 @@ from slime_core.config.part import PluginSpec
 from slime_core.contracts.reward import ServedModel
 from slime_core.errors import PluginError, RewardError, RewardTimeout, RewardUnavailable
 from slime_core.registry.plugin_file import PluginFile
+from slime_core.rollout import reward_process
 from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.rollout.scoring import ScoringPlan, WeightedReward, score_group
 from slime_core.types.sample import Status
@@ -365,6 +366,41 @@ async def test_a_worker_that_replaces_another_builds_before_the_clock_runs(unlim
     assert "no response" in await error_text(unlimited, "hanging", unscored_group(make_group))
     scored = await score(unlimited, spec("slow_to_build"), unscored_group(make_group), None)
     assert scored.samples[0].reward == 1
+
+
+async def test_a_worker_that_reads_nothing_is_late(pool, make_group):
+    """Its group is larger than what a pipe takes."""
+    await pool.warm(spec("pid"))
+    group = unscored_group(make_group)
+    scored = await score(pool, spec("pid"), group, None)
+    os.kill(int(scored.samples[0].reward), signal.SIGSTOP)
+    large = replace(group, samples=tuple(replace(each, response="x" * 2**20) for each in group.samples))
+    assert "no response within 1 s" in await error_text(pool, "pid", large)
+    assert (await score(pool, spec("pid"), group, None)).samples[0].reward != scored.samples[0].reward
+
+
+async def test_a_reward_that_is_built_again_has_its_time(files, make_group, monkeypatch):
+    """Its first build may take as long as it likes."""
+    pool = RewardPool(files, workers=1, timeout_s=0.2)
+    try:
+        await pool.warm(spec("slow_to_build"))
+        await pool.warm(spec("hanging"))
+        group = unscored_group(make_group)
+        assert "no response" in await error_text(pool, "hanging", group)
+        monkeypatch.setattr(reward_process, "REBUILD_S", 0.3)
+        assert "no response" in await error_text(pool, "slow_to_build", group)
+    finally:
+        pool.close()
+
+
+async def test_a_time_limit_that_raises_fails_its_group(unlimited, make_group):
+    def none_for_two(num_samples):
+        raise KeyError(num_samples)
+
+    await unlimited.warm(spec("by_index"), own=OwnLimit(seconds=none_for_two))
+    async with asyncio.timeout(10):
+        message = await error_text(unlimited, "by_index", unscored_group(make_group))
+    assert message.startswith("mine.py/by_index, timeout_s of 2 samples: raised KeyError: 2")
 
 
 class Engines:

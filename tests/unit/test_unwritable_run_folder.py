@@ -2,6 +2,8 @@
 traceback. `/dev/full` is a file on a full disk; a folder below a file cannot be made."""
 
 import errno
+import resource
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +69,24 @@ def test_a_disk_that_cannot_be_written(write, code, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(StorageError, match=rf"^{tmp_path}/file: cannot be written: .*as asked.*--runs-dir"):
         write(tmp_path / "file")
+
+
+def test_half_a_line_of_the_schedule_is_cut_off(tmp_path):
+    """The disk is full in the middle of it, and has room for the checkpoint's a moment later."""
+    schedule = ScheduleFile(tmp_path / "schedule.jsonl", {"a": 1}, resumed_at=None)
+    events = {0: [(step, "submit", (f"train/0/{step}",), 0) for step in range(3000)]}
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(StorageError):
+            schedule.add(events, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    schedule.checkpoint(7, {}, [], broken="the disk was full")
+    assert len((tmp_path / "schedule.jsonl").read_text().splitlines()) == 2
+    ScheduleFile(tmp_path / "schedule.jsonl", {"a": 1}, resumed_at=7)
 
 
 def test_folders_that_cannot_be_made(tmp_path):
