@@ -230,7 +230,7 @@ class EngineClient:
         return False
 
     def _waits(self, request: GenerateRequest) -> Asked | None:
-        """None if nobody waits for this request any more; another one may have its id by now."""
+        """None if its caller has gone; another request may have its id by now."""
         asked = self._asked.get(request.request_id)
         return None if asked is None or asked.request is not request or asked.response.done() else asked
 

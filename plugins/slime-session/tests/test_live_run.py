@@ -1,4 +1,4 @@
-"""Calls from other threads while a session ends: each returns, with its result or an error that says why."""
+"""Calls from other threads while a session ends: each returns, with its result or an error that gives the reason."""
 
 from __future__ import annotations
 

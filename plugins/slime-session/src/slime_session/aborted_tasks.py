@@ -15,7 +15,7 @@ LONGEST_INTERVAL_S: Final = 1.0
 
 
 async def all_or_aborted(tasks: Sequence[asyncio.Task[T]], abort: Callable[[], Awaitable[object]]) -> list[T]:
-    """`all_or_none` for tasks whose requests `abort` ends. Of a task that is cancelled nobody knows the requests any more: the
+    """`all_or_none` for tasks whose requests `abort` ends. A task that is cancelled first takes its requests along: the
     engines would generate on, and refuse the same requests until then."""
     try:
         if tasks:
