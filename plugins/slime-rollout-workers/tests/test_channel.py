@@ -48,7 +48,6 @@ async def test_a_message_that_cannot_be_pickled_is_lost_alone():
     # No one waits for it.
     sender.send(defaultdict(lambda: 1))
     sender.send("after")
-    await asyncio.sleep(0)
     await sender.close()
     await asyncio.wait_for(reading, 30)
     assert received == ["before", "after", "instead: AttributeError"]

@@ -25,7 +25,7 @@ from slime_core.types.sample import Sample, Status
 from slime_rollout_workers import worker as worker_module
 from slime_rollout_workers.channel import Channel
 from slime_rollout_workers.messages import Call, Called, Failed, Finished, Generated, RunnerSetup, StartGroup
-from slime_rollout_workers.worker import Worker, work
+from slime_rollout_workers.worker import DriversEngines, Worker, work
 
 PATIENCE_S = 30.0
 SETTINGS = GroupSettings(
@@ -135,6 +135,14 @@ async def test_a_response_that_cannot_be_sent_is_an_error_of_its_call(ends: Ends
     called = await ends.next()
     assert isinstance(called.result, PluginError)
     assert 'engine "sglang", the response to a call: cannot be sent' in str(called.result)
+    await ends.close()
+
+
+async def test_a_question_that_cannot_be_sent_is_an_error_where_it_was_asked(ends: Ends) -> None:
+    engines = DriversEngines(ends.worker._ask)
+    asked: Any = [defaultdict(lambda: 0)]
+    with pytest.raises(PluginError, match="changed of its engines: cannot be sent"):
+        await asyncio.wait_for(engines.changed(asked), PATIENCE_S)
     await ends.close()
 
 
