@@ -151,13 +151,13 @@ async def test_an_error_of_the_driver_while_a_worker_starts(starts: Starts) -> N
         await asyncio.wait_for(started(), PATIENCE_S)
 
 
-async def test_an_answer_to_a_worker_that_has_died_does_not_reach_the_next_one(starts: Starts) -> None:
+async def test_a_response_to_a_worker_that_has_died_does_not_reach_the_next_one(starts: Starts) -> None:
     """Which numbers its questions anew."""
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    response: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def served() -> Any:
         async def servers() -> str:
-            return await answer
+            return await response
 
         return SimpleNamespace(servers=servers)
 
@@ -167,8 +167,8 @@ async def test_an_answer_to_a_worker_that_has_died_does_not_reach_the_next_one(s
     starts.made[0].reading.set_result(None)
     await settled()
     process = starts.made[1]
-    if not answer.done():
-        answer.set_result("of the one before")
+    if not response.done():
+        response.set_result("of the one before")
     await settled()
     assert not [message for message in process.sent if isinstance(message, Reply)]
     await link.stop()

@@ -27,7 +27,7 @@ if not child:
 send_at_once(end, child)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-"""As the kernel kills a process that has too much memory: it says nothing any more."""
+"""As the kernel kills a process that has too much memory: it sends nothing any more."""
 
 
 @pytest.fixture
