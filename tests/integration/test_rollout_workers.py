@@ -119,6 +119,17 @@ async def shaky(episode):
     response.append_completion(await episode.complete(response.tokens))
     return [response.finish()]
 """
+COUNTING = """
+from collections import defaultdict
+from dataclasses import replace
+from slime_core.plugin import generator
+
+@generator("counting")
+async def counting(episode):
+    response = episode.trajectory()
+    response.append_completion(await episode.complete(response.tokens))
+    return [replace(response.finish(), metadata=defaultdict(lambda: 0, turns=1))]
+"""
 STUCK = """
 import time
 from pathlib import Path
@@ -383,6 +394,18 @@ def test_the_error_of_a_generator_that_cannot_open(prepared: TinyRun, serve: Cal
     ended = prepared.run(*WORDS, *serve(), *words)
     assert ended.code == 2
     assert "the tool is not there. Start it." in ended.error
+
+
+def test_the_error_of_a_generator_whose_samples_cannot_be_sent(
+    prepared: TinyRun, serve: Callable[..., tuple[str, ...]]
+):
+    (prepared / "counting.py").write_text(COUNTING)
+    words = "--plugin", "counting.py", "--generate", "counting"
+    ended = prepared.run(*WORDS, *serve(), *words, "--rollout-workers", "2")
+    assert ended.code == 2
+    assert 'generator "counting.py/counting", the samples of ' in ended.error
+    assert "cannot be sent between a rollout worker and the driver: AttributeError: Can't pickle" in ended.error
+    assert "--rollout-workers 0" in ended.error
 
 
 def test_workers_whose_engines_are_actors(prepared: TinyRun, serve: Callable[..., tuple[str, ...]]):

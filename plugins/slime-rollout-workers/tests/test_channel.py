@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
+from collections import defaultdict
 
 import pytest
 
-from slime_core.errors import ConfigError, EngineUnavailable
+from slime_core.errors import ConfigError, EngineUnavailable, PluginError
 from slime_rollout_workers.channel import READ_AHEAD, Channel
 from slime_rollout_workers.travelling_error import WorkerError, packed, raised_here
 from slime_rollout_workers.worker_requests import WorkerCaller
@@ -33,6 +34,68 @@ async def test_messages_arrive_in_order_also_large_ones():
     # The other end is gone.
     receiver.send("lost")
     await receiver.close()
+
+
+async def test_a_message_that_cannot_be_pickled_is_lost_alone():
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+    received: list[object] = []
+    reading = asyncio.create_task(receiver.read(received.append))
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    sender.send("before")
+    sender.send(defaultdict(lambda: 0), lambda error: sender.send(f"instead: {type(error).__name__}"))
+    # No one waits for it.
+    sender.send(defaultdict(lambda: 1))
+    sender.send("after")
+    await sender.close()
+    await asyncio.wait_for(reading, 30)
+    assert received == ["before", "after", "instead: AttributeError"]
+    assert [report["message"] for report in reported] == ["defaultdict cannot be sent"]
+    await receiver.close()
+
+
+class Torn(dict[str, int]):
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+async def test_a_message_that_cannot_be_unpickled_is_an_error_of_who_reads():
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+    sender.send(Torn())
+    with pytest.raises(PluginError, match=r"unpickle: raised ValueError: .*no number"):
+        await asyncio.wait_for(receiver.read(lambda message: None), 30)
+    await sender.close()
+    await receiver.close()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError(), EOFError()])
+async def test_an_error_of_who_takes_a_message_is_no_lost_connection(error: Exception):
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+
+    def take(message: object) -> None:
+        raise error
+
+    sender.send("a message")
+    with pytest.raises(type(error)):
+        await asyncio.wait_for(receiver.read(take), 30)
+    await sender.close()
+    await receiver.close()
+
+
+async def test_an_end_that_no_one_reads_is_closed_at_once():
+    """Children of a process that was killed hold the other end."""
+    here, there = socket.socketpair()
+    channel = await Channel.over(here)
+    with there:
+        channel.send(b"x" * (3 * READ_AHEAD))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(channel.abort(), 30)
+    assert here.fileno() == -1
 
 
 class Peculiar(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime_core.errors import RolloutError
 from slime_core.rollout.trace import GroupTrace, ResponseTrace, Turn
 from slime_core.types.completion import Completion, FinishReason
 from slime_core.types.prompt import Prompt
@@ -92,6 +93,12 @@ def test_what_scoring_changed_passes_alone():
         ["reward"],
     ]
     assert all(equal(*pair) for pair in zip(scored, rewards.applied(SAMPLES), strict=True))
+
+
+def test_rewards_of_samples_that_have_not_arrived_are_an_error():
+    rewards = RewardColumns.of(SAMPLES, SAMPLES)
+    with pytest.raises(RolloutError, match="rewards of 4 samples arrived, and 0 samples"):
+        rewards.applied([])
 
 
 def test_a_completion_passes_as_a_tuple():

@@ -7,11 +7,23 @@ import contextlib
 import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
+
+from slime_core.registry.boundary import foreign, held
 
 LENGTH_BYTES: Final = 8
 READ_AHEAD: Final = 1 << 22
 """Bytes that wait in this process to be read as messages."""
+
+
+Unsendable: TypeAlias = Callable[[Exception], None]
+"""Called if a message cannot be pickled, with the reason. It may send another one, which is read after those of this turn."""
+
+
+class Send(Protocol):
+    """`Channel.send`."""
+
+    def __call__(self, message: Any, unsendable: Unsendable | None = None, /) -> None: ...
 
 
 def packet(messages: Sequence[Any]) -> tuple[bytes, bytes]:
@@ -31,38 +43,71 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._waiting: list[Any] = []
+        self._waiting: list[tuple[Any, Unsendable | None]] = []
 
     @classmethod
     async def over(cls, end: socket.socket) -> Channel:
         reader, writer = await asyncio.open_connection(sock=end, limit=READ_AHEAD)
         return cls(reader, writer)
 
-    def send(self, message: Any) -> None:
-        """Sends at the end of this turn of the loop, in the order of the calls. Does nothing if the other end is gone."""
+    def send(self, message: Any, unsendable: Unsendable | None = None, /) -> None:
+        """Sends at the end of this turn of the loop, in the order of the calls. Does nothing if the other end is gone. What
+        others wait for and has foreign content comes with `unsendable`."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append(message)
+        self._waiting.append((message, unsendable))
 
     def _flush(self) -> None:
-        messages, self._waiting = self._waiting, []
-        if messages and not self._writer.is_closing():
-            for part in packet(messages):
+        waiting, self._waiting = self._waiting, []
+        if not waiting or self._writer.is_closing():
+            return
+        error = self._write([message for message, _ in waiting])
+        if error is None:
+            return
+        for message, unsendable in waiting:
+            error = self._write([message])
+            if error is not None and unsendable is not None:
+                unsendable(error)
+            elif error is not None:
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"{type(message).__name__} cannot be sent", "exception": error}
+                )
+
+    def _write(self, messages: Sequence[Any]) -> Exception | None:
+        """Returns why they cannot be pickled."""
+        with held() as failed:
+            parts = packet(messages)
+        if failed.error is None:
+            for part in parts:
                 self._writer.write(part)
+        return failed.error
 
     async def read(self, take: Callable[[Any], None]) -> None:
-        """Calls `take` with each message. Returns when the other end is gone."""
+        """Calls `take` with each message. Returns when the other end is gone; raises what `take` raises."""
+        while (content := await self._next()) is not None:
+            with foreign("a message between a rollout worker and the driver", "unpickle"):
+                messages = pickle.loads(content)  # noqa: S301 - of the same run
+            for message in messages:
+                take(message)
+
+    async def _next(self) -> bytes | None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
-                for message in pickle.loads(await self._reader.readexactly(length)):  # noqa: S301 - of the same run
-                    take(message)
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
+            return await self._reader.readexactly(length)
+        return None
 
     async def close(self) -> None:
         """Sends what waits, and closes."""
-        self._flush()
+        while self._waiting:
+            self._flush()
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
         self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    async def abort(self) -> None:
+        """Closes at once, when nothing reads at the other end. It may be open: children of the process there inherit it."""
+        self._writer.transport.abort()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

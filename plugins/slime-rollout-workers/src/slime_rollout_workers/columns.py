@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from slime_core.errors import RolloutError
 from slime_core.types.prompt import Prompt
 from slime_core.types.routed_experts import RoutedExperts
 from slime_core.types.sample import Sample
@@ -79,6 +80,8 @@ class RewardColumns(NamedTuple):
         return cls(tuple(changed(old, new) for old, new in zip(before, after, strict=True)))
 
     def applied(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        if len(samples) != len(self.changes):
+            raise RolloutError(f"rewards of {len(self.changes)} samples arrived, and {len(samples)} samples.")
         return tuple(map(SAMPLE.replace, samples, self.changes))
 
 

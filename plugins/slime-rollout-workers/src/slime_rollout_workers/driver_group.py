@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from slime_core.registry.boundary import held
 from slime_core.rollout.groups import GroupRunner, RunningGroup
 from slime_core.types.sample import Sample, SampleGroup
 from slime_rollout_workers.columns import GroupColumns
@@ -45,10 +46,15 @@ class DriverGroup:
         if self.result.done():
             return
         if isinstance(message, Finished):
-            samples = message.rewards.applied(self.kept if self.score_only else self.running.generated)
-            self.result.set_result(SampleGroup(prompt=self.running.prompt, samples=samples))
-            if message.trace is not None:
-                self.runner.on_trace(unpack_trace(message.trace))
+            with held() as failed:
+                samples = message.rewards.applied(self.kept if self.score_only else self.running.generated)
+                if message.trace is not None:
+                    self.runner.on_trace(unpack_trace(message.trace))
+            if failed.error is None:
+                self.result.set_result(SampleGroup(prompt=self.running.prompt, samples=samples))
+            else:
+                # Also an observer's, as where the group is run by the driver.
+                self.result.set_exception(failed.error)
         elif message.error is not None:
             self.result.set_exception(raised_here(message.error))
         else:

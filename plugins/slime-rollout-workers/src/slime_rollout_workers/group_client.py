@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slime_core.rollout.client import EngineClient
 from slime_core.types.completion import Completion, GenerateRequest
+from slime_rollout_workers.channel import Send
 from slime_rollout_workers.flat import COMPLETION, REQUEST
 from slime_rollout_workers.messages import AbortRequests, CancelRequest, Completed, Request
 from slime_rollout_workers.travelling_error import raised_here
+from slime_rollout_workers.unsendable import unsendable_error
 
 
 class Requests:
     """The requests of a worker that the driver has not responded to."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Send) -> None:
         self.send = send
         self._numbers = itertools.count()
         self._responses: dict[int, asyncio.Future[Completion]] = {}
@@ -26,7 +27,12 @@ class Requests:
         number = next(self._numbers)
         response: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._responses[number] = response
-        self.send(Request(number, group, REQUEST.pack(request)))
+
+        def fail(cause: Exception) -> None:
+            if not response.done():
+                response.set_exception(unsendable_error(f"request {request.request_id}", cause))
+
+        self.send(Request(number, group, REQUEST.pack(request)), fail)
         try:
             return await response
         finally:

@@ -14,6 +14,7 @@ from slime_core.errors import RolloutError
 from slime_core.registry.boundary import held
 from slime_core.rollout.groups import SampleFailure
 from slime_core.rollout.served_engines import ServedEngines
+from slime_rollout_workers.channel import Unsendable
 from slime_rollout_workers.driver_group import DriverGroup
 from slime_rollout_workers.messages import (
     AbortRequests,
@@ -33,6 +34,7 @@ from slime_rollout_workers.messages import (
     WorkerSetup,
 )
 from slime_rollout_workers.travelling_error import packed, raised_here
+from slime_rollout_workers.unsendable import unsendable_error
 from slime_rollout_workers.worker_process import WorkerProcess
 from slime_rollout_workers.worker_requests import WorkerRequests
 
@@ -91,12 +93,14 @@ class Link:
 
     async def _start_process(self) -> None:
         ready = self._ready = asyncio.get_running_loop().create_future()
-        self._sent_versions = None
         process = self._process = await WorkerProcess.start(self._setup, self._take, self._on_blocked)
+        # Until here the one before may have got some.
+        self._sent_versions = None
         process.reading.add_done_callback(lambda _: ready.cancel())
         await asyncio.wait({ready})
         if ready.cancelled():
-            raise RolloutError(f"{self._name} {await process.end()} while it started.")
+            end = await process.end()
+            raise process.error or RolloutError(f"{self._name} {end} while it started.")
         if (error := ready.result()) is not None:
             raise raised_here(error)
         self._is_ready = True
@@ -106,8 +110,9 @@ class Link:
             self._send_group(group)
 
     async def stop(self) -> None:
-        for task in [*self._tasks, *([] if self._watch is None else [self._watch])]:
-            task.cancel()
+        self._cancel_tasks()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._process is not None:
             await self._process.stop()
         self._give_up(RolloutError(f"{self._name} was stopped."))
@@ -120,15 +125,23 @@ class Link:
             self._give_up(failed.error)
 
     async def _replace_lost(self) -> None:
-        """Starts another process whenever this one has died or was killed because it hung. Raises an error if that fails."""
+        """Starts another process whenever this one has died or was killed because it hung. Raises an error if that fails, or
+        if the driver fails at a message."""
         while True:
             process = self._process
             assert process is not None
             await asyncio.wait({process.reading})
             self._is_ready = False
+            if (error := process.error) is not None:
+                # The worker is not the cause: the next one would be lost in the same way.
+                await self._requests.lose()
+                await process.stop()
+                raise error
             pid, end = process.pid, await process.end()
-            self._faults["rollout/rollout_worker_restarts"] += 1
             await self._requests.lose()
+            # The next one numbers its questions anew.
+            self._cancel_tasks()
+            self._faults["rollout/rollout_worker_restarts"] += 1
             self._count_losses(RolloutError(f"{self._name} (pid {pid}) {end}."))
             await self._start_process()
 
@@ -176,7 +189,13 @@ class Link:
             self._send_group(group)
 
     def _send_group(self, group: DriverGroup) -> None:
-        self._send(group.message())
+        prompt = group.running.prompt
+
+        def fail(cause: Exception) -> None:
+            if self._groups.get(group.number) is group:
+                self._drop(group, unsendable_error(prompt.origin or f"group {prompt.group_index}", cause))
+
+        self._send(group.message(), fail)
         if group.running.stop.is_set():
             self._send(StopGroups((group.number,)))
 
@@ -195,13 +214,13 @@ class Link:
         self._send(StopGroups(tuple(chosen)))
         await self._requests.abort_groups(chosen)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, unsendable: Unsendable | None = None, /) -> None:
         if self._process is None:
             return
         if self._versions is not None and (trained := self._versions()) != self._sent_versions:
             self._sent_versions = trained
             self._process.send(Versions(trained))
-        self._process.send(message)
+        self._process.send(message, unsendable)
 
     # ---------------------------------------------------------------- messages
 
@@ -226,6 +245,10 @@ class Link:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
     def _report(self, failed: ResponseFailed) -> None:
         group = self._groups.get(failed.group)
         if group is None:
@@ -245,4 +268,12 @@ class Link:
             assert self._served is not None
             served = await self._served()
             result = await getattr(served, question.method)(*question.arguments)
-        self._send(Reply(question.number, result if failed.error is None else packed(failed.error)))
+
+        def fail(error: Exception) -> None:
+            self._send(Reply(question.number, packed(error)))
+
+        if failed.error is not None:
+            fail(failed.error)
+        else:
+            what = f"{question.method} of the engines that rewards ask"
+            self._send(Reply(question.number, result), lambda cause: fail(unsendable_error(what, cause)))

@@ -21,14 +21,14 @@ from slime_core.contracts.generator import Generator
 from slime_core.contracts.reward import ServedModel
 from slime_core.controller.gc_control import frozen_gc, gc_paused
 from slime_core.data.model_folder import load_tokenizer
-from slime_core.registry.boundary import foreign, held
+from slime_core.registry.boundary import foreign, held, name_of
 from slime_core.rollout.groups import GroupRunner, RunningGroup, SampleFailure
 from slime_core.rollout.reward_worker import end_with_parent
 from slime_core.rollout.rewards import OwnLimit, RewardPool
 from slime_core.rollout.served_engines import ServedEngines
 from slime_core.rollout.trace import GroupTrace
 from slime_core.types.sample import SampleGroup
-from slime_rollout_workers.channel import Channel
+from slime_rollout_workers.channel import Channel, Send
 from slime_rollout_workers.columns import GroupColumns, RewardColumns
 from slime_rollout_workers.flat import pack_trace
 from slime_rollout_workers.group_client import GroupClient, Requests
@@ -55,6 +55,7 @@ from slime_rollout_workers.messages import (
     WorkerSetup,
 )
 from slime_rollout_workers.travelling_error import packed, raised_here
+from slime_rollout_workers.unsendable import unsendable_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,9 @@ async def work(end: socket.socket, setup: WorkerSetup) -> None:
         with frozen_gc():
             await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
         closed.cancel()
+        if reading.done():
+            # A message that could not be taken ends the process, with the traceback on stderr.
+            reading.result()
     finally:
         await worker.close()
         reading.cancel()
@@ -107,7 +111,7 @@ class DriversEngines(ServedEngines):
 
 
 class Worker:
-    def __init__(self, setup: WorkerSetup, send: Callable[[Any], None]) -> None:
+    def __init__(self, setup: WorkerSetup, send: Send) -> None:
         self._setup = setup
         self._send = send
         self._requests = Requests(send)
@@ -121,6 +125,8 @@ class Worker:
         self._runners: dict[bytes, GroupRunner] = {}
         self._trained = range(1)
         self._groups: dict[int, tuple[RunningGroup | None, asyncio.Task[Finished]]] = {}
+        self._failures: dict[int, Exception] = {}
+        """Of groups whose samples cannot be sent to the driver: their tasks are being cancelled."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._question_numbers = itertools.count()
@@ -194,18 +200,30 @@ class Worker:
                 self.closed.set()
 
     async def _call(self, message: Call) -> None:
-        if self._caller is None:
-            part = self._setup.agreement.resolve(self._setup.engine, self._registry)
-            self._caller = part.driver.build_caller(part.config, max_calls=self._setup.max_calls)
+        def fail(error: Exception) -> None:
+            self._send(Called(message.number, packed(error)))
+
         result: Any = None
         with held() as failed:
+            if self._caller is None:
+                part = self._setup.agreement.resolve(self._setup.engine, self._registry)
+                self._caller = part.driver.build_caller(part.config, max_calls=self._setup.max_calls)
             result = await self._caller.call(message.asked)
-        self._send(Called(message.number, result if failed.error is None else packed(failed.error)))
+        if failed.error is not None:
+            fail(failed.error)
+        else:
+            what = f'engine "{self._setup.engine.name}", the response to a call'
+            self._send(Called(message.number, result), lambda cause: fail(unsendable_error(what, cause)))
 
     async def _ask(self, method: str, arguments: Sequence[Any]) -> Any:
         number = next(self._question_numbers)
         reply = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(Question(number, method, tuple(arguments)))
+
+        def fail(cause: Exception) -> None:
+            if not reply.done():
+                reply.set_exception(unsendable_error(f"a reward, {method} of its engines", cause))
+
+        self._send(Question(number, method, tuple(arguments)), fail)
         try:
             return await reply
         finally:
@@ -246,35 +264,50 @@ class Worker:
             on_failure=partial(self._response_failed, number),
             on_trace=traces.append,
         )
+        where = f"{name_of(runner.generator)}, the samples of {prompt.origin or f'group {prompt.group_index}'}"
         kept = [] if message.kept is None else message.kept.samples(prompt)
         running = None if message.score_only else runner.start(prompt, kept)
         group = SampleGroup(prompt=prompt, samples=tuple(kept))
-        work = self._score(number, runner, group) if running is None else self._run(number, running, traces)
+        work = self._score(number, runner, group) if running is None else self._run(number, running, traces, where)
         task = asyncio.create_task(work)
         self._groups[number] = running, task
-        task.add_done_callback(partial(self._report, number))
+        task.add_done_callback(partial(self._report, number, where))
 
-    def _report(self, number: int, task: asyncio.Task[Finished]) -> None:
+    def _report(self, number: int, where: str, task: asyncio.Task[Finished]) -> None:
         """Sends what became of a group, always as its last message."""
         del self._groups[number]
+
+        def fail(error: Exception) -> None:
+            self._send(Failed(number, packed(error)))
+
         if task.cancelled():
-            self._send(Failed(number, None))
+            failure = self._failures.pop(number, None)
+            self._send(Failed(number, failure and packed(failure)))
             return
         with held() as failed:
-            self._send(task.result())
-        if failed.error is not None:
-            self._send(Failed(number, packed(failed.error)))
+            finished = task.result()
+        if (error := self._failures.pop(number, failed.error)) is not None:
+            fail(error)
+        else:
+            self._send(finished, lambda cause: fail(unsendable_error(where, cause)))
+
+    def _fail(self, number: int, where: str, cause: Exception) -> None:
+        """Ends a group that cannot send its samples."""
+        self._failures[number] = unsendable_error(where, cause)
+        _, task = self._groups[number]
+        task.cancel()
 
     async def _score(self, number: int, runner: GroupRunner, group: SampleGroup) -> Finished:
         scored = await runner.score(group)
         return Finished(number, RewardColumns.of(group.samples, scored.samples), None)
 
-    async def _run(self, number: int, running: RunningGroup, traces: Sequence[GroupTrace]) -> Finished:
+    async def _run(self, number: int, running: RunningGroup, traces: Sequence[GroupTrace], where: str) -> Finished:
         generated = asyncio.create_task(running.all_generated.wait())
         try:
             await asyncio.wait({generated, running.task}, return_when=asyncio.FIRST_COMPLETED)
             if running.generated:
-                self._send(Generated(number, GroupColumns.of(running.generated, running.prompt)))
+                generated_samples = Generated(number, GroupColumns.of(running.generated, running.prompt))
+                self._send(generated_samples, partial(self._fail, number, where))
             group = await running.task
         finally:
             generated.cancel()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import Any, Final
 
+from slime_core.registry.boundary import held
 from slime_core.rollout.reward_process import interrupts_blocked
 from slime_rollout_workers.channel import Channel
 from slime_rollout_workers.hang_watch import HangWatch
@@ -20,6 +21,10 @@ STOP_S: Final = 10.0
 """Seconds that a worker gets to close its generators and end."""
 DEATH_S: Final = 2.0
 """Seconds between the end of the channel and that of the process, after which it is killed."""
+EXIT_CHECK_S: Final = 1.0
+"""Seconds between two looks whether the process lives."""
+GRACE_S: Final = 0.5
+"""Seconds to read what a process that has died had sent."""
 
 
 class WorkerProcess:
@@ -35,10 +40,11 @@ class WorkerProcess:
         self._channels = channels
         channel, reports = channels
         self.reading = asyncio.create_task(channel.read(take))
-        """Done when the process is gone, or was killed because it hung."""
+        """Done when the process is gone, or was killed because it hung; raises what `take` raised."""
         self.send = channel.send
         self.watch = HangWatch(setup.name, setup.timeout, on_hang=self._kill_hung, on_blocked=on_blocked)
         self._report_reading = asyncio.create_task(reports.read(self.watch.take))
+        self._exit_watch = asyncio.create_task(self._watch_exit())
         self._hang: str | None = None
         """Why it was killed."""
 
@@ -64,6 +70,24 @@ class WorkerProcess:
     def pid(self) -> int | None:
         return self._process.pid
 
+    @property
+    def error(self) -> Exception | None:
+        """What the driver raised at a message, where `reading` is done."""
+        if self.reading.cancelled():
+            return None
+        with held() as failed:
+            self.reading.result()
+        return failed.error
+
+    async def _watch_exit(self) -> None:
+        """Ends the reading of a process that has died, though its children hold the other end of the channel. They may hold the
+        pipe of its sentinel too."""
+        while not self.reading.done():
+            await asyncio.wait({self.reading}, timeout=EXIT_CHECK_S)
+            if self._process.exitcode is not None:
+                await asyncio.wait({self.reading}, timeout=GRACE_S)
+                self.reading.cancel()
+
     def _kill_hung(self, why: str) -> None:
         self._hang = why
         # One that is stopped ends too. Its children may hold the other end of the channel.
@@ -72,23 +96,25 @@ class WorkerProcess:
 
     async def end(self) -> str:
         """What happened to a process whose `reading` is done, as the end of a sentence. It is killed if it still runs."""
-        await asyncio.to_thread(self._process.join, DEATH_S)
         code = await self._end()
         return f"died (exit code {code})" if self._hang is None else f"was killed: {self._hang}"
 
     async def stop(self) -> None:
         self.send(Close())
         await asyncio.wait({self.reading}, timeout=STOP_S)
-        await asyncio.to_thread(self._process.join, DEATH_S)
         await self._end()
 
     async def _end(self) -> int | None:
+        # Two that wait for a process at the same time may both miss its exit code.
+        self._exit_watch.cancel()
+        await asyncio.to_thread(self._process.join, DEATH_S)
         self._process.kill()
         await asyncio.to_thread(self._process.join)
         self.watch.close()
-        self.reading.cancel()
-        self._report_reading.cancel()
-        await asyncio.wait({self.reading, self._report_reading})
+        reading = {self.reading, self._report_reading}
+        for task in reading:
+            task.cancel()
+        await asyncio.wait(reading)
         for channel in self._channels:
-            await channel.close()
+            await channel.abort()
         return self._process.exitcode

@@ -11,10 +11,12 @@ from typing import Any, Final
 from slime_core.contracts.engine import CallerLost
 from slime_core.registry.boundary import held
 from slime_core.types.completion import Caller, Completion, FinishReason, GenerateRequest
+from slime_rollout_workers.channel import Send
 from slime_rollout_workers.driver_group import DriverGroup
 from slime_rollout_workers.flat import COMPLETION, REQUEST
 from slime_rollout_workers.messages import AbortRequests, Call, Called, CancelCall, CancelRequest, Completed, Request
 from slime_rollout_workers.travelling_error import packed, raised_here
+from slime_rollout_workers.unsendable import unsendable_error
 
 ABORT_INTERVAL_S: Final = 1.0
 """An abort is repeated: an engine may not have the request yet."""
@@ -43,7 +45,7 @@ class WorkerCaller(Caller):
 
 
 class WorkerRequests:
-    def __init__(self, name: str, send: Callable[[Any], None]) -> None:
+    def __init__(self, name: str, send: Send) -> None:
         """`name`: the worker's."""
         self._name = name
         self._send = send
@@ -72,12 +74,19 @@ class WorkerRequests:
             if not group.running.stop.is_set():
                 result = await group.runner.client.generate(request)
         if failed.error is not None:
-            self._send(Completed(number, packed(failed.error)))
+            self._fail(number, failed.error)
         else:
             self._respond(number, result)
 
     def _respond(self, number: int, completion: Completion) -> None:
-        self._send(Completed(number, COMPLETION.pack(completion)))
+        what = f"the response to request {completion.request_id}"
+        self._send(
+            Completed(number, COMPLETION.pack(completion)),
+            lambda cause: self._fail(number, unsendable_error(what, cause)),
+        )
+
+    def _fail(self, number: int, error: Exception) -> None:
+        self._send(Completed(number, packed(error)))
 
     def take_cancellation(self, message: CancelRequest) -> None:
         if (asked := self._asked.get(message.number)) is not None:
@@ -105,7 +114,12 @@ class WorkerRequests:
             raise CallerLost(f"{self._name} has died")
         number = next(self._call_numbers)
         reply = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, asked))
+
+        def fail(cause: Exception) -> None:
+            if not reply.done():
+                reply.set_exception(unsendable_error("an engine's call", cause))
+
+        self._send(Call(number, asked), fail)
         try:
             return await reply
         finally:
