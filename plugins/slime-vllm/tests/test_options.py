@@ -259,7 +259,6 @@ def test_options_of_servers_that_share_devices(tmp_path):
             {"max_loras": 0},
             "start this server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1, --max-",
         ),
-        ({"max_loras": 2}, "--max-loras 1, --max-lora-rank 2 or more."),
         ({"max_lora_rank": 1}, "--max-lora-rank 2 or more."),
         ({"loads_adapters": False}, "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ({"weight_transfer_backend": None}, '--weight-transfer-config \'{"backend": "slime"}\''),

@@ -112,7 +112,7 @@ def takes_adapter(given: Mapping[str, Any], setup: EngineSetup) -> bool:
     """`given`: the worker's `served_options`. With several adapters it would not be known which one an update replaces."""
     if not setup.adapter_rank:
         return True
-    return given["max_loras"] == 1 and given["max_lora_rank"] >= setup.adapter_rank and given["loads_adapters"]
+    return given["max_loras"] >= 1 and given["max_lora_rank"] >= setup.adapter_rank and given["loads_adapters"]
 
 
 def takes_adapters(given: Mapping[str, Any], config: VllmOptions) -> bool:
