@@ -155,6 +155,7 @@ class FakeEngine:
         self.running = {}
 
     async def prepare_start(self, setup):
+        self.index, self.run_dir = setup.index, setup.run_dir
         (setup.run_dir / f"prepared_{setup.index}").write_text(str(os.getpid()))
 
     async def start(self, setup):
@@ -495,6 +496,16 @@ async def test_an_engine_that_was_prepared_is_the_one_that_starts(workers, tmp_p
     assert str(await other.call("version")) not in prepared
     await launcher.stop()
     assert ray.is_initialized()
+
+
+async def test_an_engine_that_was_prepared_is_stopped_without_a_start(workers, tmp_path):
+    """The trainers have failed: its servers end before the launcher does."""
+    launcher = RayLauncher(RayConfig(), LauncherSetup(colocate=True))
+    preparing = asyncio.create_task(launcher.prepare_engines(engine_specs(tmp_path, 1)))
+    (rank,) = await launcher.start_trainers(train_specs(tmp_path, meet=False, world_size=1))
+    await asyncio.gather(preparing, rank.call("setup"))
+    await launcher.stop()
+    assert (tmp_path / "stopped_0").exists()
 
 
 async def test_engines_do_not_wait_for_trainers_that_find_no_place(tmp_path, monkeypatch):

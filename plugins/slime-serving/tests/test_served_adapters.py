@@ -16,6 +16,8 @@ from slime_serving.adapter_options import AdapterOptions
 from slime_serving.adapters import ServedAdapters
 from slime_training.adapters.engine import PromptLogProbs
 
+REFUSED = 99
+
 
 class Adapters(ServedAdapters):
     """Servers that hold what they were sent, some time after it was sent. `held` has (name, server)."""
@@ -81,6 +83,8 @@ class Scores:
         self.may_end = asyncio.Event()
 
     async def prompt(self, tokens, top_k, adapter) -> PromptLogProbs:
+        if tokens[0] == REFUSED:
+            raise EngineRefused("token 99")
         await self.may_end.wait()
         assert self.adapters.names() == {"x"}, "unloaded while a prompt is read with it"
         empty = np.empty((len(tokens) - 1, top_k), np.int32)
@@ -126,6 +130,23 @@ async def test_a_dropped_adapter_stays_until_nothing_uses_it(adapters, bucket, m
     await engine.drop_adapter("x")
     await engine.load_adapter("x", 2.0, bucket)
     assert adapters.names() == {"x"}
+
+
+async def test_prompts_of_a_refused_call_are_waited_for_too(adapters, bucket, monkeypatch):
+    monkeypatch.setattr("slime_serving.adapter_calls.vocab_size_of", lambda setup: 100)
+    engine = Engine(adapters)
+    await engine.load_adapter("x", 2.0, bucket)
+    prompts = [np.array([REFUSED, 2], np.int32), np.array([1, 2], np.int32)]
+    scored = asyncio.create_task(engine.prompt_log_probs(prompts, 1, "x"))
+    await asyncio.sleep(0)
+    dropped = asyncio.create_task(engine.drop_adapter("x"))
+    await asyncio.sleep(0.05)
+    assert not dropped.done()
+    engine._scores.may_end.set()
+    with pytest.raises(EngineRefused, match="token 99"):
+        await scored
+    await dropped
+    assert adapters.names() == set()
 
 
 async def test_a_load_that_is_cancelled_leaves_nothing(adapters, bucket, tmp_path):

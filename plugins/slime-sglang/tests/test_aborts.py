@@ -55,6 +55,28 @@ def start(in_flight, name):
     return task
 
 
+def test_a_paused_server_is_not_asked_without_end():
+    """It keeps its requests until it is resumed, as with `pause_mode = "in_place"`."""
+
+    async def scene():
+        fleet = OneServer()
+        in_flight = requests_of(fleet)
+        server, calls = fleet.servers[0], []
+        task = start(in_flight, "kept")
+        await asyncio.sleep(0.01)
+        server.abort, abort = calls.append, server.abort
+        in_flight.hold()
+        aborting = asyncio.create_task(in_flight.abort(["kept"]))
+        await asyncio.sleep(2)
+        assert 2 <= len(calls) < 12
+        server.abort = abort
+        in_flight.resume()
+        await aborting
+        assert (await task).finish_reason is FinishReason.ABORT
+
+    run_fast(scene())
+
+
 def test_a_request_sent_during_an_abort_of_all_continues():
     """The only request is ended by aborting all, which reaches the server after the next request."""
 

@@ -349,6 +349,8 @@ class RayLauncher(Launcher):
         (member,), (devices,) = placement.members, placement.devices
         (spec,) = await self._located(placement)
         await placement.actor_group.run(member, member.actor.prepare.remote(spec, devices))
+        # Stopped like one that has started, if the trainers fail.
+        placement.actor_group.ready()
 
     async def _start_engine(self, placement: EnginePlacement) -> EngineInfo:
         """Starts the actors of one engine together, since they wait for each other. Returns the info of the first machine's."""

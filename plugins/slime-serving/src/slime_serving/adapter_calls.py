@@ -34,7 +34,7 @@ class AdapterCalls(AdapterEngine):
     _scores: Scores | None
     _adapters: ServedAdapters | None
     """None: its servers hold no adapters."""
-    _scoring: dict[str, set[asyncio.Future[list[PromptLogProbs]]]]
+    _scoring: dict[str, set[asyncio.Future[list[PromptLogProbs | BaseException]]]]
     """Calls of `prompt_log_probs` under way, by adapter."""
 
     @property
@@ -75,12 +75,19 @@ class AdapterCalls(AdapterEngine):
         served = None if adapter is None else adapters.served_name(adapter)
         if top_k > (size := vocab_size_of(setup)):
             raise EngineRefused(f"{self._name}: top_k = {top_k}, and the vocabulary has {size} tokens.")
-        call = asyncio.gather(*(self._prompt(scores, tokens, top_k, served) for tokens in prompts))
+        # With exceptions: it is done only when the last one is, also if the first was refused.
+        work = (self._prompt(scores, tokens, top_k, served) for tokens in prompts)
+        call = asyncio.gather(*work, return_exceptions=True)
         if adapter is not None:
             calls = self._scoring.setdefault(adapter, set())
             calls.add(call)
             call.add_done_callback(calls.discard)
-        return list(await call)
+        found = []
+        for one in await call:
+            if isinstance(one, BaseException):
+                raise one
+            found.append(one)
+        return found
 
     async def _prompt(
         self, scores: Scores, tokens: npt.NDArray[np.int32], top_k: int, adapter: str | None

@@ -234,11 +234,12 @@ class RequestsInFlight:
             else:
                 await self._fleet.abort(ids)
             waits = [asyncio.ensure_future(run.ended.wait()) for run in left]
-            await asyncio.wait(waits, timeout=patience)
-            patience = min(2 * patience, LONGEST_S)
+            _, pending = await asyncio.wait(waits, timeout=patience)
             for wait in waits:
                 wait.cancel()
-            await asyncio.sleep(0)
+            # A server that keeps requests while it is paused ends them after `resume`; those that wait here end at once.
+            await asyncio.sleep(0 if pending else patience)
+            patience = min(2 * patience, LONGEST_S)
 
     async def _sweep(self) -> None:
         """Aborts all requests. Those that should not end continue as after a pause, even if they were sent during the call."""
