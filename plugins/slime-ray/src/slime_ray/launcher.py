@@ -84,6 +84,8 @@ class RayLauncher(Launcher):
         self._placing = asyncio.Lock()
         self._trainers_placed = asyncio.Event()
         """Or they cannot be."""
+        self._prepared: dict[int, EnginePlacement] = {}
+        """Engines that have not started yet, by index."""
 
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         if not specs:
@@ -159,12 +161,14 @@ class RayLauncher(Launcher):
         await self._trainers_placed.wait()
         if not self._shared_slots or any(spec.setup.num_nodes > 1 for spec in specs):
             return
-        await together([self._prepare_engine(placement) for placement in await self._place_engines(specs)])
+        placements = await self._place_engines(specs)
+        self._prepared = {placement.spec.setup.index: placement for placement in placements}
+        await together([self._prepare_engine(placement) for placement in placements])
 
     async def start_engines(self, specs: Sequence[EngineWorkerSpec]) -> tuple[Sequence[EngineHandle], list[EngineInfo]]:
         if not specs:
             return [], []
-        prepared = [self._placements[index] for spec in specs if (index := spec.setup.index) in self._placements]
+        prepared = [self._prepared.pop(index) for spec in specs if (index := spec.setup.index) in self._prepared]
         placements = prepared or await self._place_engines(specs)
         infos = await together([self._start_engine(placement) for placement in placements])
         return [RayEngine(placement.members, placement.actor_group) for placement in placements], infos
