@@ -275,7 +275,7 @@ async def run_loop(session: Session) -> None:
             await saving.save_unsaved(ahead, after=error)
         except SlimeError as unsaved:
             if str(error) not in str(unsaved):
-                unsaved.args = (f"{unsaved} It could not be saved after this error: {error}",)
+                unsaved.args = (f"{unsaved} The run had ended before that, with: {error}",)
             raise
         if not isinstance(error, RolloutsExhausted) or not session.may_end_early:
             raise

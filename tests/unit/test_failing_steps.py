@@ -184,7 +184,7 @@ def test_a_checkpoint_that_fails_does_not_hide_why_the_run_ended(tmp_path: Path)
 
     session.store.begin = full  # type: ignore[method-assign]
     ended_by(
-        session, StorageError, r"no space left It could not be saved after this error: group filter Raises, .*what is"
+        session, StorageError, r"no space left The run had ended before that, with: group filter Raises, .*what is"
     )
 
 
