@@ -48,6 +48,7 @@ class Fleet:
         self.servers = [Server("fast", 0.001), Server("slow", 0.02)]
         self.failed_start = self.failed_stop = ""
         self.flushes = 0
+        self.fails_to_flush = False
         self.done: set[asyncio.Task[None]] = set()
 
     async def start(self, setup: EngineSetup) -> None:
@@ -75,14 +76,35 @@ class Fleet:
 
     async def flush(self) -> None:
         await asyncio.sleep(0.01)
+        if self.fails_to_flush:
+            raise EngineError("not flushed")
         self.flushes += 1
 
     async def versions(self) -> Sequence[int]:
         return [server.version for server in self.servers]
 
 
+class Order:
+    incomplete = False
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def check(self, bucket) -> None:
+        self.noted.append(f"check {bucket.index}")
+
+    def loaded(self, bucket) -> None:
+        self.noted.append(f"loaded {bucket.index}")
+        self.incomplete = not bucket.last
+
+
 class Weights(HeldWeights):
-    async def send(self, bucket) -> None: ...
+    def __init__(self, fleet: Fleet) -> None:
+        self.order: list[str] = []
+        super().__init__(fleet, Order(self.order), "engine 0")
+
+    async def send(self, bucket) -> None:
+        await self._fleet.to(f"loads {bucket.index}")
 
     async def checksum(self) -> str:
         return ""
@@ -96,7 +118,7 @@ class Engine(ServingEngine):
         super().__init__("sample", Fleet())
 
     async def prepare(self, setup: EngineSetup) -> None:
-        self._held = Weights(self._fleet, SimpleNamespace(incomplete=False), "engine 0")
+        self._held = Weights(self._fleet)
         self._requests = RequestsInFlight(
             self._fleet, None, setup, expected_version=lambda: None, request_timeout_s=1, control_timeout_s=1
         )
@@ -187,6 +209,14 @@ async def test_a_wake_up(engine):
     assert engine.states == {"asleep"}
 
 
+async def test_a_bucket_that_is_loaded(engine):
+    """Its bytes are there until every server has them; only then the next bucket comes, or sleep."""
+    await engine.pause()
+    await interrupted(engine.load_bucket(SimpleNamespace(index=0, last=False)))
+    await engine.load_bucket(SimpleNamespace(index=1, last=False))
+    assert engine._held.order == ["check 0", "loaded 0", "check 1", "loaded 1"]
+
+
 async def test_calls_come_one_after_another(engine):
     await asyncio.gather(
         engine.pause(), engine.pause(), engine.sleep(), engine.wake_up(), engine.resume(), engine.pause()
@@ -243,6 +273,23 @@ async def test_a_version_is_complete_when_older_prefixes_are_dropped(engine):
     await engine.commit_weights(3)
     await engine.resume()
     assert engine.sends_requests
+
+
+async def test_a_version_whose_end_fails_is_incomplete(engine):
+    await engine.pause()
+    last = SimpleNamespace(index=0, last=True, version=3)
+    with pytest.raises(EngineError, match=r"version 3 was loaded, but its servers report \[-1, -1\]"):
+        await engine.load_bucket(last)
+    engine._fleet.fails_to_flush = True
+    for server in engine._fleet.servers:
+        server.version = 3
+    with pytest.raises(EngineError, match="not flushed"):
+        await engine.load_bucket(last)
+    with pytest.raises(EngineError, match="a version is partly loaded"):
+        await engine.resume()
+    engine._fleet.fails_to_flush = False
+    await engine.load_bucket(last)
+    await engine.resume()
 
 
 async def test_a_failed_stop_does_not_hide_why_the_start_failed():

@@ -289,6 +289,10 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Also raises EngineError while not paused, since servers would wait for running requests."""
+        # To its end: servers may read it from memory that is freed afterwards.
+        await self._calls.in_turn(partial(self._load_bucket, bucket))
+
+    async def _load_bucket(self, bucket: Bucket) -> None:
         held = self._weights()
         if MemoryTag.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket requires a paused engine that is awake. Call pause first.")

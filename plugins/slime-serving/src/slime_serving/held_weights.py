@@ -50,12 +50,13 @@ class HeldWeights(ABC):
 
     async def complete(self, version: int) -> None:
         """Called when all of a version is loaded and its number is set. Raises EngineError if a server has another version."""
+        # Until the end: if this fails, or is cancelled, prefixes of the old weights may be left.
+        self._order.incomplete = True
         flushes = [self._fleet.flush()] if self._drops_prefixes else []
         _, held = await asyncio.gather(asyncio.gather(*flushes), self._fleet.versions())
         if set(held) != {version}:
             raise EngineError(f"{self._name}: version {version} was loaded, but its servers report {held}.")
         self.given = version
-        # Not before: prefixes of the old weights may be left if this fails, or is cancelled.
         self._order.incomplete = False
 
     async def version(self) -> int:
