@@ -31,7 +31,7 @@ class Phase(StrEnum):
 
 
 WAKE_S: Final = 60.0
-"""For engines whose wake-up was interrupted."""
+"""For engines whose sleep or wake-up was interrupted."""
 ENGINES: Final[Mapping[Phase, frozenset[MemoryTag]]] = {
     Phase.ROLLOUT: frozenset(MemoryTag),
     Phase.TRAIN: frozenset(),
@@ -46,7 +46,7 @@ class ColocationManager:
     def __init__(self, devices: Devices, engines: EngineGroup | None, *, shared: bool, offload_rollout: bool) -> None:
         """`devices`: the policy's. `engines`: awake. `shared`: the engines run on `devices`."""
         self._devices = devices
-        self._engines = engines if offload_rollout else None
+        self._engines = engines if shared and offload_rollout else None
         self.offloads = shared and (offload_rollout or devices.offload)
         self._held = frozenset(MemoryTag)
         self._leaving: set[asyncio.Future[None]] = set()
@@ -93,7 +93,7 @@ class ColocationManager:
 
     async def settle(self, engine: EngineGroup) -> None:
         """Puts an engine that was just started to sleep until a `sync` with it as `joining` gives it weights."""
-        if self.offloads and self._engines is not None:
+        if self._engines is not None:
             await engine.call_all("sleep", in_order(frozenset(MemoryTag)))
 
     async def rollout(self, *, joining: EngineGroup | None = None) -> None:
@@ -106,9 +106,6 @@ class ColocationManager:
     @contextlib.asynccontextmanager
     async def train(self) -> AsyncIterator[None]:
         """Inside, roles may take their turns; no engine generates."""
-        if not self.offloads:
-            yield
-            return
         async with self.exclusive():
             await self._put_to_sleep(Phase.TRAIN, None)
             yield
@@ -116,13 +113,9 @@ class ColocationManager:
     @contextlib.asynccontextmanager
     async def sync(self, policy: DeviceUser, *, joining: EngineGroup | None = None) -> AsyncIterator[None]:
         """Inside, the policy's weights can be sent to the engines, which are paused. It is the policy's turn."""
-        if not self.offloads:
-            async with self._devices.turn(policy):
-                yield
-            return
         async with self.exclusive():
             await self._put_to_sleep(Phase.SYNC, joining)
-            async with self._devices.turn(policy, weights_only=True):
+            async with self._devices.turn(policy, weights_only=self.offloads):
                 await self._wake(Phase.SYNC, joining)
                 yield
 
@@ -134,9 +127,7 @@ class ColocationManager:
         if gone := self._held & surplus:
             with self.times.of("engine_sleep"):
                 # Requests of a rollout that was aborted do not end by themselves.
-                await self._engines.call_all("pause")
-                await self._engines.call_all("sleep", in_order(gone))
-            self._held -= gone
+                await self._change(self._engines, self._held - gone, ["pause"], ["sleep", in_order(gone)])
         if joining is not None:
             await joining.call_all("sleep", in_order(surplus))
         # Includes engines that were lost during these calls.
@@ -154,18 +145,27 @@ class ColocationManager:
             return
         if missing := ENGINES[phase] - self._held:
             with self.times.of("engine_wake_up"):
-                self._held |= missing
-                waking = asyncio.ensure_future(self._engines.call_all("wake_up", in_order(missing)))
-                try:
-                    await asyncio.shield(waking)
-                except asyncio.CancelledError:
-                    # Engines wake up anyway, and one that is half awake would not go to sleep for the checkpoint.
-                    await asyncio.wait({waking}, timeout=WAKE_S)
-                    raise
-                if phase is Phase.ROLLOUT:
-                    await self._engines.call_all("resume")
+                resume = [["resume"]] if phase is Phase.ROLLOUT else []
+                await self._change(self._engines, ENGINES[phase], ["wake_up", in_order(missing)], *resume)
         if joining is not None:
             await joining.call_all("wake_up", in_order(ENGINES[phase]))
+
+    async def _change(self, engines: EngineGroup, held: frozenset[MemoryTag], *calls: Sequence[Any]) -> None:
+        """Makes these calls one after another, and engines then hold `held`: also if the caller is cancelled meanwhile."""
+
+        async def change() -> None:
+            self._held |= held
+            for method, *args in calls:
+                await engines.call_all(method, *args)
+            self._held = held
+
+        changing = asyncio.ensure_future(change())
+        try:
+            await asyncio.shield(changing)
+        except asyncio.CancelledError:
+            # One that is half awake would not go to sleep for the checkpoint.
+            await asyncio.wait({changing}, timeout=WAKE_S)
+            raise
 
 
 def in_order(tags: frozenset[MemoryTag]) -> Sequence[MemoryTag]:

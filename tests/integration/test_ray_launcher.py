@@ -209,6 +209,13 @@ class FakeEngine:
     async def version(self):
         return os.getpid()
 
+    async def commit_weights(self, version):
+        (self.run_dir / "began_commit").touch()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            (self.run_dir / "cancelled_commit").touch()
+
     async def pause(self):
         self.seen.clear()
 
@@ -455,6 +462,10 @@ async def test_a_cancelled_call_is_cancelled_in_the_engine(workers):
     assert (await anext(stream)).request_id == "r0"
     await stream.aclose()
     await appears(workers.folder / "cancelled_r1")
+    call = asyncio.create_task(workers.engines[0].call("commit_weights", 1))
+    await appears(workers.folder / "began_commit")
+    call.cancel()
+    await appears(workers.folder / "cancelled_commit")
 
 
 async def test_errors_keep_class_and_text_and_show_the_workers_traceback(workers, tmp_path):

@@ -255,6 +255,53 @@ async def test_engines_whose_wake_was_interrupted_are_put_to_sleep(monkeypatch):
         assert device.engine == set()
 
 
+async def interrupted(change, engines, monkeypatch, until):
+    """Cancels the change when engines are about to do `until`, which they do all the same."""
+    each, asked = engines.call_all, asyncio.Event()
+
+    async def slowly(method, *args):
+        if method == until:
+            asked.set()
+            await asyncio.sleep(0.02)
+        return await each(method, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "call_all", lambda *call: asyncio.shield(asyncio.ensure_future(slowly(*call))))
+        changing = asyncio.create_task(change)
+        await asked.wait()
+        changing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+
+
+@pytest.mark.parametrize("until", ["pause", "sleep"])
+async def test_engines_whose_sleep_was_interrupted_wake_up(monkeypatch, until):
+    device = Device()
+    device.trainer = set()
+    colocation, _, _, engines = await colocated(device)
+
+    async def train():
+        async with colocation.train():
+            raise AssertionError("interrupted before")
+
+    await interrupted(train(), engines, monkeypatch, until)
+    await colocation.rollout()
+    await asyncio.sleep(0.05)
+    assert (device.engine, device.paused) == (set(MemoryTag), False)
+
+
+@pytest.mark.parametrize("until", ["wake_up", "resume"])
+async def test_engines_whose_wake_was_interrupted_are_resumed(monkeypatch, until):
+    device = Device()
+    colocation, devices, trainer, engines = await colocated(device)
+    async with colocation.train(), devices.turn(trainer):
+        pass
+    await interrupted(colocation.rollout(), engines, monkeypatch, until)
+    await colocation.rollout()
+    await asyncio.sleep(0.05)
+    assert (device.engine, device.paused) == (set(MemoryTag), False)
+
+
 async def test_an_engine_that_never_wakes_up_is_waited_for_a_while(monkeypatch):
     monkeypatch.setattr(slime_core.workers.colocation, "WAKE_S", 0.01)
     colocation, devices, trainer, engines = await colocated(Device())

@@ -643,7 +643,7 @@ def a_session():
     )
     session.optimizer_idle.set()
     session.transport = Transport(session)
-    devices = SimpleNamespace(offload=False, turn=lambda policy: policy.turn())
+    devices = SimpleNamespace(offload=False, turn=lambda policy, weights_only: policy.turn())
     session.colocation = ColocationManager(devices, None, shared=False, offload_rollout=False)
     return session
 

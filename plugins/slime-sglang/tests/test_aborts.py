@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
 from engine_setup import requests_of, short_request
 
+from slime_core.errors import EngineError
 from slime_core.types.completion import FinishReason
 from slime_plugin_kit.fast_clock import run_fast
 from slime_sglang.config import SglangOptions
@@ -73,6 +75,34 @@ def test_a_paused_server_is_not_asked_without_end():
         in_flight.resume()
         await aborting
         assert (await task).finish_reason is FinishReason.ABORT
+
+    run_fast(scene())
+
+
+@pytest.mark.parametrize("aborted_first", [False, True])
+def test_a_request_that_a_pause_keeps_is_not_late(aborted_first):
+    """The limit, of 10 s, begins when the pause ends: a server that still keeps it then counts as hung."""
+
+    async def scene():
+        fleet = OneServer()
+        in_flight = requests_of(fleet)
+        server, calls = fleet.servers[0], []
+        kept = start(in_flight, "kept")
+        await asyncio.sleep(0.01)
+        server.abort = calls.append
+        if not aborted_first:
+            in_flight.hold()
+        aborting = asyncio.create_task(in_flight.abort(["kept"]))
+        await asyncio.sleep(5)
+        in_flight.hold()
+        await asyncio.sleep(100)
+        assert not aborting.done()
+        in_flight.resume()
+        await asyncio.sleep(5)
+        assert not aborting.done()
+        with pytest.raises(EngineError, match="1 aborted requests have not ended in time"):
+            await asyncio.wait_for(aborting, 10)
+        await in_flight.leave([kept])
 
     run_fast(scene())
 

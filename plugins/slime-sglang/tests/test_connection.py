@@ -1,5 +1,6 @@
 """Errors of a server that does not respond, health checks of a paused one, and release of memory by tags."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -141,6 +142,43 @@ async def test_a_closed_connection_is_replaced_once(fake, engine, closes):
             assert len(getattr(response, "token_ids", response)) in (2, 3)
     ids = [options["rid"] for path, options in server.requests if path == "/generate" and "rid" in options]
     assert len(ids) == len(set(ids)) == 4, "an id is not used twice"
+
+
+async def test_calls_that_are_under_way(fake, engine, monkeypatch):
+    """A server that is paused already is healthy; sleep continues without its caller."""
+    server = fake()
+    async with engine(server) as started:
+        post, reached, may_end = started._fleet.post, asyncio.Event(), asyncio.Event()
+
+        async def slow(path, body):
+            found = await post(path, body)
+            reached.set()
+            await may_end.wait()
+            return found
+
+        monkeypatch.setattr(started._fleet, "post", slow)
+        pausing = asyncio.create_task(started.pause())
+        await reached.wait()
+        await started.health()
+        may_end.set()
+        await pausing
+        reached.clear()
+        may_end.clear()
+        sleeping = asyncio.create_task(started.sleep())
+        await reached.wait()
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        may_end.set()
+        await started.wake_up()
+        await started.resume()
+    calls = [path for path, _ in server.requests if "memory_occupation" in path or "generation" in path]
+    assert calls == [
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/continue_generation",
+    ]
 
 
 async def test_memory_is_released_by_tags(fake, engine):

@@ -18,8 +18,8 @@ class Fleet:
 
     on_each = ServerGroup.on_each
 
-    silent = None
-    """The server that does not respond when it is to forget one."""
+    silent = refuses = None
+    """The server that does not respond when it is to forget one, and the one that does not have it."""
 
     def __init__(self):
         self.servers = [SimpleNamespace(name="a", held=set()), SimpleNamespace(name="b", held=set())]
@@ -32,6 +32,8 @@ class Fleet:
             server.held.add(body["lora_name"])
         elif server.name == self.silent:
             raise EngineError(f"{server.name} does not respond")
+        elif server.name == self.refuses:
+            raise EngineError(f"{server.name} does not have {body['lora_name']}")
         else:
             await asyncio.sleep(0.01)
             server.held.discard(body["lora_name"])
@@ -58,6 +60,10 @@ async def test_one_server_that_does_not_respond_keeps_no_other_from_forgetting(t
     with pytest.raises(EngineError, match="a does not respond"):
         await adapters.forget("y")
     assert [server.held for server in fleet.servers] == [{"y"}, set()]
+    # It is asked once more, and the other one is not: it refuses what it does not have.
+    fleet.silent, fleet.refuses = None, "b"
+    await adapters.forget("y")
+    assert [server.held for server in fleet.servers] == [set(), set()]
 
 
 @pytest.mark.parametrize("layer", ["mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_qkv"])

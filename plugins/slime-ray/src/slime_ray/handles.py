@@ -64,9 +64,16 @@ class RayEngine:
 
     async def call(self, method: str, *args: Any) -> Any:
         asked = [self._member, *(self._beside if method in OF_ALL else ())]
-        responses = await together(
-            [self._actor_group.run(member, member.actor.call.remote(method, *args), method) for member in asked]
-        )
+        calls = [member.actor.call.remote(method, *args) for member in asked]
+        run = self._actor_group.run
+        try:
+            responses = await together([run(*call, method) for call in zip(asked, calls, strict=True)])
+        except asyncio.CancelledError:
+            # As where the engine shares this process: else it loads an adapter, for example, that nothing drops.
+            if not self._actor_group.ended:
+                for call in calls:
+                    ray.cancel(call)
+            raise
         return responses[0]
 
 

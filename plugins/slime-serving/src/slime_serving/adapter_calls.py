@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from slime_core.types.weights import Bucket
 from slime_serving.adapters import ServedAdapters
 from slime_serving.in_flight import RequestsInFlight
 from slime_serving.requests import vocab_size_of
+from slime_serving.whole_calls import WholeCalls
 from slime_training.adapters.engine import AdapterEngine, PromptLogProbs
 
 
@@ -36,6 +38,8 @@ class AdapterCalls(AdapterEngine):
     """None: its servers hold no adapters."""
     _scoring: dict[str, set[asyncio.Future[list[PromptLogProbs | BaseException]]]]
     """Calls of `prompt_log_probs` under way, by adapter."""
+    _calls: WholeCalls
+    """Those of `drop_adapter` are shared, by adapter."""
 
     @property
     @abstractmethod
@@ -51,12 +55,16 @@ class AdapterCalls(AdapterEngine):
         """Raises EngineRefused for an engine that does not generate."""
 
     async def load_adapter(self, name: str, scale: float, bucket: Bucket) -> None:
-        """See `ServedAdapters.load`."""
-        await self._with_adapters().load(name, scale, bucket)
+        """See `ServedAdapters.load`. One of this name that is being dropped is gone before."""
+        adapters = self._with_adapters()
+        await self._calls.until_ended(name)
+        await adapters.load(name, scale, bucket)
 
     async def drop_adapter(self, name: str) -> None:
         """Returns when no server has it: its requests are aborted, and log-probs of prompts computed to their end."""
-        adapters, in_flight = self._with_adapters(), self._asked()
+        await self._calls.shared(name, partial(self._drop, self._with_adapters(), self._asked(), name))
+
+    async def _drop(self, adapters: ServedAdapters, in_flight: RequestsInFlight, name: str) -> None:
         adapters.withdraw(name)
         await in_flight.abort(in_flight.using(name))
         if scoring := self._scoring.get(name):

@@ -9,6 +9,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime_core.errors import EngineError, EngineRefused, EngineUnavailable, Mod
 from slime_core.types.weights import Bucket
 from slime_serving.adapter_options import AdapterOptions, linear_sizes
 from slime_serving.connection import NoResponse
+from slime_serving.whole_calls import WholeCalls
 from slime_training.adapters.folder import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, low_rank_of, require_fit
 from slime_training.adapters.low_rank import LowRank
 from slime_training.bucket_order import BucketOrder
@@ -39,6 +41,8 @@ class ServedAdapters(ABC):
         self._loaded: dict[str, Path] = {}
         self._leaving: dict[str, Path] = {}
         """On the servers, or on the way to or from them: no request can name it."""
+        self._sends, self._frees = WholeCalls(), WholeCalls()
+        """By adapter."""
         self._count = 0
         self._identity = secrets.token_hex(4)
         """External servers may have adapters of another run under the same names."""
@@ -49,7 +53,8 @@ class ServedAdapters(ABC):
 
     @abstractmethod
     async def forget(self, name: str) -> None:
-        """Frees it on all servers, also if some of them do not have it. No request uses it."""
+        """Frees it on all servers, also if some of them do not have it. No request uses it. If it raises EngineError, it is
+        called once more later, and frees it on the others."""
 
     def problem_of_layers(self, layers: Sequence[str]) -> str | None:
         """Why the program cannot adapt these layers of the model, as a sentence; None: it can."""
@@ -57,6 +62,8 @@ class ServedAdapters(ABC):
 
     async def load(self, name: str, scale: float, bucket: Bucket) -> None:
         """See `AdapterEngine.load_adapter`."""
+        # Also after a load that was cancelled.
+        await self._frees.until_ended(name)
         where = f"{self._engine}, adapter {name}"
         held = self._loaded | self._leaving
         if name in held:
@@ -84,22 +91,22 @@ class ServedAdapters(ABC):
         self._count += 1
         write(folder, low_rank)
         self._leaving[name] = folder
-        sending = asyncio.create_task(self.send(self.served_name(name), folder.absolute()))
         try:
-            await asyncio.shield(sending)
+            await self._sends.shared(name, partial(self.send, self.served_name(name), folder.absolute()))
         except (NoResponse, EngineUnavailable):
             raise
         except EngineError as error:
-            # The servers live: they report what is wrong with it.
-            await self.free(name)
+            # The servers live: they report what is wrong with it. Where it cannot be freed, it stays one that leaves.
+            with contextlib.suppress(EngineError):
+                await self.free(name)
             raise EngineRefused(f"{where}: {error}") from error
         except asyncio.CancelledError:
-            # Servers load it anyway, and can forget it only then.
-            await asyncio.wait({sending})
-            sending.exception()
             with contextlib.suppress(EngineError):
                 await self.free(name)
             raise
+        if self._leaving.get(name) is not folder or self._frees.runs(name):
+            await self.free(name)
+            raise EngineRefused(f"{where}: it was dropped while it was loaded.")
         self._loaded[name] = self._leaving.pop(name)
 
     def withdraw(self, name: str) -> None:
@@ -109,10 +116,14 @@ class ServedAdapters(ABC):
 
     async def free(self, name: str) -> None:
         """Frees what was withdrawn, if it was. No request uses it."""
-        if (folder := self._leaving.get(name)) is not None:
-            await self.forget(self.served_name(name))
-            shutil.rmtree(folder, ignore_errors=True)
-            self._leaving.pop(name, None)
+        if name in self._leaving:
+            await self._frees.shared(name, partial(self._free, name))
+
+    async def _free(self, name: str) -> None:
+        # Servers that load it can forget it only then.
+        await self._sends.until_ended(name)
+        await self.forget(self.served_name(name))
+        shutil.rmtree(self._leaving.pop(name), ignore_errors=True)
 
     def served_name(self, name: str) -> str:
         """Its name on the servers."""
@@ -132,7 +143,10 @@ class ServedAdapters(ABC):
             with contextlib.suppress(EngineError):
                 await self.free(name)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Called when no server responds any more."""
+        await self._sends.all_ended()
+        await self._frees.all_ended()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

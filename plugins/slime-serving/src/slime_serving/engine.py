@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from slime_serving.connection import Connection
 from slime_serving.held_weights import HeldWeights
 from slime_serving.in_flight import RequestsInFlight
 from slime_serving.server_group import ServerGroup
+from slime_serving.whole_calls import WholeCalls
 
 G = TypeVar("G", bound=ServerGroup[Any])
 
@@ -47,7 +49,9 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
         self._scoring = {}
         self._failure: EngineError | None = None
         self._incarnation = secrets.token_hex(8)
+        self._calls = WholeCalls()
         self._paused = False
+        """The servers are paused."""
         self._pauses = 0
         self._dropped = False
         """The weights were dropped when it slept, and no new ones have begun to arrive."""
@@ -89,6 +93,14 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
     @abstractmethod
     async def resume_servers(self) -> None: ...
 
+    @abstractmethod
+    async def release(self, tags: Sequence[MemoryTag] | None) -> None:
+        """`sleep`, on the servers."""
+
+    @abstractmethod
+    async def restore(self, tags: Sequence[MemoryTag] | None) -> None:
+        """`wake_up`, on the servers."""
+
     # ---------------------------------------------------------------- start and end
 
     async def prepare_start(self, setup: EngineSetup) -> None:
@@ -109,7 +121,9 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
                     await self.prepare(setup)
                 await self.serve(setup)
         except BaseException:
-            await self.stop()
+            # The error that stopped the start is raised, not one of `stop`.
+            with contextlib.suppress(EngineError):
+                await self.stop()
             raise
         self._fleet.watch(self._fail)
         if setup.node_rank:
@@ -136,7 +150,9 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
             self._fail(EngineError(f"{self._name} was stopped."))
         async with contextlib.AsyncExitStack() as stack:
             if self._adapters is not None:
-                stack.callback(self._adapters.close)
+                stack.push_async_callback(self._adapters.close)
+            # Without servers they end.
+            stack.push_async_callback(self._calls.all_ended)
             stack.push_async_callback(self._fleet.stop)
             if self._adapters is not None and self._fleet.pid is None:
                 # External servers: the next run on them would find them.
@@ -145,6 +161,11 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
     @property
     def _name(self) -> str:
         return f"engine {self._program}" if self._setup is None else f"engine {self._setup.index}"
+
+    @property
+    def _holds_requests(self) -> bool:
+        """It is paused, or about to be, or about to continue."""
+        return self._requests is not None and not self._requests.is_open
 
     def _ready(self) -> EngineSetup:
         if self._setup is None:
@@ -220,17 +241,23 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
 
     async def pause(self) -> None:
         """Pausing twice does nothing."""
+        await self._calls.in_turn(self._pause)
+
+    async def _pause(self) -> None:
         in_flight = self._asked()
         if self._paused:
             return
-        self._paused = True
         self._pauses += 1
         in_flight.hold()
         await self.pause_servers(in_flight)
+        self._paused = True
 
     async def resume(self) -> None:
         """Raises EngineRefused if the weights were dropped (`engine.sleep_level`) and none were sent since; EngineError if a
         version is partly loaded."""
+        await self._calls.in_turn(self._resume)
+
+    async def _resume(self) -> None:
         in_flight = self._asked()
         if self._dropped:
             raise EngineRefused(
@@ -239,11 +266,20 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
             )
         if self._weights().incomplete:
             raise EngineError(f"{self._name}: resume while a version is partly loaded. Send all its buckets first.")
-        if not self._paused:
+        # Not `_paused`: a pause that failed holds them too.
+        if in_flight.is_open:
             return
-        await self.resume_servers()
         self._paused = False
+        await self.resume_servers()
         in_flight.resume()
+
+    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """See `release`."""
+        await self._calls.in_turn(partial(self.release, tags))
+
+    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """See `restore`."""
+        await self._calls.in_turn(partial(self.restore, tags))
 
     def _weights(self) -> HeldWeights:
         self._ready()
@@ -253,6 +289,10 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Also raises EngineError while not paused, since servers would wait for running requests."""
+        # To its end: servers may read it from memory that is freed afterwards.
+        await self._calls.in_turn(partial(self._load_bucket, bucket))
+
+    async def _load_bucket(self, bucket: Bucket) -> None:
         held = self._weights()
         if MemoryTag.WEIGHTS in self._absent or not self._paused:
             raise EngineError(f"{self._name}: load_bucket requires a paused engine that is awake. Call pause first.")

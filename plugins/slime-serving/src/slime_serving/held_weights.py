@@ -50,13 +50,14 @@ class HeldWeights(ABC):
 
     async def complete(self, version: int) -> None:
         """Called when all of a version is loaded and its number is set. Raises EngineError if a server has another version."""
-        self._order.incomplete = False
-        self.given = version
+        # Until the end: if this fails, or is cancelled, prefixes of the old weights may be left.
+        self._order.incomplete = True
         flushes = [self._fleet.flush()] if self._drops_prefixes else []
         _, held = await asyncio.gather(asyncio.gather(*flushes), self._fleet.versions())
         if set(held) != {version}:
-            self._order.incomplete = True
             raise EngineError(f"{self._name}: version {version} was loaded, but its servers report {held}.")
+        self.given = version
+        self._order.incomplete = False
 
     async def version(self) -> int:
         """The version that the servers report. Raises EngineError if they differ, or if this run did not send that version."""

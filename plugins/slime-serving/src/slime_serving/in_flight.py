@@ -225,6 +225,9 @@ class RequestsInFlight:
         rounds = 0
         while left := [run for name, run in runs.items() if self._running.get(name) is run]:
             self._check_alive()
+            if not self.is_open:
+                # A server may keep them as long as it is paused.
+                deadline = asyncio.get_running_loop().time() + self._control_timeout_s
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
             ids = [run.rid for run in left if run.rid]
@@ -250,6 +253,10 @@ class RequestsInFlight:
             self._sweeps_ended += 1
 
     # ---------------------------------------------------------------- pauses
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
     def hold(self) -> None:
         """Stops sending requests."""

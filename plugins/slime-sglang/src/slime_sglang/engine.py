@@ -92,14 +92,14 @@ class SglangEngine(ServingEngine[SglangServers]):
         if self._ready().node_rank:
             return
         before = self._pauses
-        if not (self._paused or self._absent):
+        if not (self._holds_requests or self._absent):
             try:
                 await self._fleet.ask_health("/health_generate")
                 return
             except EngineError:
                 self._ready()
                 # A pause aborts the health check's token.
-                if not self._paused and self._pauses == before:
+                if not self._holds_requests and self._pauses == before:
                     raise
         try:
             await self._fleet.ask_health("/server_info")
@@ -116,7 +116,7 @@ class SglangEngine(ServingEngine[SglangServers]):
     async def resume_servers(self) -> None:
         await self._fleet.post("/continue_generation", {})
 
-    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
+    async def release(self, tags: Sequence[MemoryTag] | None) -> None:
         """Releases SGLang's memory of `tags`; see `engine.sleep_level` for the weights. Paused requests wait here, so the
         servers are idle."""
         setup = self._ready()
@@ -135,7 +135,7 @@ class SglangEngine(ServingEngine[SglangServers]):
         await self._fleet.post("/release_memory_occupation", {"tags": gone})
         self._absent.update(gone)
 
-    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+    async def restore(self, tags: Sequence[MemoryTag] | None) -> None:
         """Allocates the memory of `tags` again; None: all."""
         self._ready()
         # SGLang crashes on a tag that it has not released.

@@ -51,10 +51,12 @@ class SglangAdapters(ServedAdapters):
         self._held[name].append(server)
 
     async def forget(self, name: str) -> None:
-        held = self._held.pop(name, [])
+        held = self._held.get(name, [])
 
         async def forget_on(server: SglangConnection) -> None:
             if server in held:
                 await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
+                held.remove(server)
 
         await self._fleet.on_each(forget_on)
+        self._held.pop(name, None)

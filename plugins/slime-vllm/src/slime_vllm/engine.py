@@ -122,7 +122,7 @@ class VllmEngine(ServingEngine[VllmServers]):
     async def resume_servers(self) -> None:
         await self._fleet.post("/resume", {})
 
-    async def sleep(self, tags: Sequence[MemoryTag] | None = None) -> None:
+    async def release(self, tags: Sequence[MemoryTag] | None) -> None:
         """Releases vLLM's memory of `tags`; see `engine.sleep_level` for the weights."""
         setup = self._ready()
         running = 0 if self._requests is None else len(self._requests)
@@ -147,7 +147,7 @@ class VllmEngine(ServingEngine[VllmServers]):
                 await self._fleet.post("/release_kv_cache_memory", {})
         self._absent.update(gone)
 
-    async def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
+    async def restore(self, tags: Sequence[MemoryTag] | None) -> None:
         """Allocates the memory of `tags` again; None: all. With all of it vLLM schedules requests again; while the engine is
         paused none are sent."""
         self._ready()

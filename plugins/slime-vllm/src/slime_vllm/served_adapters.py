@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime_core.contracts.setup import EngineSetup
-from slime_core.errors import EngineError
 from slime_serving.adapter_options import AdapterOptions
 from slime_serving.adapters import ServedAdapters
 from slime_vllm.adapter import LOAD, UNLOAD
@@ -19,8 +18,8 @@ class VllmAdapters(ServedAdapters):
     def __init__(self, fleet: VllmServers, config: AdapterOptions, folder: Path, setup: EngineSetup) -> None:
         super().__init__(config, folder, setup.model_path, engine=f"engine {setup.index}")
         self._fleet = fleet
-        self._numbers: dict[str, dict[str, int]] = {}
-        """vLLM's number of each adapter, by its name, of each server, by its address."""
+        self._numbers: dict[str, dict[str, int | None]] = {}
+        """vLLM's number of each adapter, by its name, of each server, by its address; None: not known."""
 
     async def send(self, name: str, folder: Path) -> None:
         self._numbers[name] = {}
@@ -28,21 +27,22 @@ class VllmAdapters(ServedAdapters):
 
     async def _send_to(self, server: VllmConnection, name: str, folder: Path) -> None:
         await self._fleet.post_to(server, LOAD, {"lora_name": name, "lora_path": str(folder)})
-        try:
-            # vLLM ignores tensors that belong to no layer.
-            response = await self._fleet.post_to(server, WORKERS, {"method": "newest_adapter"})
-        except EngineError:
-            await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
-            raise
-        self._numbers[name][server.address] = int(response["results"][0])
+        numbers = self._numbers[name]
+        numbers[server.address] = None
+        # vLLM ignores tensors that belong to no layer.
+        response = await self._fleet.post_to(server, WORKERS, {"method": "newest_adapter"})
+        numbers[server.address] = int(response["results"][0])
 
     async def forget(self, name: str) -> None:
-        numbers = self._numbers.pop(name, {})
-        await self._fleet.on_each(lambda server: self._forget_on(server, name, numbers.get(server.address)))
+        numbers = self._numbers.get(name, {})
+        await self._fleet.on_each(lambda server: self._forget_on(server, name, numbers))
+        self._numbers.pop(name, None)
 
-    async def _forget_on(self, server: VllmConnection, name: str, number: int | None) -> None:
-        if number is None:
+    async def _forget_on(self, server: VllmConnection, name: str, numbers: dict[str, int | None]) -> None:
+        if server.address not in numbers:
             return
+        # The route forgets the name alone, and once; workers may be asked again.
+        if (number := numbers[server.address]) is not None:
+            await self._fleet.post_to(server, WORKERS, {"method": "remove_lora", "args": [number]})
         await self._fleet.post_to(server, UNLOAD, {"lora_name": name})
-        # The route forgets the name alone.
-        await self._fleet.post_to(server, WORKERS, {"method": "remove_lora", "args": [number]})
+        del numbers[server.address]
