@@ -531,7 +531,7 @@ async def test_workers_that_cannot_be_placed_are_a_config_error(workers, tmp_pat
 
 
 async def test_a_failing_rank_is_raised_without_waiting_for_the_others():
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    ranks = [Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(3)]
 
     async def stuck():
         await asyncio.sleep(60)
@@ -547,20 +547,21 @@ async def test_a_failing_rank_is_raised_without_waiting_for_the_others():
         crew, now = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close"), asyncio.get_running_loop().time
         began = now()
         results = await asyncio.gather(
-            *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
+            *(crew.run(rank, work()) for rank, work in zip(ranks, (slow, stuck, broken), strict=True)),
+            return_exceptions=True,
         )
         assert results[0] == "in time"
         assert [(type(result), str(result)) for result in results[1:]] == [(CheckpointError, "only I")] * 2
         assert now() - began == pytest.approx(0.2)
         with pytest.raises(CheckpointError, match="only I"):
-            await crew.run(member, slow())
+            await crew.run(ranks[0], slow())
 
     # In a thread, since this one has a loop that runs.
     await asyncio.to_thread(run_fast, scene())
 
 
 async def test_an_unawaited_failure_leaves_the_actor_group_usable():
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    ranks = [Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(2)]
 
     async def broken():
         raise RayTaskError("call", "remote traceback", CheckpointError("both of us"))
@@ -571,17 +572,17 @@ async def test_an_unawaited_failure_leaves_the_actor_group_usable():
 
     async def scene():
         crew = ActorGroup(Roster(), grace_s=0.1, shutdown_method="close")
-        results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
+        results = await asyncio.gather(*(crew.run(rank, broken()) for rank in ranks), return_exceptions=True)
         assert [str(result) for result in results] == ["both of us"] * 2
         await asyncio.sleep(0.3)
-        assert await crew.run(member, well()) == 1
+        assert await crew.run(ranks[0], well()) == 1
 
     await asyncio.to_thread(run_fast, scene())
 
 
 async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
     """A checkpoint that cannot be written beside a step is written again later: the step continues."""
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    first, second = (Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(2))
 
     async def train():
         await asyncio.sleep(60)
@@ -592,9 +593,9 @@ async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
 
     async def scene():
         crew = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close")
-        training = asyncio.create_task(crew.run(member, train(), "train"))
+        training = asyncio.create_task(crew.run(first, train(), "train"))
         with pytest.raises(CheckpointError, match="no space"):
-            await crew.run(member, written(), "written")
+            await crew.run(second, written(), "written")
         assert await training == "trained"
         assert not crew.has_died
 

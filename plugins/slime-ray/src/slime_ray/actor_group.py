@@ -2,7 +2,7 @@
 
 What an actor raises reaches the caller as the same error with the same text, chained to Ray's, which has the worker's
 traceback. An actor that is gone is an error of its own, with its node, pid and the end of its log. After that, or when
-one rank raised and another still waits for it, no call of the group is awaited any more.
+one rank raised and another still waits for it, no call of the group is awaited any more. A refused request is no failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from slime_core.errors import SlimeError
+from slime_core.errors import EngineRefused, SlimeError
 from slime_ray.actors import Location, StartedProcess
 from slime_ray.process_end import end_on
 
@@ -99,7 +99,7 @@ class ActorGroup:
         self._grace_s = grace_s
         self._shutdown_method = shutdown_method
         self._members: list[Member] = []
-        self._pending: dict[asyncio.Future[Any], str] = {}
+        self._pending: dict[asyncio.Future[Any], tuple[Member, str]] = {}
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._ready = False
         self._has_failed = False
@@ -118,10 +118,10 @@ class ActorGroup:
         self._ready = True
 
     async def run(self, member: Member, work: Awaitable[T], call: str = "") -> T:
-        """The result of a call on a member; any failure as described above. `call`: its name; members in other calls do not
-        wait for this one."""
+        """The result of a call on a member; any failure as described above. `call`: its name; only other members in the same
+        call wait for this one."""
         task: asyncio.Future[T] = asyncio.ensure_future(work)
-        self._pending[task] = call
+        self._pending[task] = member, call
         try:
             both: set[asyncio.Future[Any]] = {task, self._lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +131,7 @@ class ActorGroup:
         except RayError as error:
             failure = self._roster.explain(error, member)
             del self._pending[task]
-            self._note(failure, error, call)
+            self._note(failure, error, member, call)
             raise failure from error
         finally:
             self._pending.pop(task, None)
@@ -170,11 +170,16 @@ class ActorGroup:
             if isinstance(result, Exception) and not failed_before:
                 raise result
 
-    def _note(self, failure: Exception, error: RayError, call: str) -> None:
+    def _note(self, failure: Exception, error: RayError, member: Member, call: str) -> None:
+        if isinstance(failure, EngineRefused):
+            # The engine is well.
+            return
         self._has_failed = True
         if not isinstance(error, RayTaskError):
             self._lose(failure)
-        elif waiting := frozenset(other for other, its in self._pending.items() if its == call):
+        elif waiting := frozenset(
+            other for other, (of, its) in self._pending.items() if its == call and of is not member
+        ):
             loop = asyncio.get_running_loop()
             loop.call_later(self._grace_s, self._lose_if_waiting, failure, waiting)
 
