@@ -166,8 +166,15 @@ class FakeEngine:
             (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(reports))
         if (setup.run_dir / "slow_to_go").exists():
             # Ends with this process, a little later.
-            server = subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
-            return EngineInfo(capabilities=frozenset(), pid=server.pid)
+            servers = [
+                subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
+                for _ in range(2)
+            ]
+            (setup.run_dir / "servers.json").write_text(json.dumps([server.pid for server in servers]))
+            if (setup.run_dir / "starts_long").exists():
+                (setup.run_dir / "starts").touch()
+                await asyncio.sleep(600)
+            return EngineInfo(capabilities=frozenset(), pid=servers[0].pid)
         return EngineInfo(capabilities=frozenset(), address=f"engine-{setup.index}")
 
     async def health(self):
@@ -699,9 +706,25 @@ async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp
     os.kill(actor, signal_sent)
     if signal_sent is signal.SIGSTOP:
         os.killpg(info.pid, signal_sent)
+    first, second = json.loads((tmp_path / "servers.json").read_text())
+    assert first == info.pid
     await workers.launcher.end_engine(3)
-    assert not is_alive(actor)
-    assert not is_alive(info.pid)
+    assert [is_alive(pid) for pid in (actor, first, second)] == [False] * 3
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_an_engine_that_starts_has_ended_when_its_servers_have(workers, tmp_path, here, monkeypatch):
+    monkeypatch.setattr(Member, "is_here", here)
+    for name in ("slow_to_go", "starts_long"):
+        (tmp_path / name).touch()
+    (spec,) = engine_specs(tmp_path, 1)
+    starting = asyncio.create_task(workers.launcher.start_engines([replace(spec, setup=replace(spec.setup, index=4))]))
+    await appears(tmp_path / "starts", starting)
+    servers = json.loads((tmp_path / "servers.json").read_text())
+    await workers.launcher.end_engine(4)
+    assert [is_alive(pid) for pid in servers] == [False] * 2
+    with pytest.raises(EngineError, match="engine 4"):
+        await starting
 
 
 async def test_an_engine_over_two_machines_starts_and_ends_as_one(workers, tmp_path):

@@ -36,6 +36,8 @@ class Member:
     failure: type[SlimeError]
     """Class of the error that its death raises."""
     location: Location | None = None
+    servers: Sequence[StartedProcess] | None = None
+    """The processes that serve for an engine, and may end after its own; None until it has started."""
 
     @property
     def actor_id(self) -> str:
@@ -47,20 +49,21 @@ class Member:
         """Whether its process is, or was, on this machine."""
         return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
 
-    async def require_end(self, serving: StartedProcess | None) -> None:
-        """Kills its process, which may hang and then does not respond to Ray, and its server's. Raises its error if they have
+    async def require_end(self) -> None:
+        """Kills its process, which may hang and then does not respond to Ray, and its servers'. Raises its error if they have
         not ended in time."""
         if self.location is None:
             return
         where = f"{self.name} (node {self.location.ip}, pid {self.location.pid})"
         try:
-            left = await end_on(self.location, serving, here=self.is_here)
+            left = await end_on(self.location, self.servers or (), here=self.is_here)
         except (TimeoutError, RayError) as error:
             raise self.failure(
                 f"{where}: its machine has not reported whether it has ended: {error or 'no response'}"
             ) from error
         if left:
-            pids = ", ".join(map(str, left))
+            self.servers = (*(self.servers or ()), *left)
+            pids = ", ".join(str(process.pid) for process in left)
             raise self.failure(
                 f"{where}: it was killed, but processes {pids} have not ended. Their memory is not free."
             )
@@ -165,7 +168,7 @@ class ActorGroup:
         results = await asyncio.gather(*shutdowns, return_exceptions=True)
         # Ray asks a process to kill itself; one that hangs does not.
         hanging = [member for member, call in zip(self._members, shutdowns, strict=False) if call.cancelled()]
-        await together([member.require_end(None) for member in hanging])
+        await together([member.require_end() for member in hanging])
         for result in results:
             if isinstance(result, Exception) and not failed_before:
                 raise result
