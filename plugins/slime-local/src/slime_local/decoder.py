@@ -78,7 +78,8 @@ class Decoder:
                 "abort them first."
             )
         dtype, device = self._model.network.dtype, self._model.device
-        self._slots = RunningBatch(KVCache(self._model.layers, dtype, device), dtype, device)
+        store = KVCache(self._model.layers, dtype, device)
+        self._slots = RunningBatch(store, dtype, device, self._admission.most_cells(store.token_bytes))
         self._stop_table = StopTable(self._model.stop_ids, self._model.vocab_size, device)
 
     def submit(self, rows: Sequence[RequestRow]) -> None:

@@ -105,6 +105,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 max_running=min(self._config.max_running, setup.max_batch),
                 max_prefill_tokens=self._config.max_prefill_tokens,
                 kv_cache_bytes=self._config.kv_cache_bytes,
+                max_context_len=setup.max_context_len,
                 held_elsewhere=held_elsewhere,
             ),
         )
