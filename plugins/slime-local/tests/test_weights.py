@@ -88,6 +88,29 @@ async def test_new_weights_under_running_requests(options, engines, qwen3):
     assert {(0, 3), (1, 3), (2, 3)} <= seen
 
 
+async def test_keys_of_weights_that_diverged_reach_no_later_request(engines, qwen3):
+    """A short sequence is padded with the places of those before it."""
+    diverged = oracle.plain_model(qwen3)
+    with torch.no_grad():
+        diverged.model.layers[0].self_attn.k_proj.weight.fill_(torch.nan)
+    engine, unused = await engines(qwen3), await engines(qwen3, index=1)
+    await load(engine, oracle.buckets(diverged, 1))
+    lost = await engine.generate([oracle.request(i, [3] * 20, max_new_tokens=8, min_new_tokens=8) for i in range(4)])
+    assert all(np.isnan(response.log_probs).all() for response in lost)
+    responses = []
+    for each in (engine, unused):
+        await load(each, oracle.buckets(oracle.other_weights(qwen3, seed=1), 2))
+        long = oracle.request("long", [4] * 20, max_new_tokens=30, min_new_tokens=30)
+        running = asyncio.ensure_future(each.generate([long]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        short = [oracle.request(i, [5, i], seed=i, max_new_tokens=8, min_new_tokens=8) for i in range(3)]
+        responses.append([*await each.generate(short), *await running])
+    found, expected = ([(one.token_ids.tolist(), one.log_probs.tolist()) for one in each] for each in responses)
+    assert found == expected
+    assert all(np.isfinite(log_probs).all() for _, log_probs in expected)
+
+
 async def test_pause_holds_requests_and_abort_returns_them(engines, qwen3):
     engine = await engines(qwen3)
     running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=50, min_new_tokens=50)]))

@@ -91,10 +91,13 @@ class Decoder:
             else:
                 row.respond(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
 
+    @torch.inference_mode()
     def activate(self, version: int) -> None:
         """Later tokens are of `version`. Rows keep their tokens; their keys and values are computed anew before the
         next step, so that they continue exactly as if these weights had read everything so far."""
         self._version = version
+        # Those of weights that had diverged are NaN, also in masked columns, and would reach rows that come into their places.
+        self._slots.store.clear()
         self._recomputing = bool(self._rows)
         for row in self._rows:
             row.stale = True
