@@ -145,6 +145,50 @@ async def test_half_a_version_is_never_sampled(engines, qwen3):
     np.testing.assert_allclose(response.log_probs, oracle.log_probs(new, [3, 4], response.token_ids), atol=1e-5)
 
 
+async def scored(engine, tokens):
+    (found,) = await engine.score([tokens], [len(tokens) - 1])
+    return found
+
+
+async def of_prompt(engine, tokens):
+    (found,) = await engine.prompt_log_probs([tokens], 1, None)
+    return found.log_probs
+
+
+@pytest.mark.parametrize("log_probs", [scored, of_prompt])
+async def test_half_a_version_computes_no_log_probs(log_probs, engines, qwen3):
+    engine = await engines(qwen3)
+    tokens = np.array([3, 4, 9, 8, 4], np.int32)
+    new = oracle.other_weights(qwen3, 4)
+    first, last = oracle.buckets(new, 1)
+    await engine.load_bucket(first)
+    waiting = asyncio.create_task(log_probs(engine, tokens))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await engine.load_bucket(last)
+    # The next version comes before the task has a turn.
+    first, last = oracle.buckets(oracle.other_weights(qwen3, 5), 2)
+    await engine.load_bucket(first)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await engine.load_bucket(last)
+    expected = oracle.log_probs(oracle.other_weights(qwen3, 5), tokens[:1], tokens[1:])
+    np.testing.assert_allclose(await waiting, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_probs", [scored, of_prompt])
+async def test_log_probs_that_wait_for_weights_fail_with_the_engine(log_probs, engines, qwen3):
+    engine = await engines(qwen3)
+    await engine.load_bucket(oracle.buckets(oracle.other_weights(qwen3, 4), 1)[0])
+    waiting = asyncio.create_task(log_probs(engine, np.array([3, 4], np.int32)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="it was stopped"):
+        await waiting
+
+
 async def test_damaged_bucket(engines, qwen3):
     engine = await engines(qwen3)
     before = await engine.checksum()

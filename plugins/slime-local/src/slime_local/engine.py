@@ -41,7 +41,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
     request continues with the same draws when it is sent again with its tokens so far. Log-probs are those of the full
     vocabulary at the sampling temperature, whatever top-p, top-k, min_new_tokens or a repetition penalty left out.
 
-    While a version is partly loaded nothing is sampled, paused or not. Requests that run when a version becomes
+    While a version is partly loaded nothing is computed, paused or not. Requests that run when a version becomes
     active keep their tokens, and their keys and values are computed anew under the new weights.
     """
 
@@ -80,6 +80,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._gate = Gate(self._decoder, records=setup.records)
         self._loader = WeightLoader(self._model.network, setup.index)
         self._runnable = asyncio.Event()
+        self._whole = asyncio.Event()
+        self._whole.set()
         self._setup = setup
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
@@ -137,7 +139,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 await asyncio.sleep(0)
 
     def _consider(self) -> None:
-        """Lets the decode task run exactly when there is work and nothing holds it."""
+        """Lets the decode task run exactly when there is work and nothing holds it, and others compute when weights are whole."""
+        if self._loader.incomplete:
+            self._whole.clear()
+        else:
+            self._whole.set()
         # In a replay the script decides when weights come; a pause may come sooner than in the recorded run.
         held = (self._paused and not self._gate.scripted) or self._absent or self._loader.incomplete
         busy = (self._decoder.busy and not self._gate.waits) or self._adapters.busy
@@ -154,6 +160,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._failure.__cause__ = cause
         for decoder in self._decoders():
             decoder.fail(self._failure)
+        # Who waits for it raises the failure.
+        self._whole.set()
 
     @property
     def _name(self) -> str:
@@ -165,6 +173,14 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if self._failure is not None:
             raise self._failure
         return self._setup
+
+    async def _until_whole(self, call: str) -> None:
+        """Returns when nothing is partly loaded. Raises EngineError if it sleeps or does not run then."""
+        while self._loader.incomplete and self._failure is None:
+            await self._whole.wait()
+        self._ready()
+        if self._absent:
+            raise EngineError(f"{self._name}: {call} while asleep; call wake first.")
 
     # ---------------------------------------------------------------- requests
 
@@ -286,12 +302,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
     ) -> list[PromptLogProbs]:
         self._ready()
-        if self._absent:
-            raise EngineError(f"{self._name}: prompt_log_probs while asleep; call wake first.")
         check_prompts(prompts, top_k, self._name, self._model)
         used = self._adapters.using(adapter)
         found = []
         for tokens in prompts:
+            await self._until_whole("prompt_log_probs")
             with self._adapters.layers.using(used):
                 found.append(self._model.prompt_log_probs(tokens, top_k))
             # Lets other tasks of this event loop run.
@@ -304,10 +319,9 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
         self._ready()
-        if self._absent:
-            raise EngineError(f"{self._name}: score while asleep; call wake first.")
         responses = []
         for tokens, count in zip(sequences, num_tokens, strict=True):
+            await self._until_whole("score")
             responses.append(self._model.log_probs(tokens, count))
             # Lets other tasks of this event loop run.
             await asyncio.sleep(0)
