@@ -139,7 +139,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 await asyncio.sleep(0)
 
     def _consider(self) -> None:
-        """Lets the decode task run exactly when there is work and nothing holds it, and others compute when weights are whole."""
+        """Lets the decode task run exactly when there is work and nothing holds it, and log-probs be computed by whole weights."""
         if self._loader.incomplete:
             self._whole.clear()
         else:
@@ -160,6 +160,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._failure.__cause__ = cause
         for decoder in self._decoders():
             decoder.fail(self._failure)
+        self._gate.fail(self._failure)
         # Who waits for it raises the failure.
         self._whole.set()
 
@@ -266,6 +267,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if MemoryTag.WEIGHTS in self._absent:
             raise EngineError(f"{self._name}: load_bucket without memory for its weights; call wake first.")
         await self._gate.may_load(bucket.version)
+        # It may have ended meanwhile.
+        self._ready()
         try:
             complete = self._loader.load(bucket)
             if complete:
