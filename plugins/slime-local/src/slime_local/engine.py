@@ -139,7 +139,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 await asyncio.sleep(0)
 
     def _consider(self) -> None:
-        """Lets the decode task run exactly when there is work and nothing holds it, and log-probs be computed by whole weights."""
+        """Lets the decode task run exactly when there is work and nothing holds it, and others compute with whole weights."""
         if self._loader.incomplete:
             self._whole.clear()
         else:
