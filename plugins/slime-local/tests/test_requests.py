@@ -6,7 +6,7 @@ import local_oracle as oracle
 import numpy as np
 import pytest
 
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import FinishReason
 
 
@@ -50,7 +50,7 @@ async def test_stop_strings(engines, qwen3):
 
 async def test_stop_strings_need_a_tokenizer(engines, llama):
     engine = await engines(llama)
-    with pytest.raises(EngineError, match="need a tokenizer"):
+    with pytest.raises(EngineRefused, match="need a tokenizer"):
         await engine.generate([oracle.request(0, [5], stop=("x",))])
     await engine.health()
 
