@@ -214,7 +214,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
             row = RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request))
             rows.setdefault(request.adapter, []).append(row)
-        self._gate.submit(rows.pop(None, []))
+        plain = rows.pop(None, [])
+        if rows and not self._decoder.busy:
+            # Keys and values are for the adapters now.
+            self._decoder.release()
+        self._gate.submit(plain)
         for name, its in rows.items():
             if name is not None:
                 adapters[name].submit(its)
@@ -222,8 +226,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            for decoder in self._decoders():
-                decoder.end(lambda row: row.ticket is ticket)
+            self._decoder.end(lambda row: row.ticket is ticket)
+            self._adapters.end(lambda row: row.ticket is ticket)
             self._consider()
             raise
 
@@ -242,8 +246,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._ready()
         names = None if request_ids is None else set(request_ids)
         self._gate.abort(names)
-        for decoder in self._adapters.decoders():
-            decoder.end(lambda row: names is None or row.request.request_id in names)
+        self._adapters.end(lambda row: names is None or row.request.request_id in names)
         self._consider()
 
     # ---------------------------------------------------------------- weights
