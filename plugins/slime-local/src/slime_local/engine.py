@@ -342,6 +342,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
     async def replay_events(self, events: Sequence[EngineEvent]) -> None:
         self._ready()
         self._gate.replay_events(events)
+        self._consider()
 
     # ---------------------------------------------------------------- life
 
@@ -353,6 +354,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             if not (self._paused and decoder.busy):
                 decoder.release()
         self._absent |= chosen
+        self._consider()
         if MemoryTag.WEIGHTS in chosen and self._model.device.type == "cuda":
             self._model.network.to("cpu")
             torch.cuda.empty_cache()
@@ -370,7 +372,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
 
     async def stop(self) -> None:
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
-        if self._task is None or self._task.done():
+        if self._task is None:
             return
         self._task.cancel()
         await asyncio.wait([self._task])
