@@ -57,7 +57,7 @@ class RewardProcess:
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._built: set[tuple[str, Servers]] = set()
-        self._asked_by: object | None = None
+        self._asked_by: threading.Event | None = None
         self._closed = False
 
     def build(self, spec: str, servers: Servers) -> None:
@@ -66,7 +66,7 @@ class RewardProcess:
             self._build(spec, servers)
 
     def score(
-        self, spec: str, servers: Servers, groups: Sequence[SampleGroup], *, timeout_s: float, asked_by: object
+        self, spec: str, servers: Servers, groups: Sequence[SampleGroup], *, timeout_s: float, asked_by: threading.Event
     ) -> Scored:
         """Scores groups; `timeout_s` counts from when the reward is built. Raises WorkerLate; WorkerDied, also after
         `kill(asked_by)`; WorkerClosed if that came before scoring began, or after `close`."""
@@ -75,21 +75,19 @@ class RewardProcess:
                 self._asked_by = asked_by
             try:
                 self._build(spec, servers, max(timeout_s, REBUILD_S))
-                with self._state:
-                    if self._asked_by is not asked_by:
-                        raise WorkerClosed
+                if asked_by.is_set():
+                    raise WorkerClosed
                 return self._call(score_groups, spec, servers, self._plugin_files, groups, timeout_s=timeout_s)
             finally:
                 with self._state:
                     self._asked_by = None
 
-    def kill(self, asked_by: object) -> None:
-        """Kills the process if it works for `asked_by`."""
+    def kill(self, asked_by: threading.Event) -> None:
+        """Kills the process if it works for `asked_by`; a thread that has not come that far finds the event set."""
+        asked_by.set()
         with self._state:
-            if self._asked_by is asked_by:
-                self._asked_by = None
-                if self._process is not None:
-                    self._process.kill()
+            if self._asked_by is asked_by and self._process is not None:
+                self._process.kill()
 
     def close(self) -> None:
         """Ends the process for good; a call in progress raises WorkerClosed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -232,7 +233,7 @@ class RewardPool:
         """Scores a parcel and sets the values of its groups. If a whole parcel is lost, each group is sent again on its own, so
         that only the group that hangs, or kills the worker, fails."""
         spec, groups = members[0].spec, [member.group for member in members]
-        asked_by = object()
+        asked_by = threading.Event()
         try:
             with held() as failed:
                 limit = max(self._limit(spec, len(group.samples)) for group in groups)
@@ -258,7 +259,7 @@ class RewardPool:
                 member.values.set_result(values)
 
     def _score(
-        self, spec: str, servers: Servers, groups: Sequence[SampleGroup], limit_s: float, asked_by: object
+        self, spec: str, servers: Servers, groups: Sequence[SampleGroup], limit_s: float, asked_by: threading.Event
     ) -> Scored:
         """Runs in a thread. There are as many threads as processes, so one process is free."""
         process = self._free.get_nowait()

@@ -166,8 +166,15 @@ class FakeEngine:
             (setup.run_dir / f"machine_{setup.node_rank}.json").write_text(json.dumps(reports))
         if (setup.run_dir / "slow_to_go").exists():
             # Ends with this process, a little later.
-            server = subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
-            return EngineInfo(capabilities=frozenset(), pid=server.pid)
+            servers = [
+                subprocess.Popen(["sh", "-c", "read line; sleep 1"], stdin=subprocess.PIPE, start_new_session=True)
+                for _ in range(2)
+            ]
+            (setup.run_dir / "servers.json").write_text(json.dumps([server.pid for server in servers]))
+            if (setup.run_dir / "starts_long").exists():
+                (setup.run_dir / "starts").touch()
+                await asyncio.sleep(600)
+            return EngineInfo(capabilities=frozenset(), pid=servers[0].pid)
         return EngineInfo(capabilities=frozenset(), address=f"engine-{setup.index}")
 
     async def health(self):
@@ -542,7 +549,7 @@ async def test_workers_that_cannot_be_placed_are_a_config_error(workers, tmp_pat
 
 
 async def test_a_failing_rank_is_raised_without_waiting_for_the_others():
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    ranks = [Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(3)]
 
     async def stuck():
         await asyncio.sleep(60)
@@ -558,20 +565,21 @@ async def test_a_failing_rank_is_raised_without_waiting_for_the_others():
         crew, now = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close"), asyncio.get_running_loop().time
         began = now()
         results = await asyncio.gather(
-            *(crew.run(member, work()) for work in (slow, stuck, broken)), return_exceptions=True
+            *(crew.run(rank, work()) for rank, work in zip(ranks, (slow, stuck, broken), strict=True)),
+            return_exceptions=True,
         )
         assert results[0] == "in time"
         assert [(type(result), str(result)) for result in results[1:]] == [(CheckpointError, "only I")] * 2
         assert now() - began == pytest.approx(0.2)
         with pytest.raises(CheckpointError, match="only I"):
-            await crew.run(member, slow())
+            await crew.run(ranks[0], slow())
 
     # In a thread, since this one has a loop that runs.
     await asyncio.to_thread(run_fast, scene())
 
 
 async def test_an_unawaited_failure_leaves_the_actor_group_usable():
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    ranks = [Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(2)]
 
     async def broken():
         raise RayTaskError("call", "remote traceback", CheckpointError("both of us"))
@@ -582,17 +590,17 @@ async def test_an_unawaited_failure_leaves_the_actor_group_usable():
 
     async def scene():
         crew = ActorGroup(Roster(), grace_s=0.1, shutdown_method="close")
-        results = await asyncio.gather(*(crew.run(member, broken()) for _ in range(2)), return_exceptions=True)
+        results = await asyncio.gather(*(crew.run(rank, broken()) for rank in ranks), return_exceptions=True)
         assert [str(result) for result in results] == ["both of us"] * 2
         await asyncio.sleep(0.3)
-        assert await crew.run(member, well()) == 1
+        assert await crew.run(ranks[0], well()) == 1
 
     await asyncio.to_thread(run_fast, scene())
 
 
 async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
     """A checkpoint that cannot be written beside a step is written again later: the step continues."""
-    member = Member(actor=None, name="rank", failure=TrainingError)
+    first, second = (Member(actor=None, name=f"rank {rank}", failure=TrainingError) for rank in range(2))
 
     async def train():
         await asyncio.sleep(60)
@@ -603,9 +611,9 @@ async def test_ranks_in_another_call_do_not_wait_for_one_that_raised():
 
     async def scene():
         crew = ActorGroup(Roster(), grace_s=0.2, shutdown_method="close")
-        training = asyncio.create_task(crew.run(member, train(), "train"))
+        training = asyncio.create_task(crew.run(first, train(), "train"))
         with pytest.raises(CheckpointError, match="no space"):
-            await crew.run(member, written(), "written")
+            await crew.run(second, written(), "written")
         assert await training == "trained"
         assert not crew.has_died
 
@@ -709,9 +717,25 @@ async def test_an_engine_has_ended_when_the_process_that_serves_has(workers, tmp
     os.kill(actor, signal_sent)
     if signal_sent is signal.SIGSTOP:
         os.killpg(info.pid, signal_sent)
+    first, second = json.loads((tmp_path / "servers.json").read_text())
+    assert first == info.pid
     await workers.launcher.end_engine(3)
-    assert not is_alive(actor)
-    assert not is_alive(info.pid)
+    assert [is_alive(pid) for pid in (actor, first, second)] == [False] * 3
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_an_engine_that_starts_has_ended_when_its_servers_have(workers, tmp_path, here, monkeypatch):
+    monkeypatch.setattr(Member, "is_here", here)
+    for name in ("slow_to_go", "starts_long"):
+        (tmp_path / name).touch()
+    (spec,) = engine_specs(tmp_path, 1)
+    starting = asyncio.create_task(workers.launcher.start_engines([replace(spec, setup=replace(spec.setup, index=4))]))
+    await appears(tmp_path / "starts", starting)
+    servers = json.loads((tmp_path / "servers.json").read_text())
+    await workers.launcher.end_engine(4)
+    assert [is_alive(pid) for pid in servers] == [False] * 2
+    with pytest.raises(EngineError, match="engine 4"):
+        await starting
 
 
 async def test_an_engine_over_two_machines_starts_and_ends_as_one(workers, tmp_path):

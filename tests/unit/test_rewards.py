@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,31 @@ async def test_a_cancelled_call_kills_only_its_worker(files, make_group):
         kept.cancel()
         await asyncio.gather(left, kept, return_exceptions=True)
     finally:
+        pool.close()
+
+
+async def test_a_call_is_cancelled_also_before_its_worker_begins(files, make_group, monkeypatch):
+    """Its thread has taken the process, and has not asked it yet."""
+    taken, go, scores = threading.Event(), threading.Event(), reward_process.RewardProcess.score
+
+    def later(*args, **kwargs):
+        taken.set()
+        go.wait()
+        return scores(*args, **kwargs)
+
+    monkeypatch.setattr(reward_process.RewardProcess, "score", later)
+    pool = RewardPool(files, workers=1, timeout_s=600.0)
+    try:
+        await pool.warm(spec("asleep"))
+        left = asyncio.ensure_future(score(pool, spec("asleep"), unscored_group(make_group), None))
+        await asyncio.to_thread(taken.wait)
+        left.cancel()
+        await asyncio.wait([left, *pool._parcels])
+        go.set()
+        scored = await asyncio.wait_for(score(pool, spec("by_index"), unscored_group(make_group), None), 60)
+        assert scored.samples[4].reward == 40
+    finally:
+        go.set()
         pool.close()
 
 

@@ -99,6 +99,28 @@ async def test_what_is_sampled_does_not_depend_on_the_others(engines, qwen3):
     assert all(not decoder._slots.store.keys[0].numel() for decoder in engine._adapters.decoders())
 
 
+@pytest.mark.parametrize("ends", ["abort", "cancel"])
+async def test_keys_and_values_are_for_those_that_run(ends, engines, qwen3):
+    def held_by():
+        return {name: bool(decoder._slots.store.keys[0].numel()) for name, decoder in decoders.items()}
+
+    engine = await engines(qwen3)
+    await engine.load_adapter("one", 2.0, bucket_of(peft_model(qwen3, 1)))
+    decoders = {None: engine._decoder, "one": engine._adapters.decoder("one")}
+    await engine.generate(requests([[3, 4]]))
+    assert held_by() == {None: True, "one": False}
+    running = asyncio.ensure_future(engine.generate(requests([[3, 4]], "one", max_new_tokens=50, min_new_tokens=50)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert held_by() == {None: False, "one": True}
+    if ends == "abort":
+        await engine.abort()
+    else:
+        running.cancel()
+    await asyncio.wait([running])
+    assert held_by() == {None: False, "one": False}
+
+
 async def test_prompt_log_probs(engines, llama):
     engine = await engines(llama)
     model = peft_model(llama, 1)

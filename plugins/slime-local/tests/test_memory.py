@@ -1,5 +1,8 @@
 """Estimated memory of the embedded engine, compared with the model and the KV cache of a real one."""
 
+import asyncio
+
+import local_oracle as oracle
 import pytest
 
 from slime_core.contracts.setup import EngineSetup
@@ -57,3 +60,36 @@ def test_buckets_are_no_more_than_the_weights():
     large, small = (Direct.memory(DirectConfig(update_weight_buffer_size=100), size) for size in (1000, 30))
     assert [line.num_bytes for line in large.trainer] == [100, 200]
     assert [line.num_bytes for line in small.trainer] == [30, 30]
+
+
+@pytest.mark.parametrize(
+    ("options", "max_batch"), [({"kv_cache_bytes": 256 * 300}, 64), ({"max_running": 5}, 64), ({}, 5)]
+)
+async def test_the_store_has_no_more_than_the_estimate(options, max_batch, engines, qwen3, monkeypatch):
+    """Neither when many short sequences and few long ones come one after the other, nor when some run together."""
+    sizes = []
+    reallocate = KVCache.reallocate
+
+    def noted(store, rows, columns, *where):
+        reallocate(store, rows, columns, *where)
+        sizes.append(rows * columns * store.token_bytes)
+        assert sizes[-1] == sum(tensor.nbytes for tensor in (*store.keys, *store.values))
+
+    monkeypatch.setattr(KVCache, "reallocate", noted)
+    engine = await engines(qwen3, max_context_len=100, max_batch=max_batch, **options)
+    ids = iter(range(10_000))
+
+    def requests(count, prompt, response):
+        return [
+            oracle.request(next(ids), [3] * prompt, seed=seed, max_new_tokens=response, min_new_tokens=response)
+            for seed in range(count)
+        ]
+
+    many, few, alone = (40, 2, 3), (3, 40, 55), (1, 99, 1)
+    for shape in (many, few, many, alone, few):
+        await engine.generate(requests(*shape))
+    await asyncio.gather(*(engine.generate(requests(*shape)) for shape in (many, few, many, few)))
+    estimate = memory_of(qwen3, options=options, max_context_len=100, max_batch=max_batch)
+    assert max(sizes) <= of(estimate, "keys and values")
+    # It grows by shares, not row by row or column by column.
+    assert len(sizes) < 60

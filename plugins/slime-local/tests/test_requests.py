@@ -6,8 +6,10 @@ import local_oracle as oracle
 import numpy as np
 import pytest
 
-from slime_core.errors import EngineError
+from slime_core.contracts.engine import MemoryTag
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.types.completion import FinishReason
+from slime_core.types.schedule import EngineEvent, EventKind
 
 
 async def steps(count):
@@ -50,7 +52,7 @@ async def test_stop_strings(engines, qwen3):
 
 async def test_stop_strings_need_a_tokenizer(engines, llama):
     engine = await engines(llama)
-    with pytest.raises(EngineError, match="need a tokenizer"):
+    with pytest.raises(EngineRefused, match="need a tokenizer"):
         await engine.generate([oracle.request(0, [5], stop=("x",))])
     await engine.health()
 
@@ -186,6 +188,9 @@ async def test_an_error_in_a_step_fails_the_calls(engines, qwen3):
     for call in (engine.health(), engine.generate([oracle.request(9, [3])])):
         with pytest.raises(EngineError, match="no more columns"):
             await call
+    await engine.stop()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        engine._threads._pool.submit(str)
 
 
 async def test_stop_fails_what_runs(engines, qwen3):
@@ -215,3 +220,28 @@ async def test_sleep(engines, qwen3):
     await engine.health()
     await engine.wake_up()
     assert (await engine.generate([request]))[0].token_ids.tolist() == before
+
+
+async def test_nothing_is_computed_with_weights_that_sleep(engines, qwen3):
+    engine = await engines(qwen3)
+    running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=30, min_new_tokens=30)]))
+    await steps(3)
+    await engine.sleep([MemoryTag.WEIGHTS])
+    held = engine._decoder._slots.end
+    await steps(5)
+    assert engine._decoder._slots.end == held
+    await engine.wake_up()
+    assert len((await running)[0].token_ids) == 30
+
+
+async def test_a_script_that_waits_lets_others_run(engines, qwen3):
+    """Not the decode task, again and again without a step."""
+    engine = await engines(qwen3)
+    running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=30, min_new_tokens=30)]))
+    await steps(3)
+    await engine.replay_events([EngineEvent(0, EventKind.SUBMIT, ("late",))])
+    runs = engine._runnable.is_set()
+    engine._runnable.clear()
+    assert not runs
+    await engine.generate([oracle.request("late", [3])])
+    assert len((await running)[0].token_ids) == 30

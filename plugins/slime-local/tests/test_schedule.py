@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import local_oracle as oracle
+import pytest
+
+from slime_core.errors import EngineError
+from slime_core.types.schedule import EngineEvent, EventKind
 from slime_local.schedule import Gate
 
 
@@ -39,6 +45,17 @@ class Decoder:
         ended = {name for name in self.request_ids if chosen(Row(Request(name)))}
         self.calls.append(ended)
         self.request_ids -= ended
+
+
+async def stop(engine: Any) -> None:
+    await engine.stop()
+
+
+async def fail_a_step(engine: Any) -> None:
+    def lost() -> None:
+        raise RuntimeError("out of memory")
+
+    engine._decoder.step = lost
 
 
 def rows(*names: str) -> list[Row]:
@@ -93,8 +110,6 @@ async def test_a_script_is_kept_to() -> None:
 
 
 async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
-    from slime_core.types.schedule import EngineEvent, EventKind
-
     decoder = Decoder()
     gate = Gate(decoder, records=True)
     gate.replay_events(
@@ -113,6 +128,41 @@ async def test_a_new_attempt_counts_steps_from_its_own_start() -> None:
     decoder.request_ids.clear()
     gate.stepped()
     assert decoder.calls == [["a"], ["b"]]
+
+
+async def test_what_the_script_does_not_have_is_passed_on_after_it() -> None:
+    decoder = Decoder()
+    gate = Gate(decoder, records=False)
+    gate.replay_events([EngineEvent(0, EventKind.SUBMIT, ("a",)), EngineEvent(1, EventKind.VERSION, version=0)])
+    gate.submit(rows("late", "aborted"))
+    gate.submit(rows("a"))
+    gate.abort({"a", "aborted"})
+    gate.stepped()
+    assert decoder.calls == [["a"]]
+    await gate.may_load(0)
+    gate.loaded(0)
+    # "a" was not aborted when it was recorded.
+    assert decoder.calls == [["a"], ["late", "aborted"], {"aborted"}]
+
+
+@pytest.mark.parametrize("ends", [stop, fail_a_step])
+async def test_what_waits_for_its_turn_fails_with_the_engine(ends: Any, engines: Any, qwen3: Path) -> None:
+    engine = await engines(qwen3)
+    await engine.replay_events(
+        [EngineEvent(0, EventKind.SUBMIT, ("first",)), EngineEvent(1000, EventKind.VERSION, version=1)]
+    )
+    calls = [
+        asyncio.create_task(engine.generate([oracle.request("second", [3])])),
+        asyncio.create_task(engine.load_bucket(oracle.buckets(oracle.plain_model(qwen3), 1)[0])),
+        asyncio.create_task(engine.generate([oracle.request("first", [3], max_new_tokens=50, min_new_tokens=50)])),
+    ]
+    await asyncio.sleep(0)
+    await ends(engine)
+    ended, waiting = await asyncio.wait(calls, timeout=10)
+    assert not waiting
+    for call in ended:
+        with pytest.raises(EngineError, match="does not decode any more"):
+            call.result()
 
 
 async def test_events_are_not_kept_unless_recorded() -> None:

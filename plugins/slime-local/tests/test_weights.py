@@ -88,6 +88,29 @@ async def test_new_weights_under_running_requests(options, engines, qwen3):
     assert {(0, 3), (1, 3), (2, 3)} <= seen
 
 
+async def test_keys_of_weights_that_diverged_reach_no_later_request(engines, qwen3):
+    """A short sequence is padded with the places of those before it."""
+    diverged = oracle.plain_model(qwen3)
+    with torch.no_grad():
+        diverged.model.layers[0].self_attn.k_proj.weight.fill_(torch.nan)
+    engine, unused = await engines(qwen3), await engines(qwen3, index=1)
+    await load(engine, oracle.buckets(diverged, 1))
+    lost = await engine.generate([oracle.request(i, [3] * 20, max_new_tokens=8, min_new_tokens=8) for i in range(4)])
+    assert all(np.isnan(response.log_probs).all() for response in lost)
+    responses = []
+    for each in (engine, unused):
+        await load(each, oracle.buckets(oracle.other_weights(qwen3, seed=1), 2))
+        long = oracle.request("long", [4] * 20, max_new_tokens=30, min_new_tokens=30)
+        running = asyncio.ensure_future(each.generate([long]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        short = [oracle.request(i, [5, i], seed=i, max_new_tokens=8, min_new_tokens=8) for i in range(3)]
+        responses.append([*await each.generate(short), *await running])
+    found, expected = ([(one.token_ids.tolist(), one.log_probs.tolist()) for one in each] for each in responses)
+    assert found == expected
+    assert all(np.isfinite(log_probs).all() for _, log_probs in expected)
+
+
 async def test_pause_holds_requests_and_abort_returns_them(engines, qwen3):
     engine = await engines(qwen3)
     running = asyncio.ensure_future(engine.generate([oracle.request(0, [3], max_new_tokens=50, min_new_tokens=50)]))
@@ -120,6 +143,50 @@ async def test_half_a_version_is_never_sampled(engines, qwen3):
     await engine.load_bucket(last)
     response = (await waiting)[0]
     np.testing.assert_allclose(response.log_probs, oracle.log_probs(new, [3, 4], response.token_ids), atol=1e-5)
+
+
+async def scored(engine, tokens):
+    (found,) = await engine.score([tokens], [len(tokens) - 1])
+    return found
+
+
+async def of_prompt(engine, tokens):
+    (found,) = await engine.prompt_log_probs([tokens], 1, None)
+    return found.log_probs
+
+
+@pytest.mark.parametrize("log_probs", [scored, of_prompt])
+async def test_half_a_version_computes_no_log_probs(log_probs, engines, qwen3):
+    engine = await engines(qwen3)
+    tokens = np.array([3, 4, 9, 8, 4], np.int32)
+    new = oracle.other_weights(qwen3, 4)
+    first, last = oracle.buckets(new, 1)
+    await engine.load_bucket(first)
+    waiting = asyncio.create_task(log_probs(engine, tokens))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await engine.load_bucket(last)
+    # The next version comes before the task has a turn.
+    first, last = oracle.buckets(oracle.other_weights(qwen3, 5), 2)
+    await engine.load_bucket(first)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await engine.load_bucket(last)
+    expected = oracle.log_probs(oracle.other_weights(qwen3, 5), tokens[:1], tokens[1:])
+    np.testing.assert_allclose(await waiting, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("log_probs", [scored, of_prompt])
+async def test_log_probs_that_wait_for_weights_fail_with_the_engine(log_probs, engines, qwen3):
+    engine = await engines(qwen3)
+    await engine.load_bucket(oracle.buckets(oracle.other_weights(qwen3, 4), 1)[0])
+    waiting = asyncio.create_task(log_probs(engine, np.array([3, 4], np.int32)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(EngineError, match="it was stopped"):
+        await waiting
 
 
 async def test_damaged_bucket(engines, qwen3):

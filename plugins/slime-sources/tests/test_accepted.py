@@ -30,6 +30,7 @@ from slime_models.new_model import character_tokenizer
 from slime_plugin_kit.scripted_engine import ScriptedEngine
 from slime_plugin_kit.scripted_rollout import client_of
 from slime_sources.accepted import AcceptedGroups
+from slime_sources.pool import GroupPool
 
 
 def prompt(number):
@@ -369,6 +370,42 @@ async def test_an_error_ends_the_step_and_loses_no_prompt(error):
         await setup.collect()
     assert [number for number, _ in setup.waiting] == [1, 2]
     assert setup.observed == []
+
+
+class Lost(ScriptedRunner):
+    """Its engine is lost: an abort fails like the request."""
+
+    async def abort(self, groups):
+        raise EngineError("the abort failed")
+
+    def start(self, of_prompt, kept=()):
+        group = super().start(of_prompt, kept)
+        self.tasks = [*getattr(self, "tasks", []), group.task]
+        return group
+
+
+@pytest.mark.parametrize(
+    ("collector", "config"),
+    [(AcceptedGroups, {}), (GroupPool, {"partial_rollout": True, "over_sampling_batch_size": 3})],
+)
+async def test_an_abort_that_fails_hides_no_error_and_loses_no_prompt(collector, config):
+    setup = Setup(
+        Lost((), {0: EngineError("engine 0 is lost"), 1: "never", 2: "never"}), rollout_batch_size=3, **config
+    )
+    with pytest.raises(EngineError, match="engine 0 is lost") as raised:
+        await asyncio.wait_for(collector().collect(0, setup.context), 5)
+    (note,) = raised.value.__notes__
+    assert note.endswith("the abort failed")
+    assert sorted(number for number, _ in setup.waiting) == [0, 1, 2]
+    assert all(task.done() for task in setup.runner.tasks)
+
+
+async def test_an_abort_that_fails_after_a_step_is_the_error():
+    setup = Setup(Lost((), {2: "never"}), over_sampling_batch_size=3)
+    with pytest.raises(EngineError, match="the abort failed"):
+        await setup.collect()
+    assert [number for number, _ in setup.waiting] == [2]
+    assert all(task.done() for task in setup.runner.tasks)
 
 
 async def test_what_is_aborted_may_clean_up_for_longer_than_an_abort_takes(monkeypatch):

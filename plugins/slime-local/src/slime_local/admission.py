@@ -32,9 +32,15 @@ class Admission:
     max_running: int
     max_prefill_tokens: int
     kv_cache_bytes: int
+    max_context_len: int
     held_elsewhere: Callable[[], int] = lambda: 0
     """Bytes of `kv_cache_bytes` that other decoders use."""
     waiting: deque[RequestRow] = field(default_factory=deque)
+
+    def most_cells(self, token_bytes: int) -> int:
+        """Tokens that there is memory for: twice those of the running rows at their longest, as there is room to grow."""
+        asked = self.max_running * self.max_context_len
+        return 2 * max(self.max_context_len, min(asked, self.kv_cache_bytes // token_bytes))
 
     def may_admit(self, running: Sequence[RequestRow], token_bytes: int) -> bool:
         """`token_bytes`: keys and values of one token."""

@@ -78,7 +78,8 @@ class Decoder:
                 "abort them first."
             )
         dtype, device = self._model.network.dtype, self._model.device
-        self._slots = RunningBatch(KVCache(self._model.layers, dtype, device), dtype, device)
+        store = KVCache(self._model.layers, dtype, device)
+        self._slots = RunningBatch(store, dtype, device, self._admission.most_cells(store.token_bytes))
         self._stop_table = StopTable(self._model.stop_ids, self._model.vocab_size, device)
 
     def submit(self, rows: Sequence[RequestRow]) -> None:
@@ -90,10 +91,13 @@ class Decoder:
             else:
                 row.respond(np.empty(0, np.int32), np.empty(0, np.float32), FinishReason.LENGTH, self._engine_index)
 
+    @torch.inference_mode()
     def activate(self, version: int) -> None:
         """Later tokens are of `version`. Rows keep their tokens; their keys and values are computed anew before the
         next step, so that they continue exactly as if these weights had read everything so far."""
         self._version = version
+        # Those of weights that had diverged are NaN, also in masked columns, and would reach rows that come into their places.
+        self._slots.store.clear()
         self._recomputing = bool(self._rows)
         for row in self._rows:
             row.stale = True

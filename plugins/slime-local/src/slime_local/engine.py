@@ -41,7 +41,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
     request continues with the same draws when it is sent again with its tokens so far. Log-probs are those of the full
     vocabulary at the sampling temperature, whatever top-p, top-k, min_new_tokens or a repetition penalty left out.
 
-    While a version is partly loaded nothing is sampled, paused or not. Requests that run when a version becomes
+    While a version is partly loaded nothing is computed, paused or not. Requests that run when a version becomes
     active keep their tokens, and their keys and values are computed anew under the new weights.
     """
 
@@ -80,6 +80,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._gate = Gate(self._decoder, records=setup.records)
         self._loader = WeightLoader(self._model.network, setup.index)
         self._runnable = asyncio.Event()
+        self._whole = asyncio.Event()
+        self._whole.set()
         self._setup = setup
         self._task = asyncio.create_task(self._serve(), name=f"engine-{setup.index}-decode")
         self._task.add_done_callback(self._note_end)
@@ -105,6 +107,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 max_running=min(self._config.max_running, setup.max_batch),
                 max_prefill_tokens=self._config.max_prefill_tokens,
                 kv_cache_bytes=self._config.kv_cache_bytes,
+                max_context_len=setup.max_context_len,
                 held_elsewhere=held_elsewhere,
             ),
         )
@@ -136,7 +139,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
                 await asyncio.sleep(0)
 
     def _consider(self) -> None:
-        """Lets the decode task run exactly when there is work and nothing holds it."""
+        """Lets the decode task run exactly when there is work and nothing holds it, and others compute with whole weights."""
+        if self._loader.incomplete:
+            self._whole.clear()
+        else:
+            self._whole.set()
         # In a replay the script decides when weights come; a pause may come sooner than in the recorded run.
         held = (self._paused and not self._gate.scripted) or self._absent or self._loader.incomplete
         busy = (self._decoder.busy and not self._gate.waits) or self._adapters.busy
@@ -153,6 +160,9 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._failure.__cause__ = cause
         for decoder in self._decoders():
             decoder.fail(self._failure)
+        self._gate.fail(self._failure)
+        # Who waits for it raises the failure.
+        self._whole.set()
 
     @property
     def _name(self) -> str:
@@ -164,6 +174,14 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if self._failure is not None:
             raise self._failure
         return self._setup
+
+    async def _until_whole(self, call: str) -> None:
+        """Returns when nothing is partly loaded. Raises EngineError if it sleeps or does not run then."""
+        while self._loader.incomplete and self._failure is None:
+            await self._whole.wait()
+        self._ready()
+        if self._absent:
+            raise EngineError(f"{self._name}: {call} while asleep; call wake first.")
 
     # ---------------------------------------------------------------- requests
 
@@ -196,7 +214,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             limit = min(request.sampling.max_new_tokens, setup.max_context_len - len(request.token_ids))
             row = RequestRow(request, ticket, place, limit, pictures=self._pictures_of(request))
             rows.setdefault(request.adapter, []).append(row)
-        self._gate.submit(rows.pop(None, []))
+        plain = rows.pop(None, [])
+        if rows and not self._decoder.busy:
+            # Keys and values are for the adapters now.
+            self._decoder.release()
+        self._gate.submit(plain)
         for name, its in rows.items():
             if name is not None:
                 adapters[name].submit(its)
@@ -204,8 +226,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            for decoder in self._decoders():
-                decoder.end(lambda row: row.ticket is ticket)
+            self._decoder.end(lambda row: row.ticket is ticket)
+            self._adapters.end(lambda row: row.ticket is ticket)
             self._consider()
             raise
 
@@ -224,8 +246,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self._ready()
         names = None if request_ids is None else set(request_ids)
         self._gate.abort(names)
-        for decoder in self._adapters.decoders():
-            decoder.end(lambda row: names is None or row.request.request_id in names)
+        self._adapters.end(lambda row: names is None or row.request.request_id in names)
         self._consider()
 
     # ---------------------------------------------------------------- weights
@@ -249,6 +270,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if MemoryTag.WEIGHTS in self._absent:
             raise EngineError(f"{self._name}: load_bucket without memory for its weights; call wake first.")
         await self._gate.may_load(bucket.version)
+        # It may have ended meanwhile.
+        self._ready()
         try:
             complete = self._loader.load(bucket)
             if complete:
@@ -285,12 +308,11 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self, prompts: Sequence[npt.NDArray[np.int32]], top_k: int, adapter: str | None
     ) -> list[PromptLogProbs]:
         self._ready()
-        if self._absent:
-            raise EngineError(f"{self._name}: prompt_log_probs while asleep; call wake first.")
         check_prompts(prompts, top_k, self._name, self._model)
         used = self._adapters.using(adapter)
         found = []
         for tokens in prompts:
+            await self._until_whole("prompt_log_probs")
             with self._adapters.layers.using(used):
                 found.append(self._model.prompt_log_probs(tokens, top_k))
             # Lets other tasks of this event loop run.
@@ -303,10 +325,9 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
         self._ready()
-        if self._absent:
-            raise EngineError(f"{self._name}: score while asleep; call wake first.")
         responses = []
         for tokens, count in zip(sequences, num_tokens, strict=True):
+            await self._until_whole("score")
             responses.append(self._model.log_probs(tokens, count))
             # Lets other tasks of this event loop run.
             await asyncio.sleep(0)
@@ -321,6 +342,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
     async def replay_events(self, events: Sequence[EngineEvent]) -> None:
         self._ready()
         self._gate.replay_events(events)
+        self._consider()
 
     # ---------------------------------------------------------------- life
 
@@ -332,6 +354,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
             if not (self._paused and decoder.busy):
                 decoder.release()
         self._absent |= chosen
+        self._consider()
         if MemoryTag.WEIGHTS in chosen and self._model.device.type == "cuda":
             self._model.network.to("cpu")
             torch.cuda.empty_cache()
@@ -349,7 +372,7 @@ class LocalEngine(RolloutEngine, AdapterEngine):
 
     async def stop(self) -> None:
         """Requests that still run fail with EngineError. Stopping twice, or before `start`, does nothing."""
-        if self._task is None or self._task.done():
+        if self._task is None:
             return
         self._task.cancel()
         await asyncio.wait([self._task])

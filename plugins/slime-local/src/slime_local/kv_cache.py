@@ -49,6 +49,11 @@ class KVCache:
                 new[:kept_rows, :, target : target + width] = old[:kept_rows, :, kept]
                 tensors[layer] = new
 
+    def clear(self) -> None:
+        """Zeros again. Call under `torch.inference_mode`."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
     def move(self, source: Tensor, target: Tensor, window: slice) -> None:
         """Copies rows `source` over rows `target` (int64 indices), in the columns of `window`."""
         for tensor in (*self.keys, *self.values):

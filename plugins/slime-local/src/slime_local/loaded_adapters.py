@@ -13,6 +13,7 @@ from slime_core.errors import EngineRefused, ModelError
 from slime_core.types.weights import Bucket
 from slime_local.decoder import Decoder
 from slime_local.model import RolloutModel
+from slime_local.request_row import RequestRow
 from slime_training.adapters.folder import low_rank_of, require_fit
 from slime_training.adapters.low_rank import LowRank, LowRankLayers
 from slime_training.bucket_order import BucketOrder
@@ -71,6 +72,14 @@ class LoadedAdapters:
     @property
     def busy(self) -> bool:
         return any(decoder.busy for decoder in self.decoders())
+
+    def end(self, chosen: Callable[[RequestRow], bool]) -> None:
+        """See `Decoder.end`."""
+        for decoder in self.decoders():
+            decoder.end(chosen)
+            if not decoder.busy:
+                # As after its last step: keys and values are for others now.
+                decoder.release()
 
     def turns(self) -> Iterator[Callable[[], None]]:
         """A decode step of every adapter that has requests."""

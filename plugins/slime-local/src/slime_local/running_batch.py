@@ -33,10 +33,12 @@ TEMPERATURE, GREEDY, TOP_P, PENALTY = range(4)
 class RunningBatch:
     """Tensors of all rows; `count` of them are in use. Call under `torch.inference_mode`."""
 
-    def __init__(self, store: KVCache, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, store: KVCache, dtype: torch.dtype, device: torch.device, most_cells: int) -> None:
+        """`most_cells`: storage has no more rows times columns; twice what running rows have at their longest."""
         self.store = store
         self.device = device
         self._dtype = dtype
+        self._most_cells = most_cells
         self.count = 0
         self.end = 0
         """The next token's column."""
@@ -75,8 +77,12 @@ class RunningBatch:
         columns = self._columns
         if short and width > columns * 3 // 4 - 1:
             columns = max(_FEWEST_COLUMNS, (width + 1) * 3 // 2)
-        rows = self._rows if rows <= self._rows else max(rows, self._rows * 3 // 2)
-        self._reallocate(rows, columns, width)
+        grown = self._rows if rows <= self._rows else max(rows, self._rows * 3 // 2)
+        if grown * columns > self._most_cells:
+            # The most rows and the most columns so far need not have run together.
+            columns = min(columns, (width + 1) * 3 // 2)
+            grown = max(rows, min(grown, self._most_cells // columns))
+        self._reallocate(grown, columns, width)
 
     def _reallocate(self, rows: int, columns: int, width: int) -> None:
         kept = self._window(self.first, self.end) if self.count else slice(0, 0)

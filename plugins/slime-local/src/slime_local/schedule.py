@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+from slime_core.errors import EngineError
 from slime_core.types.schedule import EngineEvent, EventKind
 from slime_local.decoder import Decoder
 from slime_local.request_row import RequestRow
@@ -63,8 +64,16 @@ class Gate:
         else:
             self._abort(self._decoder.request_ids & names if names is not None else set(self._decoder.request_ids))
 
+    def fail(self, error: EngineError) -> None:
+        """No decode step follows: fails the requests that have not been passed on, and lets weights in."""
+        for row in self._arrived.values():
+            row.ticket.fail(error)
+        self._arrived.clear()
+        self._script.clear()
+        self._moved.set()
+
     async def may_load(self, version: int) -> None:
-        """Returns when the weights of this version came."""
+        """Returns when the weights of this version came; at once if there is nothing left that must come before them."""
         while self._script and not self._is_next(version):
             self._moved.clear()
             await self._moved.wait()
@@ -107,4 +116,14 @@ class Gate:
             else:
                 break
             self._script.popleft()
+        if not self._script:
+            self._submit_rest()
         self._moved.set()
+
+    def _submit_rest(self) -> None:
+        """Passes on what is not in the script."""
+        rows, self._arrived = list(self._arrived.values()), {}
+        names, self._to_abort = self._to_abort & {row.request.request_id for row in rows}, set()
+        if rows:
+            self._submit(rows)
+        self._abort(names)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from slime_core.errors import EngineError
+from slime_core.errors import EngineRefused
 from slime_core.types.completion import SamplingParams
 from slime_local.request_row import RequestRow
 from slime_local.running_batch import RunningBatch
@@ -31,13 +31,13 @@ class StopText:
                 self._model_path, trust_remote_code=self._trust_remote_code, local_files_only=True
             )
         except (OSError, ValueError) as error:
-            raise EngineError(
+            raise EngineRefused(
                 f"engine local: a request has stop strings, which need a tokenizer, and {self._model_path} has none "
                 f"that loads ({error}). Use stop_token_ids, or add the tokenizer's files."
             ) from error
 
     def prepare(self) -> None:
-        """Raises EngineError if there is no tokenizer."""
+        """Raises EngineRefused if there is no tokenizer."""
         _ = self._tokenizer
 
     def ended_rows(self, rows: Sequence[RequestRow], slots: RunningBatch) -> list[int]:

@@ -2,7 +2,7 @@
 
 What an actor raises reaches the caller as the same error with the same text, chained to Ray's, which has the worker's
 traceback. An actor that is gone is an error of its own, with its node, pid and the end of its log. After that, or when
-one rank raised and another still waits for it, no call of the group is awaited any more.
+one rank raised and another still waits for it, no call of the group is awaited any more. A refused request is no failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from slime_core.errors import SlimeError
+from slime_core.errors import EngineRefused, SlimeError
 from slime_ray.actors import Location, StartedProcess
 from slime_ray.process_end import end_on
 
@@ -36,6 +36,8 @@ class Member:
     failure: type[SlimeError]
     """Class of the error that its death raises."""
     location: Location | None = None
+    servers: Sequence[StartedProcess] | None = None
+    """The processes that serve for an engine, and may end after its own; None until it has started."""
 
     @property
     def actor_id(self) -> str:
@@ -47,20 +49,21 @@ class Member:
         """Whether its process is, or was, on this machine."""
         return self.location is not None and self.location.node == ray.get_runtime_context().get_node_id()
 
-    async def require_end(self, serving: StartedProcess | None) -> None:
-        """Kills its process, which may hang and then does not respond to Ray, and its server's. Raises its error if they have
+    async def require_end(self) -> None:
+        """Kills its process, which may hang and then does not respond to Ray, and its servers'. Raises its error if they have
         not ended in time."""
         if self.location is None:
             return
         where = f"{self.name} (node {self.location.ip}, pid {self.location.pid})"
         try:
-            left = await end_on(self.location, serving, here=self.is_here)
+            left = await end_on(self.location, self.servers or (), here=self.is_here)
         except (TimeoutError, RayError) as error:
             raise self.failure(
                 f"{where}: its machine has not reported whether it has ended: {error or 'no response'}"
             ) from error
         if left:
-            pids = ", ".join(map(str, left))
+            self.servers = (*(self.servers or ()), *left)
+            pids = ", ".join(str(process.pid) for process in left)
             raise self.failure(
                 f"{where}: it was killed, but processes {pids} have not ended. Their memory is not free."
             )
@@ -99,7 +102,7 @@ class ActorGroup:
         self._grace_s = grace_s
         self._shutdown_method = shutdown_method
         self._members: list[Member] = []
-        self._pending: dict[asyncio.Future[Any], str] = {}
+        self._pending: dict[asyncio.Future[Any], tuple[Member, str]] = {}
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._ready = False
         self._has_failed = False
@@ -118,10 +121,10 @@ class ActorGroup:
         self._ready = True
 
     async def run(self, member: Member, work: Awaitable[T], call: str = "") -> T:
-        """The result of a call on a member; any failure as described above. `call`: its name; members in other calls do not
-        wait for this one."""
+        """The result of a call on a member; any failure as described above. `call`: its name; only other members in the same
+        call wait for this one."""
         task: asyncio.Future[T] = asyncio.ensure_future(work)
-        self._pending[task] = call
+        self._pending[task] = member, call
         try:
             both: set[asyncio.Future[Any]] = {task, self._lost}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +134,7 @@ class ActorGroup:
         except RayError as error:
             failure = self._roster.explain(error, member)
             del self._pending[task]
-            self._note(failure, error, call)
+            self._note(failure, error, member, call)
             raise failure from error
         finally:
             self._pending.pop(task, None)
@@ -165,16 +168,21 @@ class ActorGroup:
         results = await asyncio.gather(*shutdowns, return_exceptions=True)
         # Ray asks a process to kill itself; one that hangs does not.
         hanging = [member for member, call in zip(self._members, shutdowns, strict=False) if call.cancelled()]
-        await together([member.require_end(None) for member in hanging])
+        await together([member.require_end() for member in hanging])
         for result in results:
             if isinstance(result, Exception) and not failed_before:
                 raise result
 
-    def _note(self, failure: Exception, error: RayError, call: str) -> None:
+    def _note(self, failure: Exception, error: RayError, member: Member, call: str) -> None:
+        if isinstance(failure, EngineRefused):
+            # The engine is well.
+            return
         self._has_failed = True
         if not isinstance(error, RayTaskError):
             self._lose(failure)
-        elif waiting := frozenset(other for other, its in self._pending.items() if its == call):
+        elif waiting := frozenset(
+            other for other, (of, its) in self._pending.items() if its == call and of is not member
+        ):
             loop = asyncio.get_running_loop()
             loop.call_later(self._grace_s, self._lose_if_waiting, failure, waiting)
 

@@ -21,6 +21,7 @@ from slime_core.contracts.engine import EngineInfo
 from slime_core.types.completion import Completion, GenerateRequest
 from slime_core.workers.engine_worker import EngineWorker, EngineWorkerSpec
 from slime_serving.held_port import held_port, place_of
+from slime_serving.process_group import group_of
 
 if TYPE_CHECKING:
     from slime_core.workers.train_worker import TrainWorker, TrainWorkerSpec
@@ -56,6 +57,16 @@ class StartedProcess:
     def is_another(self) -> bool:
         """Whether its pid belongs to another process now."""
         return self.running() is None and psutil.pid_exists(self.pid)
+
+    def servers(self) -> list[StartedProcess]:
+        """Its descendants that lead a process group of their own; [] if it has ended."""
+        process = self.running()
+        try:
+            descendants = [] if process is None else process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        leaders = [StartedProcess.of(child.pid) for child in descendants if group_of(child.pid) == child.pid]
+        return [leader for leader in leaders if leader is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +164,15 @@ class EngineActor:
         self._worker = EngineWorker(spec)
         await self._worker.prepare_start()
 
-    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> tuple[EngineInfo, StartedProcess | None]:
-        """`devices`: all of this engine's, where it shares them with a trainer. Also returns the process that serves."""
+    async def resolve(self, spec: EngineWorkerSpec, devices: Sequence[str]) -> tuple[EngineInfo, list[StartedProcess]]:
+        """`devices`: all of this engine's, where it shares them with a trainer. Also returns the processes that serve."""
         show_devices(devices)
         self._worker = self._worker or EngineWorker(spec)
         info = await self._worker.start()
-        return info, None if info.pid is None else StartedProcess.of(info.pid)
+        here = StartedProcess.of(os.getpid())
+        assert here is not None
+        serving = None if info.pid is None else StartedProcess.of(info.pid)
+        return info, [*here.servers(), *([] if serving is None else [serving])]
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """Completions as they end; those that end together travel together."""

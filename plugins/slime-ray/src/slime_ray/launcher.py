@@ -56,8 +56,6 @@ class EnginePlacement:
     actor_group: ActorGroup
     members: Sequence[Member] = ()
     """By machine; the first one serves. None once it was ended."""
-    serving: Sequence[StartedProcess | None] = ()
-    """The process that serves on each machine, which may be another than the member's and end after it."""
 
 
 class RayLauncher(Launcher):
@@ -228,13 +226,16 @@ class RayLauncher(Launcher):
     async def end_engine(self, index: int) -> None:
         placement = self._placements[index]
         self._lost_engines = True
-        await placement.actor_group.end(failed=True)
+        try:
+            # The servers of one that starts are found only as long as its actor lives.
+            await together([member.require_end() for member in placement.members if member.servers is None])
+        finally:
+            await placement.actor_group.end(failed=True)
         self._actor_groups = [
             actor_group for actor_group in self._actor_groups if actor_group is not placement.actor_group
         ]
-        members, serving = placement.members, placement.serving or [None] * len(placement.members)
-        await together([member.require_end(own) for member, own in zip(members, serving, strict=True)])
-        placement.members, placement.serving = (), ()
+        await together([member.require_end() for member in placement.members])
+        placement.members = ()
 
     async def restart_engine(self, index: int) -> tuple[EngineHandle, EngineInfo]:
         placement = self._placements[index]
@@ -360,14 +361,15 @@ class RayLauncher(Launcher):
         """Starts the actors of one engine together, since they wait for each other. Returns the info of the first machine's."""
         actor_group = placement.actor_group
         specs = await self._located(placement)
-        started: list[tuple[EngineInfo, StartedProcess | None]] = await together(
+        started: list[tuple[EngineInfo, list[StartedProcess]]] = await together(
             [
                 actor_group.run(member, member.actor.resolve.remote(spec, devices))
                 for member, spec, devices in zip(placement.members, specs, placement.devices, strict=True)
             ]
         )
         actor_group.ready()
-        placement.serving = [process for _, process in started]
+        for member, (_, servers) in zip(placement.members, started, strict=True):
+            member.servers = servers
         return started[0][0]
 
     async def _located(self, placement: EnginePlacement) -> list[EngineWorkerSpec]:

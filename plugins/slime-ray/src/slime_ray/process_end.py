@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import psutil
@@ -22,29 +24,40 @@ WORKER_S: Final = 60.0
 """Time limit beyond that for an end on another machine, where Ray starts a process for it."""
 
 
-def end_here(actor: StartedProcess, serving: StartedProcess | None, limit_s: float) -> list[int]:
-    """Kills the actor's process, which may hang, and the process group of its server. Returns the pids on this machine that
-    still run after `limit_s` seconds; [] if all have ended."""
+def end_here(actor: StartedProcess, servers: Sequence[StartedProcess], limit_s: float) -> list[StartedProcess]:
+    """Kills the actor's process, which may hang, and the process groups of its servers: of those known (`servers`), and of
+    those that it has started by now. Returns the processes on this machine that still run after `limit_s` seconds, to be passed
+    as `servers` to another attempt; [] if all have ended."""
     deadline = time.monotonic() + limit_s
-    process = actor.running()
-    if process is not None:
+    if (process := actor.running()) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
+            # A process that is stopped starts no others.
+            process.suspend()
+            servers = [*servers, *actor.servers()]
             process.kill()
-    left = []
-    if serving is not None and serving.pid != actor.pid and not serving.is_another:
-        left = [other.pid for other in kill_process_group(serving.pid, limit_s)]
-    while process is not None and not has_ended(process):
+    others = {server for server in servers if server.pid != actor.pid and not server.is_another}
+    left = {process for each in (actor, *others) if (process := each.running()) is not None}
+    # All at once: the first may take all the time.
+    with ThreadPoolExecutor(max(len(others), 1)) as pool:
+        for group in pool.map(lambda server: kill_process_group(server.pid, limit_s), others):
+            left |= set(group)
+    while left := {process for process in left if not has_ended(process)}:
         if time.monotonic() > deadline:
-            return [process.pid, *left]
+            break
+        for process in left:
+            # One that another attempt left may lead no group.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(POLL_S)
-    return left
+    found = [StartedProcess.of(process.pid) for process in sorted(left, key=lambda process: process.pid)]
+    return [process for process in found if process is not None]
 
 
-async def end_on(location: Location, serving: StartedProcess | None, *, here: bool) -> list[int]:
+async def end_on(location: Location, servers: Sequence[StartedProcess], *, here: bool) -> list[StartedProcess]:
     """`end_here` on the machine of `location`. [] also for a machine that Ray has lost: it cannot be asked, and the run uses
     it no longer. TimeoutError if it does not respond."""
     if here:
-        return await asyncio.to_thread(end_here, location.process, serving, END_S)
+        return await asyncio.to_thread(end_here, location.process, servers, END_S)
     if not any(node["NodeID"] == location.node and node["Alive"] for node in ray.nodes()):
         return []
     there: Any = ray.remote(end_here).options(
@@ -52,7 +65,7 @@ async def end_on(location: Location, serving: StartedProcess | None, *, here: bo
     )
     try:
         async with asyncio.timeout(END_S + WORKER_S):
-            left: list[int] = await there.remote(location.process, serving, END_S)
+            left: list[StartedProcess] = await there.remote(location.process, servers, END_S)
             return left
     except RayError:
         # It was lost meanwhile.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slime_core.contracts.collector import Collector
+from slime_core.registry.boundary import held
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import RunningGroup, is_aborted
 from slime_core.types.buffer_item import BufferItem
@@ -41,7 +42,7 @@ class AcceptedGroups(Collector[RolloutContext]):
         refused: list[tuple[SampleGroup, str]] = []
         returned: list[BufferItem] = []
         in_flight: deque[Submitted] = deque()
-        complete = False
+        error: BaseException | None = None
         try:
             while len(accepted) < target:
                 if not in_flight:
@@ -60,11 +61,15 @@ class AcceptedGroups(Collector[RolloutContext]):
                 check_limit(refused, len(accepted), step, config)
                 if config.refill == "eager":
                     in_flight += self._submit(context, 1, step, left=len(accepted) + len(in_flight))
-            complete = True
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            await self._abort(context, in_flight, wait_for_rewards=complete)
-            returned += [submitted.item.as_returned(step) for submitted in in_flight]
-            context.buffer.add_samples(returned)
+            try:
+                await self._end(context, in_flight, error)
+            finally:
+                returned += [submitted.item.as_returned(step) for submitted in in_flight]
+                context.buffer.add_samples(returned)
         accepted.sort(key=lambda group: group.samples[0].index)
         context.observe(step, accepted, refused)
         return accepted
@@ -76,22 +81,40 @@ class AcceptedGroups(Collector[RolloutContext]):
         assert context.runner is not None
         return [Submitted(item, context.runner.start(item.prompt, item.samples)) for item in items]
 
+    async def _end(self, context: RolloutContext, in_flight: Sequence[Submitted], error: BaseException | None) -> None:
+        """Ends the groups in flight. `error`: that of the step, which is raised; an abort may fail for the same cause, a lost
+        engine."""
+        with held() as failed:
+            await self._abort(context, in_flight, wait_for_rewards=error is None)
+        if failed.error is None:
+            return
+        if error is None:
+            raise failed.error
+        error.add_note(f"Then its requests could not be aborted: {failed.error}")
+
     async def _abort(self, context: RolloutContext, in_flight: Sequence[Submitted], *, wait_for_rewards: bool) -> None:
         if not in_flight:
             return
         tasks = [submitted.running.task for submitted in in_flight]
         cancelled = wait_for_rewards
         assert context.runner is not None
-        while running := [submitted.running for submitted in in_flight if not submitted.running.task.done()]:
-            await context.runner.abort(running)
-            await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
-            if not cancelled:
-                # The run ends: requests are aborted by now, and a reward could take as long as its time limit. Once: another
-                # cancellation would cut what a task cleans up.
-                cancelled = True
-                for task in tasks:
+        try:
+            while running := [submitted.running for submitted in in_flight if not submitted.running.task.done()]:
+                await context.runner.abort(running)
+                await asyncio.wait(tasks, timeout=ABORT_INTERVAL_S)
+                if not cancelled:
+                    # The run ends: requests are aborted by now, and a reward could take as long as its time limit. Once:
+                    # another cancellation would cut what a task cleans up.
+                    cancelled = True
+                    for task in tasks:
+                        task.cancel()
+        finally:
+            # Those that an abort which failed has not ended.
+            for task in tasks:
+                if not task.cancelling():
                     task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
                 context.counts["rollout/failed_groups"] += 1
             elif is_aborted(result):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from slime_core.contracts.collector import Collector, CollectorEvent
+from slime_core.registry.boundary import held
 from slime_core.rollout.context import RolloutContext
 from slime_core.rollout.groups import RunningGroup, is_aborted, is_failed
 from slime_core.types.buffer_item import BufferItem
@@ -97,10 +98,14 @@ class GroupPool(Collector[RolloutContext]):
         try:
             async with self._turns:
                 taken = await self._fill(order)
-        except BaseException:
+        except BaseException as error:
             self._broken.append(order)
             if not in_flight:
-                await self.flush_to_buffer(graceful=False)
+                with held() as failed:
+                    await self.flush_to_buffer(graceful=False)
+                if failed.error is not None:
+                    # It may have the same cause, a lost engine.
+                    error.add_note(f"Then its groups could not be ended: {failed.error}")
             raise
         finally:
             self._orders = [other for other in self._orders if other is not order]
