@@ -54,8 +54,10 @@ class OpenWeights:
         finally:
             entry.users -= 1
             async with self._changed:
-                if entry.weights.done() and (entry.weights.cancelled() or entry.weights.exception() is not None):
-                    self._open.pop(folder, None)
+                failed = entry.weights.done() and (entry.weights.cancelled() or entry.weights.exception() is not None)
+                # Another request may have opened them again meanwhile.
+                if failed and self._open.get(folder) is entry:
+                    del self._open[folder]
                 self._changed.notify_all()
 
     async def forget(self, folder: Path) -> None:
