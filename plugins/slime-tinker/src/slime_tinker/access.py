@@ -40,6 +40,8 @@ class Access:
             return
         scope["tenant"] = tenant
         body = await self._body(headers, receive)
+        if body is None:
+            return
         if isinstance(body, str):
             await refused(413, body)(scope, receive, send)
             return
@@ -59,8 +61,8 @@ class Access:
         text = given.decode("latin-1")
         return keys.tenant_of(text) if text.startswith(PREFIX) else None
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | str:
-        """Decompressed; as text why it is refused."""
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | str | None:
+        """Decompressed; as text why it is refused. None: the client has gone, and what came may be a part."""
         parts, size, most = [], 0, self._max_body_bytes
         too_large = (
             f"the body has more than {most} bytes. Send fewer datums at a time: gradients add up until optim_step."
@@ -69,7 +71,7 @@ class Access:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                break
+                return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > most:
