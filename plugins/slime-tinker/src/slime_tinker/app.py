@@ -300,7 +300,9 @@ class Endpoints:
         return json_response({"checkpoints": [shown(one) for one in own[offset : offset + limit]], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, tenant: str) -> Response:
-        await self._service.checkpoints.delete(self._named(request, tenant))
+        checkpoint = self._named(request, tenant)
+        self._service.checkpoints.require_unneeded(checkpoint.id)
+        await self._service.checkpoints.delete(checkpoint)
         return json_response({})
 
     async def _set_ttl(self, request: Request, tenant: str) -> Response:
