@@ -54,6 +54,10 @@ class Admission:
                 return
             tenant = min(waiting, key=lambda name: (self._held[name], self._admitted[name]))
             number, turn = self._waiting[tenant][0]
+            if turn.cancelled():
+                # Whose task has not run since it was cancelled.
+                self._waiting[tenant].popleft()
+                continue
             if number > self._free:
                 return
             self._waiting[tenant].popleft()
