@@ -4,14 +4,14 @@ disk behind."""
 import asyncio
 import sqlite3
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from scripted_models import ScriptedModels
 from sdk_calls import killed, limits, retention, serving, settings
 
-from slime_core.errors import ModelError, TrainingError
+from slime_core.errors import EngineError, ModelError, StorageError, TrainingError
 from slime_core.types.completion import SamplingParams
 from slime_tinker.access import Access
 from slime_tinker.admission import Admission
@@ -98,23 +98,110 @@ async def test_metadata_has_a_limit(tmp_path):
 # --- Clients that go --------------------------------------------------------------------------------------------------
 
 
+class Connection:
+    """An ASGI client that has sent these messages."""
+
+    def __init__(self, *messages):
+        self.messages = list(messages)
+        self.sent = []
+
+    async def receive(self):
+        return self.messages.pop(0)
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    async def call(self, access):
+        await access({"type": "http", "headers": [], "path": "/"}, self.receive, self.send)
+        return self.sent[0]["status"] if self.sent else None
+
+
+def part(body, *, more=False):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
 async def test_a_body_that_is_cut_short_is_no_request():
     """Half of a protobuf message may be one too."""
-    handled, sent = [], []
+    handled = []
 
     async def app(scope, receive, send):
         handled.append(await receive())
 
-    messages = [{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}]
+    access = Access(app, None, max_body_bytes=100, max_held_bytes=100)
+    assert await Connection(part(b"half", more=True), {"type": "http.disconnect"}).call(access) is None
+    assert handled == []
+    assert not access._held
 
-    async def receive():
-        return messages.pop(0)
 
-    async def send(message):
-        sent.append(message)
+async def test_bodies_that_are_being_received_have_a_limit_in_bytes():
+    inside, may_end, handled = asyncio.Event(), asyncio.Event(), []
 
-    await Access(app, None, max_body_bytes=100)({"type": "http", "headers": [], "path": "/"}, receive, send)
-    assert (handled, sent) == ([], [])
+    async def app(scope, receive, send):
+        handled.append((await receive())["body"])
+        inside.set()
+        await may_end.wait()
+
+    access = Access(app, None, max_body_bytes=100, max_held_bytes=8)
+    # One is received whatever it has.
+    first = asyncio.create_task(Connection(part(b"12345", more=True), part(b"67890")).call(access))
+    await inside.wait()
+    assert await asyncio.wait_for(Connection(part(b"1")).call(access), 5) == 429
+    may_end.set()
+    await first
+    await Connection(part(b"1")).call(access)
+    assert handled == [b"1234567890", b"1"]
+    assert not access._held
+
+
+async def test_keys_that_cannot_be_read_are_tried_again_by_clients(capsys):
+    def unreadable():
+        raise StorageError("keys.json: too many open files.")
+
+    access = Access(Connection, unreadable, max_body_bytes=1, max_held_bytes=1)
+    assert await Connection().call(access) == 503
+    assert "too many open files" in capsys.readouterr().err
+
+
+async def test_a_session_that_ends_does_not_wait_for_its_samples(tmp_path):
+    models = ScriptedModels()
+    models.hold_samples = True
+    async with serving(models, settings(tmp_path)) as (service, calls):
+        session = await calls.session()
+        sampler = await calls.snapshot(await calls.model(session), 1, 0)
+        request = await calls.sample(sampler, 0)
+        await asyncio.to_thread(models.has_waiting.wait, 20)
+        await asyncio.wait_for(calls.post(f"sessions/{session}/finish"), 5)
+        assert models.waiting[0].cancelled()
+        assert request not in service.futures
+        assert (models.open, models.done) == (0, {})
+        assert not service.holdings.samplers
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+async def test_a_sample_whose_prompt_is_not_scored_ends(tmp_path, how):
+    models = ScriptedModels()
+    models.hold_samples = True
+    scoring, scores = threading.Event(), Future()
+
+    def prompt_scores(weights, prompt, top_k):
+        scoring.set()
+        return scores
+
+    models.prompt_scores = prompt_scores
+    async with serving(models, settings(tmp_path)) as (_, calls):
+        session = await calls.session()
+        created = await calls.post(
+            "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="base"
+        )
+        request = await calls.sample(created.json()["sampling_session_id"], 0, prompt_logprobs=True)
+        await asyncio.to_thread(scoring.wait, 20)
+        if how == "failed":
+            scores.set_exception(EngineError("lost."))
+        else:
+            await calls.post("cancel_future", request_id=request)
+        assert "error" in await calls.result(request)
+        await asyncio.sleep(0)
+        assert models.waiting[0].cancelled()
 
 
 # --- Restarts ---------------------------------------------------------------------------------------------------------
@@ -181,6 +268,26 @@ async def test_a_state_that_cannot_be_loaded_keeps_no_other_model_away(tmp_path,
     async with serving(ScriptedModels(), chosen) as (service, calls):
         await calls.post(f"sessions/{session}/finish")
         assert not list((tmp_path / "weights").iterdir())
+
+
+async def test_results_from_before_a_restart_are_kept_as_long_as_others(tmp_path):
+    async def script(service, calls):
+        model = await calls.model(await calls.session())
+        await calls.result(await calls.optim_step(model, 1))
+        await calls.result(await calls.forward_backward(model, 2, 5, forward_only=True))
+        await calls.save(model, 3, "last")
+        return model
+
+    model = await killed(ScriptedModels(), settings(tmp_path), script)
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        # The server was down for long.
+        journal.execute("update requests set done = done - 100000")
+    async with serving(ScriptedModels(), settings(tmp_path)) as (service, calls):
+        await service.clean_once()
+        assert (await calls.result(f"{model}:2")).metrics
+        service.started -= 4000
+        await service.clean_once()
+        assert (await calls.fetch(f"{model}:2")).status_code == 404
 
 
 # --- Weights for sampling ---------------------------------------------------------------------------------------------
@@ -254,6 +361,24 @@ async def test_weights_that_the_server_lost_are_its_own_fault(tmp_path, capsys):
     assert "its weights cannot be read" in capsys.readouterr().err
 
 
+async def test_weights_that_an_engine_does_not_drop_end_nothing(tmp_path, monkeypatch, capsys):
+    models = ScriptedModels()
+    models.max_weights = 1
+
+    def fails(weights):
+        models.open -= 1
+        raise EngineError("hung.")
+
+    monkeypatch.setattr("scripted_models.Weights.drop", fails)
+    async with serving(models, settings(tmp_path, limits=limits(max_snapshots=1))) as (_, calls):
+        model = await calls.model(await calls.session())
+        for number in range(2):
+            sampler = await calls.snapshot(model, 1 + number, number)
+            assert (await calls.result(await calls.sample(sampler, 0))).sequences
+        assert "metrics" in await calls.result(await calls.optim_step(model, 3))
+    assert "weights for sampling could not be dropped: hung." in capsys.readouterr().err
+
+
 async def test_weights_that_are_opened_again_stay(tmp_path):
     """The request whose opening failed ends after another one has opened them."""
     models = ScriptedModels()
@@ -299,6 +424,44 @@ async def hold(weights, folder, until=None):
             await until.wait()
 
 
+async def test_a_place_that_is_left_while_who_waits_for_it_is_cancelled():
+    admission = Admission(1)
+
+    async def sample():
+        async with admission.place("one", 1):
+            await asyncio.Event().wait()
+
+    async def next_one():
+        async with admission.place("two", 1):
+            pass
+
+    tasks = [asyncio.create_task(sample()) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in ended] == [asyncio.CancelledError] * 3
+    await asyncio.wait_for(next_one(), 5)
+
+
+async def test_a_server_ends_with_samples_that_wait_for_a_place(tmp_path):
+    models = ScriptedModels()
+    models.hold_samples = True
+    async with serving(models, settings(tmp_path, sampling_places=1)) as (_, calls):
+        session = await calls.session()
+        model = await calls.model(session)
+        await calls.result(await calls.optim_step(model, 1))
+        created = await calls.post(
+            "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="base"
+        )
+        requests = [await calls.sample(created.json()["sampling_session_id"], seq) for seq in range(3)]
+        await asyncio.to_thread(models.has_waiting.wait, 20)
+    assert models.calls[-1] == f"{model} save"
+    async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
+        for request in requests:
+            assert (await calls.result(request)).sequences
+
+
 async def test_tenants_take_turns_at_places_that_one_request_fills():
     admission, order = Admission(4), []
 
@@ -337,7 +500,7 @@ async def test_a_load_that_fails_hurts_its_model_alone(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="cannot be read as an adapter"):
         models.load("a", None, tmp_path, optimizer=True)
     assert "a" in session.adapters
-    # One that the trainers do not take: the model has no weights, and says so.
+    # One that the trainers do not take: the model has no weights, and its requests fail.
     monkeypatch.setattr("slime_tinker.session_adapters.require_loadable", lambda folder, optimizer: None)
     with pytest.raises(ModelError, match="does not fit"):
         models.load("a", None, tmp_path, optimizer=True)

@@ -347,7 +347,8 @@ class Endpoints:
 def asgi(service: Service, keys: Callable[[], Keys] | None) -> AsgiApp:
     """`keys`: those that are valid now; None: every caller is served."""
     app = Starlette(routes=Endpoints(service).routes(), exception_handlers={404: unknown_endpoint})
-    return Access(app, keys, max_body_bytes=service.settings.limits.max_body_bytes)
+    limits = service.settings.limits
+    return Access(app, keys, max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_pending_bytes)
 
 
 async def unknown_endpoint(request: Request, error: Exception) -> Response:

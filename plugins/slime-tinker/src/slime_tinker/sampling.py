@@ -123,11 +123,13 @@ class Sampling:
             # Before the weights: those who wait for a place would keep the engines' room for weights from other tenants.
             await stack.enter_async_context(self.admission.place(record.tenant, len(asked.seeds)))
             weights = await self._weights(sampler, stack)
-            work = [asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))]
+            work = asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))
+            # Also if the scores fail, or the request is cancelled while it waits for them.
+            stack.callback(work.cancel)
             scores: PromptScores | None = None
             if asked.prompt_log_probs or asked.top_k:
                 scores = await asyncio.wrap_future(self.models.prompt_scores(weights, asked.prompt, asked.top_k))
-            (completions,) = await asyncio.gather(*work)
+            completions = await work
             likeliest = None
             if asked.sample_top_k:
                 likeliest = [await self._likeliest(weights, asked, completion) for completion in completions]

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tinker.types import (
@@ -50,6 +50,7 @@ class Service:
     checkpoints: Checkpoints
     training: Training
     sampling: Sampling
+    started: float = field(default_factory=time.time)
 
     # --- Sessions -----------------------------------------------------------------------------------------------------
 
@@ -83,13 +84,16 @@ class Service:
             # To be ended again: nothing else ends its models.
             self.holdings.put(session)
             raise
+        samplers = self.holdings.samplers_of(session.id)
+        left = [statement for own in samplers for statement in (self.holdings.remove(own), forgotten(own.id))]
+        # First, since snapshots are deleted when nothing samples from them.
+        for sampler in samplers:
+            await self.sampling.cancel_of(sampler.id, why)
+        await self.journal.write(left, lasting=True)
         for model in self.holdings.models_of(session.id):
             await self.training.unload(model, why)
             await self.checkpoints.delete_snapshots(model.id, keep=0)
             await self.journal.write([forgotten(model.id)], lasting=True)
-        for sampler in self.holdings.samplers_of(session.id):
-            await self.sampling.cancel_of(sampler.id, why)
-            await self.journal.write([self.holdings.remove(sampler), forgotten(sampler.id)], lasting=True)
 
     # --- Models -------------------------------------------------------------------------------------------------------
 
@@ -231,6 +235,8 @@ class Service:
 
     async def clean_once(self) -> None:
         retention, now = self.settings.retention, time.time()
+        # What follows may wait for others to end.
+        self.turns.skip_gaps(time.monotonic() - retention.gap_s)
         for name in list(self.holdings.sessions):
             # Looked up in its turn: it may have been heard of, or have ended, while others were ended.
             session = self.holdings.sessions[name]
@@ -238,8 +244,9 @@ class Service:
                 minutes = retention.session_s / 60
                 await self.finish_session(session, f"nothing was heard of this session for {minutes:g} minutes.")
         await self.checkpoints.delete_expired()
-        await self.journal.write([expired_results(now - retention.result_s)])
-        self.turns.skip_gaps(time.monotonic() - retention.gap_s)
+        # Results from before the start have not been fetched since: their clients waited for the server.
+        if self.started <= now - retention.result_s:
+            await self.journal.write([expired_results(now - retention.result_s)])
 
 
 @contextlib.asynccontextmanager
