@@ -1,6 +1,8 @@
 """A disk without room: for states, for what tenants save, and for the journal. The server serves on, and loses nothing."""
 
 import asyncio
+import errno
+import io
 import threading
 import time
 from dataclasses import replace
@@ -87,6 +89,21 @@ async def test_a_state_is_not_tried_at_every_step(tmp_path):
         models.full, live.retry_at = False, time.monotonic()
         await calls.result(await calls.optim_step(model, 4))
         assert service.holdings.models[model].applied == 4
+
+
+async def test_a_log_on_the_same_disk_ends_nothing(tmp_path, monkeypatch):
+    class FullLog(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    models = ScriptedModels()
+    async with serving(models, settings(tmp_path, save_after_s=0.0)) as (_, calls):
+        model = await calls.model(await calls.session())
+        models.full = True
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", FullLog())
+            assert (await calls.result(await calls.optim_step(model, 1)))["metrics"]["step"] == 1
+            assert (await calls.save(model, 2, "best"))["category"] == "server"
 
 
 async def test_a_tenant_hears_that_a_checkpoint_was_not_saved(tmp_path):

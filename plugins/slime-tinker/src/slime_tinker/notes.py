@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from datetime import datetime
 
 
 def note(text: str) -> None:
-    print(f"{datetime.now():%Y-%m-%d %H:%M:%S} slime serve: {text}", file=sys.stderr, flush=True)
+    # stderr may be a file on the disk that is full.
+    with contextlib.suppress(OSError):
+        print(f"{datetime.now():%Y-%m-%d %H:%M:%S} slime serve: {text}", file=sys.stderr, flush=True)

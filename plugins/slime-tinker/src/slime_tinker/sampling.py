@@ -150,10 +150,10 @@ class Sampling:
             if sampler.checkpoint is not None:
                 # They may have been deleted while the request waited for others to be closed.
                 self._checkpoint(sampler.id, sampler.checkpoint)
-            note(f"{sampler.checkpoint}: its weights cannot be read: {error}")
+            note(f"{sampler.checkpoint or 'the base'}: its weights cannot be read: {error}")
             raise StorageError(
-                f"sampling_session_id {sampler.id}: the server cannot read its weights ({sampler.checkpoint}). Save the model "
-                "again, and create another sampling client."
+                f"sampling_session_id {sampler.id}: the server cannot read its weights. Save the model again, and create another "
+                "sampling client."
             ) from error
 
     def _checkpoint(self, sampler: str, path: str) -> CheckpointRecord:
