@@ -152,8 +152,8 @@ class Sampling:
                 self._checkpoint(sampler.id, sampler.checkpoint)
             note(f"{sampler.checkpoint or 'the base'}: its weights cannot be read: {error}")
             raise StorageError(
-                f"sampling_session_id {sampler.id}: the server cannot read its weights. Save the model again, and create another "
-                "sampling client."
+                f"sampling_session_id {sampler.id}: the server cannot read its weights. Save the model again, and create "
+                "another sampling client."
             ) from error
 
     def _checkpoint(self, sampler: str, path: str) -> CheckpointRecord:
