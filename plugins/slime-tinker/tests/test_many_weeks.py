@@ -95,6 +95,40 @@ async def test_metadata_has_a_limit(tmp_path):
         assert "user_metadata: 62 bytes as JSON, and there may be 50" in failed["error"]
 
 
+# --- Turns ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["loads", "is unloaded"])
+async def test_who_loads_what_is_being_written_keeps_no_other_from_the_trainers(tmp_path, then):
+    models = ScriptedModels()
+    async with serving(models, settings(tmp_path)) as (_, calls):
+        session = await calls.session()
+        slow, other = await calls.model(session), await calls.model(session, 1)
+        models.disk.clear()
+        saved = await calls.post("save_weights", model_id=slow, seq_id=1, path="slow")
+        step = await calls.optim_step(slow, 2)
+        loading = asyncio.create_task(calls.load(slow, 3, f"tinker://{slow}/weights/slow"))
+        last = await calls.optim_step(slow, 4, lr=0.7)
+        for seq in (1, 2):
+            done = await asyncio.wait_for(calls.result(await calls.optim_step(other, seq)), 5)
+            assert done["metrics"]["step"] == seq
+        unload = None
+        if then == "is unloaded":
+            unload = asyncio.create_task(calls.post("unload_model", model_id=slow))
+            await asyncio.sleep(0.05)
+        models.disk.set()
+        assert "path" in await calls.result(saved.json()["request_id"])
+        assert (await calls.result(step))["metrics"]["step"] == 1
+        if unload is None:
+            assert (await loading)["type"] == "load_weights"
+            assert (await calls.result(last))["metrics"]["step"] == 1
+            assert models.done[slow] == [["create", 0], ["optim_step", 0.7]]
+        else:
+            await unload
+            assert "unloaded" in (await loading)["error"]
+            assert "unloaded" in (await calls.result(last))["error"]
+
+
 # --- Clients that go --------------------------------------------------------------------------------------------------
 
 

@@ -275,8 +275,11 @@ class Training:
 
     async def _run(
         self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
-    ) -> None:
+    ) -> asyncio.Future[Any] | None:
         live = self._live[record.owner]
+        if effect and record.kind == "load_weights" and live.rest is not None and not live.rest.done():
+            # It may be what writes the checkpoint.
+            return live.rest
         rest: Rest | None = None
         failed = False
         if effect:
@@ -296,6 +299,7 @@ class Training:
         if not live.created:
             await live.rest
             await self._give_up(record.owner)
+        return None
 
     async def _finish(
         self,
@@ -371,9 +375,6 @@ class Training:
     async def _load(self, record: RequestRecord) -> Rest:
         asked = LoadWeightsRequest.model_validate_json(record.body)
         model, live = self.holdings.models[record.owner], self._live[record.owner]
-        if live.rest is not None:
-            # It may be what writes the checkpoint.
-            await asyncio.wait([live.rest])
         checkpoint = self.holdings.checkpoint(asked.path, record.tenant)
         if checkpoint.kind != "training":
             raise RequestError(f"path {asked.path}: weights for sampling alone; load what save_state wrote.")
