@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import io
+import sqlite3
 import threading
 import time
 from dataclasses import replace
@@ -24,14 +25,22 @@ class FullJournal:
 
     def __init__(self, service, monkeypatch):
         self.full = False
+        self.refused = 0
         self._apply = service.journal._apply
         monkeypatch.setattr(slime_tinker.journal, "AGAIN_S", 0.01)
         monkeypatch.setattr(service.journal, "_apply", self.apply)
 
     def apply(self, statements):
         if self.full:
+            self.refused += 1
             raise StorageError("no room.")
         self._apply(statements)
+
+
+def stored(tmp_path, record):
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        (content,) = journal.execute("select content from records where id = ?", (record,)).fetchone()
+    return content
 
 
 def folders(tmp_path):
@@ -247,6 +256,8 @@ async def test_results_wait_for_the_journal_and_new_requests_are_refused(tmp_pat
         step = await calls.optim_step(model, 1)
         journal.full = True
         models.gate.set()
+        while not journal.refused:  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.01)
         assert (await calls.fetch(step)).json()["type"] == "try_again"
         refused = await calls.post("optim_step", model_id=model, seq_id=2, adam_params={})
         assert refused.status_code == 500
@@ -273,10 +284,10 @@ async def test_what_is_cleaned_up_is_tried_again(tmp_path, monkeypatch, capsys):
         session = await calls.session()
         service.holdings.sessions[session] = replace(service.holdings.sessions[session], seen=0.0)
         journal.full = True
-        await asyncio.sleep(0.1)
-        assert not service.holdings.sessions[session].finished
+        while journal.refused < 2:  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.01)
         journal.full = False
-        while not service.holdings.sessions[session].finished:  # noqa: ASYNC110 - nothing reports it
+        while '"finished": true' not in stored(tmp_path, session):  # noqa: ASYNC110 - nothing reports it
             await asyncio.sleep(0.01)
     assert "what has expired is not deleted yet: no room." in capsys.readouterr().err
 
@@ -290,6 +301,8 @@ async def test_a_server_ends_though_results_cannot_be_written(tmp_path, monkeypa
         step = await calls.optim_step(model, 1)
         journal.full = True
         models.gate.set()
+        while not journal.refused:  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.01)
         assert (await calls.fetch(step)).json()["type"] == "try_again"
     assert "results are not written, and begin again with the next start" in capsys.readouterr().err
     after = ScriptedModels()
