@@ -109,14 +109,14 @@ class Turns:
                 earlier = await job()
                 if earlier is not None:
                     line.waiting[seq], line.next_seq, line.waits = job, seq, True
-                    earlier.add_done_callback(partial(self._go_on, line))
+                    earlier.add_done_callback(partial(self._resume, line))
             finally:
                 line.running = False
                 line.ended.set()
                 self._used[line.tenant] = self._used.get(line.tenant, 0.0) + time.monotonic() - began
                 self._note_gap(line)
 
-    def _go_on(self, line: Line, earlier: asyncio.Future[Any]) -> None:
+    def _resume(self, line: Line, earlier: asyncio.Future[Any]) -> None:
         line.waits = False
         self._changed.set()
 
