@@ -31,6 +31,7 @@ from slime_core.errors import (
     TrainingError,
 )
 from slime_core.types.batch import TokenColumns
+from slime_core.types.completion import SamplingParams
 from slime_plugin_kit.warm_slime import WarmSlime
 from slime_session import Datum, TrainingSession, open_session
 
@@ -347,6 +348,37 @@ def test_an_interrupt_ends_the_call_alone(opened: Callable[..., TrainingSession]
         assert session.step == 1
     with pytest.raises(SlimeError, match="this session is closed"):
         session.collect()
+
+
+def test_a_weight_update_that_is_interrupted_is_made_again(opened: Callable[..., TrainingSession]) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    class Impatient:
+        def __init__(self, transport: Any) -> None:
+            self.transport = transport
+
+        async def push(self, *args: Any) -> Any:
+            """Interrupted between two engines' weights."""
+            signal.pthread_kill(main, signal.SIGINT)
+            await asyncio.sleep(60)
+
+    with opened("cut") as session:
+        loop = session._loop
+        loop._transport, transport = Impatient(loop._transport), loop._transport  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            session.update_weights()
+        for call, name in (
+            (session.sample, "sample"),
+            (session.collect, "collect"),
+            (lambda: session.generate([[5]], SamplingParams(max_new_tokens=1), seeds=[0]), "generate"),
+        ):
+            with pytest.raises(TrainingError, match=rf"{name}: .* cut a weight update short.* Call update_weights"):
+                call()
+        loop._transport = transport
+        session.update_weights()
+        assert session.sample(1)
+        assert session.generate([[5]], SamplingParams(max_new_tokens=1), seeds=[0])
 
 
 def test_observers_learn_why_a_session_ended(opened: Callable[..., TrainingSession]) -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import slime_core
 from slime_core.errors import CheckpointError, ConfigError, DataError, EngineRefused, ModelError, TrainingError
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
+from slime_core.types.sample import Status
 from slime_session import Adapter, Datum, Snapshot, TrainingSession
 
 if TYPE_CHECKING:
@@ -312,6 +313,12 @@ def test_a_restarted_engine_has_the_snapshots(tiny: TinyRun, opened: Callable[..
             np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
         assert client.engine(0) is not engine
         assert len(session.prompt_log_probs([PROMPTS[0]], snapshot=snapshot)) == 1
+        other = client.engine(0)
+        assert other is not None
+        session._live.do(lambda: other.call("stop"))
+        groups = session.sample(["1+1=", "2+3="], n_samples=2, snapshot=snapshot)
+        assert [sample.status for group in groups for sample in group.samples].count(Status.FAILED) == 0
+        assert client.engine(0) is not other
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from slime_core.errors import ModelError
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_session import Datum
@@ -44,6 +46,8 @@ class ScriptedModels:
         self.disk = threading.Event()
         """Cleared: what is saved is not written."""
         self.disk.set()
+        self.full = False
+        """The disk has no room for what is saved."""
         self.waiting: list[Future[list[Completion]]] = []
         self.has_waiting = threading.Event()
         self.hold_samples = False
@@ -52,7 +56,7 @@ class ScriptedModels:
         self._note(name, "create", spec.seed, new=True)
 
     def load(self, name: str, spec: ModelSpec, folder: Path, *, optimizer: bool) -> None:
-        saved = json.loads((folder / "done.json").read_text())
+        saved = read(folder)
         self.calls.append(f"{name} load")
         self.done[name] = saved if optimizer else [*saved, "new optimizer"]
 
@@ -79,12 +83,14 @@ class ScriptedModels:
         def write() -> None:
             assert self.disk.wait(20)
             folder.mkdir()
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device", str(folder))
             (folder / "done.json").write_text(content)
 
         return write
 
     def open_weights(self, folder: Path) -> Weights:
-        done = json.loads((folder / "done.json").read_text())
+        done = read(folder)
         self.open += 1
         assert self.open <= self.max_weights
         return Weights(self, done)
@@ -128,3 +134,10 @@ class ScriptedModels:
 
     def _log_probs(self, name: str, datums: Sequence[Datum]) -> Float32:
         return np.full(sum(datum.response_length for datum in datums), -float(len(self.done[name])), np.float32)
+
+
+def read(folder: Path) -> list[Any]:
+    try:
+        return list(json.loads((folder / "done.json").read_text()))
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read") from error

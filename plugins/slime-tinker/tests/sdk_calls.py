@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,22 @@ async def serving(models: Any, chosen: Settings, keys: Any = None) -> AsyncItera
         transport = httpx.ASGITransport(app=asgi(service, keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as client:
             yield service, Calls(client)
+
+
+class Killed(Exception):
+    """In place of SIGKILL: nothing is saved at the end."""
+
+
+async def killed(models: Any, chosen: Settings, script: Callable[[Service, Calls], Awaitable[Any]]) -> Any:
+    """Runs `script(service, calls)` and ends the server without its last savings."""
+    found = []
+    try:
+        async with serving(models, chosen) as (service, calls):
+            found.append(await script(service, calls))
+            raise Killed
+    except* Killed:
+        pass
+    return found[0]
 
 
 class Calls:
@@ -84,6 +100,21 @@ class Calls:
         response = await self.post("optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": lr})
         assert response.status_code == 200, response.text
         return str(response.json()["request_id"])
+
+    async def save(self, model: str, seq: int, name: str, **given: Any) -> Any:
+        response = await self.post("save_weights", model_id=model, seq_id=seq, path=name, **given)
+        return await self.result(response.json()["request_id"])
+
+    async def load(self, model: str, seq: int, path: str) -> Any:
+        response = await self.post("load_weights", model_id=model, seq_id=seq, path=path, optimizer=True)
+        return await self.result(response.json()["request_id"])
+
+    async def snapshot(self, model: str, seq: int, number: int) -> str:
+        """A sampling session of the model as it is."""
+        response = await self.post(
+            "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number
+        )
+        return str((await self.result(response.json()["request_id"]))["sampling_session_id"])
 
     async def sample(self, sampler: str, seq: int, **given: Any) -> str:
         body = {

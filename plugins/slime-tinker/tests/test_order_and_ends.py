@@ -6,28 +6,12 @@ from dataclasses import replace
 
 import pytest
 from scripted_models import ScriptedModels
-from sdk_calls import retention, serving, settings
+from sdk_calls import killed, retention, serving, settings
 
 from slime_tinker.errors import RequestError
 from slime_tinker.journal import accepted
 
 pytestmark = pytest.mark.asyncio
-
-
-class Killed(Exception):
-    """In place of SIGKILL: nothing is saved at the end."""
-
-
-async def killed(models, chosen, script):
-    """Runs `script(service, calls)` and ends the server without its last savings."""
-    found = []
-    try:
-        async with serving(models, chosen) as (service, calls):
-            found.append(await script(service, calls))
-            raise Killed
-    except* Killed:
-        pass
-    return found[0]
 
 
 def held(service, request_id):

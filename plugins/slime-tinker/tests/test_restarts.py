@@ -7,27 +7,11 @@ import time
 import numpy as np
 import pytest
 from scripted_models import ScriptedModels
-from sdk_calls import limits, retention, serving, settings
+from sdk_calls import killed, limits, retention, serving, settings
 
 from slime_core.errors import ConfigError
 
 pytestmark = pytest.mark.asyncio
-
-
-class Killed(Exception):
-    """In place of SIGKILL: nothing is saved at the end."""
-
-
-async def killed(models, chosen, script):
-    """Runs `script(service, calls)` and ends the server without its last savings."""
-    found = []
-    try:
-        async with serving(models, chosen) as (service, calls):
-            found.append(await script(service, calls))
-            raise Killed
-    except* Killed:
-        pass
-    return found[0]
 
 
 @pytest.mark.parametrize("save_after_s", [0.0, 1e9], ids=["saved", "repeated"])

@@ -23,6 +23,7 @@ from slime_core.types.batch import Int32
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
 from slime_core.types.weights import Bucket
 from slime_session.aborted_tasks import all_or_aborted
+from slime_session.engine_weights import EngineWeights
 from slime_session.named_plugins import those_with
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterSampler
@@ -42,8 +43,9 @@ class HeldSnapshot:
 
 
 class EngineAdapters:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, weights: EngineWeights) -> None:
         self._session = session
+        self._weights = weights
         self._names = itertools.count()
         self._requests = itertools.count()
         self._held: dict[str, HeldSnapshot] = {}
@@ -104,6 +106,7 @@ class EngineAdapters:
     ) -> list[Completion]:
         """In the order of the prompts. They enter an engine together."""
         client = client_of(self._session, "generate")
+        self._weights.require_whole("generate")
         if len(prompts) != len(seeds):
             raise DataError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds: pass a seed for each prompt.")
         if problem := sampling.problem(self._vocabulary.size or 2**31):
@@ -121,10 +124,15 @@ class EngineAdapters:
             )
             for own, seed in zip(tokens, seeds, strict=True)
         ]
-        tasks = [asyncio.create_task(self._ask(client, one, held)) for one in requests]
+        tasks = [asyncio.create_task(self.ask(one, held)) for one in requests]
         return await all_or_aborted(tasks, lambda: client.abort([request.request_id for request in requests]))
 
-    async def _ask(self, client: EngineClient, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
+    def with_snapshot(self, held: HeldSnapshot) -> SnapshotClient:
+        return SnapshotClient(self, held)
+
+    async def ask(self, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
+        """EngineRefused for what engines that have the snapshot do not support."""
+        client = client_of(self._session, "generate")
         # The second time, if the engine was restarted and had no snapshot: those of its requests that it lost come together.
         for _ in range(1 if held is None else 2):
             try:
@@ -138,11 +146,15 @@ class EngineAdapters:
         async with self._refused:
             return await client.generate(request)
 
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await client_of(self._session, "generate").abort(request_ids)
+
     async def prompt_log_probs(
         self, prompts: Sequence[Sequence[int]], top_k: int, held: HeldSnapshot | None
     ) -> list[PromptLogProbs]:
         require_sampler(self._session.run, "prompt_log_probs")
         client = client_of(self._session, "prompt_log_probs")
+        self._weights.require_whole("prompt_log_probs")
         if held is not None:
             await self.ensure(held)
         name = None if held is None else held.name
@@ -160,6 +172,24 @@ class EngineAdapters:
             raise DataError(f"prompts[{place}]: shape {tokens.shape}; a prompt is a list of at least one token id.")
         self._vocabulary.require(tokens, f"prompts[{place}]")
         return tokens.astype(np.int32)
+
+
+class SnapshotClient:
+    """What a `GroupRunner` asks of an `EngineClient`, for requests that name a snapshot: an engine that is restarted gets it
+    again."""
+
+    def __init__(self, engines: EngineAdapters, held: HeldSnapshot) -> None:
+        self._engines = engines
+        self.held = held
+
+    async def prepare(self) -> None:
+        await self._engines.ensure(self.held)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._engines.ask(request, self.held)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._engines.abort(request_ids)
 
 
 def client_of(session: Session, call: str) -> EngineClient:

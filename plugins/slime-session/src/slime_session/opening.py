@@ -58,7 +58,7 @@ def open_session(
     except BaseException as error:
         live.close(error)
         raise
-    engines = EngineAdapters(live.session)
+    engines = EngineAdapters(live.session, loop.weights)
     return TrainingSession(live, loop, TrainerStates(loop), AdapterLoop(loop, engines), engines)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from slime_core.controller.saving import CheckpointSaver
 from slime_core.controller.session import Session
 from slime_core.errors import ConfigError, RolloutError, RolloutsExhausted, TrainingError
 from slime_core.registry.boundary import foreign
+from slime_core.rollout.client import EngineClient
 from slime_core.rollout.groups import GroupRunner, RunningGroup, all_or_none
 from slime_core.rollout.scoring import is_scored
 from slime_core.types.batch import Float32, TokenColumns
@@ -43,7 +44,8 @@ from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import TrainGroup
 from slime_session.aborted_tasks import all_or_aborted
 from slime_session.datum import Datum, columns_of, groups_of
-from slime_session.engine_adapters import HeldSnapshot
+from slime_session.engine_adapters import SnapshotClient
+from slime_session.engine_weights import EngineWeights
 from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
 from slime_session.target_batch import TargetBatch, have_targets, predicting
@@ -79,9 +81,11 @@ class OwnLoop:
         self._transport = session.transport
         """The run's; see `TrainerStates.load_weights`."""
         self._numbers = OwnNumbers()
+        self.weights = EngineWeights(session)
 
     async def collect(self) -> list[SampleGroup]:
         await self.between_steps("collect")
+        self.weights.require_whole("collect")
         session, config = self.session, self.session.run.config
         step = session.state.rollout_id
         if step >= session.num_rollout:
@@ -100,10 +104,11 @@ class OwnLoop:
         return groups
 
     async def sample(
-        self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None, held: HeldSnapshot | None = None
+        self, prompts: int | Sequence[PromptLike] | None, n_samples: int | None, snapshot: SnapshotClient | None = None
     ) -> list[SampleGroup]:
-        """`held`: the snapshot to sample with; None: the engines' weights."""
+        """`snapshot`: what to sample with; None: the engines' weights."""
         self._require_state()
+        self.weights.require_whole("sample")
         session = self.session
         # Engines keep their weights while gradients add up, unless they and the trainers take turns on the same devices.
         if self._accumulated and session.colocation.offloads:
@@ -116,10 +121,10 @@ class OwnLoop:
             items = drawn_items(session, session.run.config.rollout.rollout_batch_size if prompts is None else prompts)
         else:
             items = []
-            adapter = None if held is None else held.adapter
+            adapter = None if snapshot is None else snapshot.held.adapter
             scope, first = self._numbers.next_prompts(session.state.rollout_id, adapter, len(prompts))
             own = rendered(session, self._renderer, prompts, first)
-        runner = own_runner(session.runner, scope, n_samples, held)
+        runner = own_runner(session.runner, scope, n_samples, snapshot)
         running: list[RunningGroup] = []
         with session.times.of("rollout"):
             try:
@@ -220,7 +225,7 @@ class OwnLoop:
             await self._rollouts.wait_idle()
         self.session.transport = self._transport
         with self.session.times.of("update_weights"):
-            await self.session.update_weights()
+            await self.weights.update()
         return self.session.weight_update_report
 
     async def ready_for_weights(self, call: str) -> None:
@@ -248,6 +253,7 @@ class OwnLoop:
 
     async def evaluate(self) -> EvalReport:
         await self.between_steps("evaluate")
+        self.weights.require_whole("evaluate")
         session = self.session
         if not len(session.evaluator):
             raise ConfigError("evaluate: this run has no evaluation set; add one to eval.datasets.")
@@ -348,16 +354,17 @@ def report_of(trained: Sequence[RoleReport], step: int) -> OptimizerStepReport:
     )
 
 
-def own_runner(runner: GroupRunner, scope: str, n_samples: int | None, held: HeldSnapshot | None) -> GroupRunner:
+def own_runner(runner: GroupRunner, scope: str, n_samples: int | None, snapshot: SnapshotClient | None) -> GroupRunner:
     """Without rewards."""
     settings = replace(
         runner.settings,
         scope=scope,
         scoring=None,
         num_samples=runner.settings.num_samples if n_samples is None else n_samples,
-        adapter=None if held is None else held.name,
+        adapter=None if snapshot is None else snapshot.held.name,
     )
-    return replace(runner, settings=settings, rewards=None)
+    client = runner.client if snapshot is None else cast("EngineClient", snapshot)
+    return replace(runner, settings=settings, rewards=None, client=client)
 
 
 def require_gradients_kept(tasks: Sequence[RoleTask]) -> None:

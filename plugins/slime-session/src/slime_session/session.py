@@ -114,10 +114,10 @@ class TrainingSession:
         as text or messages. snapshot: whose weights sample; None: those that `update_weights` sent last, also between
         `forward_backward` and `optim_step`. A response that could not be generated has the status FAILED and is not trained.
         Raises RolloutsExhausted if the data has ended."""
-        held = None if snapshot is None else snapshot.held
-        if held is not None:
-            self._live.do(lambda: self._engines.ensure(held))
-        return self._keeping_gradients("sample", lambda: self._loop.sample(prompts, n_samples, held))
+        client = None if snapshot is None else self._engines.with_snapshot(snapshot.held)
+        if client is not None:
+            self._live.do(client.prepare)
+        return self._keeping_gradients("sample", lambda: self._loop.sample(prompts, n_samples, client))
 
     def generate(
         self,
@@ -283,7 +283,8 @@ class TrainingSession:
         return self._live.do(lambda: self._loop.optim_step(settings))
 
     def update_weights(self) -> WeightUpdateReport | None:
-        """Sends the trainers' weights to the engines; None: the run has none."""
+        """Sends the trainers' weights to the engines; None: the run has none. After an error or interrupt inside, calls that
+        sample raise TrainingError until it is called again, since engines are paused."""
         return self._keeping_gradients("update_weights", self._loop.update_weights)
 
     def save_weights(self, folder: str | Path) -> Path:

@@ -49,7 +49,7 @@ class TrainerStates:
         # As the run's transport, so that engines which are restarted get these weights too.
         earlier, session.transport = session.transport, stored
         try:
-            await session.update_weights()
+            await self._loop.weights.update()
         except BaseException:
             session.transport = earlier
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,9 @@ class Admission:
         self._free = places
         self._places = places
         self._held: Counter[str] = Counter()
+        self._admitted: Counter[str] = Counter()
+        """Number of the last admission of each tenant."""
+        self._numbers = itertools.count(1)
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
 
     @contextlib.asynccontextmanager
@@ -42,16 +46,22 @@ class Admission:
         self._admit()
 
     def _admit(self) -> None:
-        """The tenant that holds the fewest places is next; none overtakes it, so that large requests get their turn."""
+        """The tenant that holds the fewest places is next, of several the one that was longest ago; none overtakes it, so that
+        large requests get their turn."""
         while True:
             waiting = [tenant for tenant, line in self._waiting.items() if line]
             if not waiting:
                 return
-            tenant = min(waiting, key=lambda name: self._held[name])
+            tenant = min(waiting, key=lambda name: (self._held[name], self._admitted[name]))
             number, turn = self._waiting[tenant][0]
+            if turn.cancelled():
+                # Whose task has not run since it was cancelled.
+                self._waiting[tenant].popleft()
+                continue
             if number > self._free:
                 return
             self._waiting[tenant].popleft()
             self._free -= number
             self._held[tenant] += number
+            self._admitted[tenant] = next(self._numbers)
             turn.set_result(None)

@@ -300,7 +300,9 @@ class Endpoints:
         return json_response({"checkpoints": [shown(one) for one in own[offset : offset + limit]], "cursor": cursor})
 
     async def _delete_checkpoint(self, request: Request, tenant: str) -> Response:
-        await self._service.checkpoints.delete(self._named(request, tenant))
+        checkpoint = self._named(request, tenant)
+        self._service.checkpoints.require_unneeded(checkpoint.id)
+        await self._service.checkpoints.delete(checkpoint)
         return json_response({})
 
     async def _set_ttl(self, request: Request, tenant: str) -> Response:
@@ -345,7 +347,8 @@ class Endpoints:
 def asgi(service: Service, keys: Callable[[], Keys] | None) -> AsgiApp:
     """`keys`: those that are valid now; None: every caller is served."""
     app = Starlette(routes=Endpoints(service).routes(), exception_handlers={404: unknown_endpoint})
-    return Access(app, keys, max_body_bytes=service.settings.limits.max_body_bytes)
+    limits = service.settings.limits
+    return Access(app, keys, max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_pending_bytes)
 
 
 async def unknown_endpoint(request: Request, error: Exception) -> Response:

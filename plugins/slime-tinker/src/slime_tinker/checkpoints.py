@@ -8,12 +8,13 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from slime_core.atomic_io.atomic_file import sync
+from slime_core.atomic_io.storage import written
 from slime_tinker.errors import RequestError
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement
@@ -34,6 +35,8 @@ class Checkpoints:
     journal: Journal
     open_weights: OpenWeights
     max_per_tenant: int
+    needed: dict[str, str] = field(default_factory=dict)
+    """By model, the path of the checkpoint that a restart would load into it again, since its own state is not saved yet."""
 
     def new_folder(self) -> str:
         """A name that none has; the folder itself is not there yet."""
@@ -48,7 +51,7 @@ class Checkpoints:
         known = set(self.holdings.folders())
         orphans = [path for path in self.root.iterdir() if path.name not in known] if self.root.is_dir() else []
         for path in orphans:
-            await asyncio.to_thread(shutil.rmtree, path)
+            await asyncio.to_thread(shutil.rmtree, path, True)
 
     def path_of(self, model: ModelRecord, kind: str, name: str, *, overwrite: bool = False) -> str:
         """RequestError for a name that no folder of a URI may have, one that is in use, or one too many."""
@@ -60,6 +63,8 @@ class Checkpoints:
         path = f"tinker://{model.id}/{SEGMENTS[kind]}/{name}"
         if path in self.holdings.checkpoints and not overwrite:
             raise RequestError(f'path "{name}": {path} is there already. Pass another name, or overwrite=True.')
+        if overwrite:
+            self.require_unneeded(path)
         number = len(self.holdings.named_checkpoints(model.tenant))
         if path not in self.holdings.checkpoints and number >= self.max_per_tenant:
             raise RequestError(f'path "{name}": you have {number} checkpoints, the most there may be. Delete some.')
@@ -74,8 +79,17 @@ class Checkpoints:
         """Nothing if it was deleted or replaced since it was looked up."""
         if self.holdings.checkpoints.get(record.id) is not record:
             return
-        await self.journal.write([self.holdings.remove(record)])
+        await self.journal.write([self.holdings.remove(record)], lasting=True)
         await self.delete_folder(record.folder)
+
+    def require_unneeded(self, path: str) -> None:
+        """RequestError with a status after which the SDK sends again."""
+        model = next((model for model, needed in self.needed.items() if needed == path), None)
+        if model is not None:
+            raise RequestError(
+                f"{path}: {model} has loaded it, and the server has not saved that model since. Try again later.",
+                status=409,
+            )
 
     async def set_ttl(self, record: CheckpointRecord, ttl_s: int | None) -> None:
         await self.journal.write([self.holdings.put(replace(record, expires=expiry(ttl_s)))])
@@ -83,7 +97,7 @@ class Checkpoints:
     async def delete_expired(self) -> None:
         now = time.time()
         for record in list(self.holdings.checkpoints.values()):
-            if record.expires is not None and record.expires <= now:
+            if record.expires is not None and record.expires <= now and record.id not in self.needed.values():
                 await self.delete(record)
 
     async def delete_snapshots(self, model: str, *, keep: int) -> None:
@@ -106,14 +120,20 @@ def expiry(ttl_s: int | None) -> float | None:
 
 
 def stored(folder: Path, write: Callable[[], None]) -> int:
-    """Writes a folder that is whole after a power failure, and returns its bytes."""
-    write()
-    size = 0
-    for path in sorted(folder.rglob("*")):
-        size += path.stat().st_size if path.is_file() else 0
-        sync(path)
-    sync(folder)
-    sync(folder.parent)
+    """Writes a folder that is whole after a power failure, and returns its bytes. StorageError: it is not there."""
+    size, done = 0, False
+    try:
+        with written(folder):
+            write()
+            for path in sorted(folder.rglob("*")):
+                size += path.stat().st_size if path.is_file() else 0
+                sync(path)
+            sync(folder)
+            sync(folder.parent)
+        done = True
+    finally:
+        if not done:
+            shutil.rmtree(folder, ignore_errors=True)
     return size
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ class Futures:
         self._journal = journal
         self._poll_s = poll_s
         self._pending: dict[str, asyncio.Future[Outcome]] = {}
-        self._tenants: dict[str, str] = {}
+        self._requests: dict[str, tuple[str, int]] = {}
+        """Tenant and bytes of those that are pending."""
+        self._number: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
 
     def __contains__(self, request_id: str) -> bool:
         """Whether it is not done yet."""
@@ -33,12 +37,26 @@ class Futures:
 
     def num_of(self, tenant: str) -> int:
         """The tenant's that are not done yet."""
-        return sum(owner == tenant for owner in self._tenants.values())
+        return self._number[tenant]
+
+    def bytes_of(self, tenant: str) -> int:
+        """Of their bodies."""
+        return self._bytes[tenant]
 
     def expect(self, request: RequestRecord) -> None:
         """It will be resolved by this server."""
         self._pending[request.id] = asyncio.get_running_loop().create_future()
-        self._tenants[request.id] = request.tenant
+        size = len(request.body)
+        self._requests[request.id] = request.tenant, size
+        self._number[request.tenant] += 1
+        self._bytes[request.tenant] += size
+
+    def _forget(self, request_id: str) -> asyncio.Future[Outcome] | None:
+        if (known := self._requests.pop(request_id, None)) is not None:
+            tenant, size = known
+            self._number[tenant] -= 1
+            self._bytes[tenant] -= size
+        return self._pending.pop(request_id, None)
 
     async def accept(self, request: RequestRecord, *beside: Statement) -> bool:
         """Returns when it is written down. False: it was accepted before, so the client has sent it twice."""
@@ -58,16 +76,14 @@ class Futures:
             await self._journal.write([*beside, accepted(request)])
         except StorageError:
             # Sent again, it is a new one.
-            self._pending.pop(request.id)
-            self._tenants.pop(request.id)
+            self._forget(request.id)
             raise
         return True
 
     async def resolve(self, request_id: str, outcome: Outcome, beside: Sequence[Statement] = ()) -> None:
-        """Clients see it when it is written down."""
-        await self._journal.write([finished(request_id, outcome), *beside])
-        self._tenants.pop(request_id, None)
-        waiting = self._pending.pop(request_id, None)
+        """Clients see it when it is written down, and wait while the disk is full."""
+        await self._journal.write([finished(request_id, outcome), *beside], lasting=True)
+        waiting = self._forget(request_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(outcome)
 
@@ -89,7 +105,7 @@ class Futures:
     async def fetch(self, request_id: str, tenant: str) -> Outcome | None:
         """None: it is not done; try again. RequestError for one that is not there."""
         pending = self._pending.get(request_id)
-        if pending is not None and self._tenants.get(request_id) == tenant:
+        if pending is not None and self._requests[request_id][0] == tenant:
             done, _ = await asyncio.wait([pending], timeout=self._poll_s)
             return pending.result() if done else None
         stored = await self._journal.outcome(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 import time
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from slime_core.errors import StorageError
+from slime_core.registry.boundary import held
 from slime_tinker.models import ModelSpec
+from slime_tinker.notes import note
 from slime_tinker.records import CheckpointRecord, ModelRecord, Outcome, RequestRecord, SamplerRecord, SessionRecord
 
 Record: TypeAlias = SessionRecord | ModelRecord | CheckpointRecord | SamplerRecord
 RecordT = TypeVar("RecordT", SessionRecord, ModelRecord, CheckpointRecord, SamplerRecord)
 
 VERSION: Final = 1
+AGAIN_S: Final = 5.0
+"""Between two tries to write what has to be."""
 KINDS: Final[dict[type[Any], str]] = {
     SessionRecord: "session",
     ModelRecord: "model",
@@ -43,8 +48,21 @@ class Statement:
     values: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    statements: Sequence[Statement]
+    lasting: bool
+    done: asyncio.Future[None]
+
+    def fail(self, error: BaseException) -> None:
+        self.done.set_exception(error)
+        # Who waited for it may have gone.
+        self.done.exception()
+
+
 class Journal:
-    """Statements of one turn of the event loop are written together, with one sync of the disk."""
+    """Statements of one turn of the event loop, and those that come while others are written, are written together, with one
+    sync of the disk, in the order in which they came."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -63,21 +81,58 @@ class Journal:
         except sqlite3.Error as error:
             raise StorageError(f"{file}: cannot be used: {error}. Is it on a full or read-only disk?") from None
         self._writer = ThreadPoolExecutor(1, "journal")
-        self._pending: list[Statement] = []
+        self._pending: list[Write] = []
         self._flush: asyncio.Task[None] | None = None
+        self._again = asyncio.Event()
+        self._ends = False
 
-    async def write(self, statements: Sequence[Statement]) -> None:
-        """Returns when they are on the disk."""
-        self._pending += statements
-        # The flush of this turn takes all that was added before it begins.
+    async def write(self, statements: Sequence[Statement], *, lasting: bool = False) -> None:
+        """Returns when they are on the disk. StorageError if they cannot be written; `lasting`: they are tried again until they
+        can, before all later ones, or the server ends."""
+        write = Write(statements, lasting, asyncio.get_running_loop().create_future())
+        self._pending.append(write)
+        self._again.set()
         if self._flush is None:
             self._flush = asyncio.create_task(self._written())
-        await asyncio.shield(self._flush)
+        await asyncio.shield(write.done)
 
     async def _written(self) -> None:
-        await asyncio.sleep(0)
-        statements, self._pending, self._flush = self._pending, [], None
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._apply, statements)
+        """Until nothing is pending."""
+        fails = False
+        while self._pending:
+            # What comes in this turn is taken along.
+            await asyncio.sleep(0)
+            writes, self._pending = self._pending, []
+            self._again.clear()
+            statements = [statement for write in writes for statement in write.statements]
+            with held() as ended:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._apply, statements)
+            error = ended.raised
+            if error is None:
+                for write in writes:
+                    write.done.set_result(None)
+                if fails:
+                    note("the journal is written again.")
+                fails = False
+                continue
+            waits = isinstance(error, StorageError) and not self._ends
+            lasting = [write for write in writes if waits and write.lasting]
+            for write in writes:
+                if write not in lasting:
+                    write.fail(error)
+            if lasting:
+                if not fails:
+                    note(f"{error} New requests are refused, and results wait until it can be.")
+                fails = True
+                self._pending = [*lasting, *self._pending]
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._again.wait(), AGAIN_S)
+        self._flush = None
+
+    def end(self) -> None:
+        """What cannot be written fails from now on."""
+        self._ends = True
+        self._again.set()
 
     def _apply(self, statements: Sequence[Statement]) -> None:
         connection = self._connection
@@ -94,6 +149,7 @@ class Journal:
                 connection.rollback()
 
     async def close(self) -> None:
+        self.end()
         while self._flush is not None:
             await self._flush
         self._writer.shutdown()
@@ -172,5 +228,12 @@ def forgotten(owner: str) -> Statement:
 
 
 def expired_results(before: float) -> Statement:
-    """Results that no client can be waiting for; bodies that a model still needs stay."""
-    return Statement("delete from requests where done < ? and body is null", (before,))
+    """Results that no client can be waiting for. Bodies that a model still needs stay, and so does the last request that
+    a model has run: a restart counts from it."""
+    later = (
+        "select 1 from requests as later where later.owner = requests.owner and later.seq > requests.seq "
+        "and later.done is not null and later.failed = 0"
+    )
+    return Statement(
+        f"delete from requests where done < ? and body is null and (kind = 'asample' or exists ({later}))", (before,)
+    )

@@ -1,8 +1,11 @@
-"""What requests set of a model: its form, and Adam's settings of a step."""
+"""What requests set of a model: its form, what clients note of it, and Adam's settings of a step."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from tinker.types import AdamParams, CreateModelRequest, OptimStepRequest
 
@@ -60,3 +63,10 @@ def adam_of(asked: OptimStepRequest) -> AdamSettings:
         weight_decay=given.weight_decay,
         grad_clip=given.grad_clip_norm,
     )
+
+
+def require_small(metadata: Mapping[str, Any] | None, most: int) -> None:
+    """RequestError: it is kept for as long as the folder."""
+    size = len(json.dumps(metadata))
+    if size > most:
+        raise RequestError(f"user_metadata: {size} bytes as JSON, and there may be {most}.")

@@ -9,7 +9,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_core.errors import SlimeError
 from slime_tinker.models import Models, SamplerWeights
+from slime_tinker.notes import note
 
 
 @dataclass(slots=True)
@@ -54,8 +56,10 @@ class OpenWeights:
         finally:
             entry.users -= 1
             async with self._changed:
-                if entry.weights.done() and (entry.weights.cancelled() or entry.weights.exception() is not None):
-                    self._open.pop(folder, None)
+                failed = entry.weights.done() and (entry.weights.cancelled() or entry.weights.exception() is not None)
+                # Another request may have opened them again meanwhile.
+                if failed and self._open.get(folder) is entry:
+                    del self._open[folder]
                 self._changed.notify_all()
 
     async def forget(self, folder: Path) -> None:
@@ -75,4 +79,8 @@ class OpenWeights:
         await asyncio.wait([entry.weights])
         # Those that could not be opened are not there; who asked for them has the error.
         if not entry.weights.cancelled() and entry.weights.exception() is None:
-            await asyncio.get_running_loop().run_in_executor(self._trainer, entry.weights.result().drop)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._trainer, entry.weights.result().drop)
+            except SlimeError as error:
+                # Of an engine: not the fault of the request that makes room, nor of the one that deletes them.
+                note(f"weights for sampling could not be dropped: {error}")

@@ -13,7 +13,7 @@ import numpy as np
 from tinker.types import SampleRequest
 from tinker.types import SamplingParams as AskedParams
 
-from slime_core.errors import SlimeError
+from slime_core.errors import CheckpointError, ModelError, SlimeError, StorageError
 from slime_core.rollout.seeds import request_seed
 from slime_core.types.completion import Completion, FinishReason, SamplingParams
 from slime_tinker.admission import Admission
@@ -23,7 +23,8 @@ from slime_tinker.futures import Futures, failure
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, body_dropped_of
 from slime_tinker.models import BaseModel, Models, PromptScores, SamplerWeights
-from slime_tinker.records import Outcome, RequestRecord
+from slime_tinker.notes import note
+from slime_tinker.records import CheckpointRecord, Outcome, RequestRecord, SamplerRecord
 from slime_tinker.results import sample_outcome
 from slime_tinker.sampler_weights import OpenWeights
 from slime_tinker.settings import Limits
@@ -119,31 +120,52 @@ class Sampling:
             )
         sampler = self.holdings.sampler(record.owner, record.tenant)
         async with AsyncExitStack() as stack:
-            folder = self.models.base_weights
-            if sampler.checkpoint is not None:
-                found = self.holdings.checkpoints.get(sampler.checkpoint)
-                if found is None:
-                    kept = self.limits.snapshots(whole=self.models.whole)
-                    raise RequestError(
-                        f"sampling_session_id {sampler.id}: its weights are deleted ({sampler.checkpoint}): the newest "
-                        f"{kept} of a model without a name are kept, named ones until they expire."
-                    )
-                folder = self.checkpoints.folder_of(found.folder)
-            weights = None
-            if folder is not None:
-                weights = await stack.enter_async_context(self.open_weights.using(folder))
+            # Before the weights: those who wait for a place would keep the engines' room for weights from other tenants.
             await stack.enter_async_context(self.admission.place(record.tenant, len(asked.seeds)))
-            work = [asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))]
+            weights = await self._weights(sampler, stack)
+            work = asyncio.wrap_future(self.models.start_sampling(weights, asked.prompt, asked.sampling, asked.seeds))
+            # Also if the scores fail, or the request is cancelled while it waits for them.
+            stack.callback(work.cancel)
             scores: PromptScores | None = None
             if asked.prompt_log_probs or asked.top_k:
                 scores = await asyncio.wrap_future(self.models.prompt_scores(weights, asked.prompt, asked.top_k))
-            (completions,) = await asyncio.gather(*work)
+            completions = await work
             likeliest = None
             if asked.sample_top_k:
                 likeliest = [await self._likeliest(weights, asked, completion) for completion in completions]
         if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
             raise RequestError("the request was aborted while it ran.")
         return sample_outcome(completions, scores, asked.last_n, likeliest)
+
+    async def _weights(self, sampler: SamplerRecord, stack: AsyncExitStack) -> SamplerWeights | None:
+        """None: the base."""
+        folder = self.models.base_weights
+        if sampler.checkpoint is not None:
+            folder = self.checkpoints.folder_of(self._checkpoint(sampler.id, sampler.checkpoint).folder)
+        if folder is None:
+            return None
+        try:
+            return await stack.enter_async_context(self.open_weights.using(folder))
+        except (ModelError, CheckpointError) as error:
+            if sampler.checkpoint is not None:
+                # They may have been deleted while the request waited for others to be closed.
+                self._checkpoint(sampler.id, sampler.checkpoint)
+            note(f"{sampler.checkpoint or 'the base'}: its weights cannot be read: {error}")
+            raise StorageError(
+                f"sampling_session_id {sampler.id}: the server cannot read its weights. Save the model again, and create "
+                "another sampling client."
+            ) from error
+
+    def _checkpoint(self, sampler: str, path: str) -> CheckpointRecord:
+        """RequestError for one that was deleted."""
+        found = self.holdings.checkpoints.get(path)
+        if found is None:
+            kept = self.limits.snapshots(whole=self.models.whole)
+            raise RequestError(
+                f"sampling_session_id {sampler}: its weights are deleted ({path}): the newest {kept} of a model without a name "
+                "are kept, named ones until they expire. Create another sampling client, of weights that are there."
+            )
+        return found
 
     async def _likeliest(self, weights: SamplerWeights | None, asked: Asked, completion: Completion) -> PromptScores:
         """Of the completion's tokens. Engines report the likeliest tokens of prompts alone, so that they read it as one."""

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tinker.types import (
@@ -17,6 +17,7 @@ from tinker.types import (
     LoadWeightsRequest,
 )
 
+from slime_core.errors import SlimeError, StorageError
 from slime_core.registry import Registry
 from slime_tinker.admission import Admission
 from slime_tinker.checkpoints import Checkpoints
@@ -24,8 +25,9 @@ from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, expired_results, forgotten
-from slime_tinker.model_settings import spec_of
+from slime_tinker.model_settings import require_small, spec_of
 from slime_tinker.models import Models, ModelSpec
+from slime_tinker.notes import note
 from slime_tinker.records import ModelRecord, RequestRecord, SamplerRecord, SessionRecord
 from slime_tinker.sampler_weights import OpenWeights
 from slime_tinker.sampling import Sampling
@@ -48,10 +50,12 @@ class Service:
     checkpoints: Checkpoints
     training: Training
     sampling: Sampling
+    started: float = field(default_factory=time.time)
 
     # --- Sessions -----------------------------------------------------------------------------------------------------
 
     async def create_session(self, asked: CreateSessionRequest, tenant: str) -> SessionRecord:
+        require_small(asked.user_metadata, self.settings.limits.max_metadata_bytes)
         # Numbers of sessions are the tenant's own, so that what it draws does not depend on other tenants.
         own = [record for record in self.holdings.sessions.values() if record.tenant == tenant]
         number = 1 + max((int(record.id.rpartition("-")[2]) for record in own), default=0)
@@ -74,14 +78,22 @@ class Service:
 
     async def finish_session(self, session: SessionRecord, why: str) -> None:
         """Its models leave the trainers, and what was not saved under a name is deleted."""
-        await self.journal.write([self.holdings.put(replace(session, finished=True))])
+        try:
+            await self.journal.write([self.holdings.put(replace(session, finished=True))])
+        except StorageError:
+            # To be ended again: nothing else ends its models.
+            self.holdings.put(session)
+            raise
+        samplers = self.holdings.samplers_of(session.id)
+        left = [statement for own in samplers for statement in (self.holdings.remove(own), forgotten(own.id))]
+        # First, since snapshots are deleted when nothing samples from them.
+        for sampler in samplers:
+            await self.sampling.cancel_of(sampler.id, why)
+        await self.journal.write(left, lasting=True)
         for model in self.holdings.models_of(session.id):
             await self.training.unload(model, why)
             await self.checkpoints.delete_snapshots(model.id, keep=0)
-            await self.journal.write([forgotten(model.id)])
-        for sampler in self.holdings.samplers_of(session.id):
-            await self.sampling.cancel_of(sampler.id, why)
-            await self.journal.write([self.holdings.remove(sampler), forgotten(sampler.id)])
+            await self.journal.write([forgotten(model.id)], lasting=True)
 
     # --- Models -------------------------------------------------------------------------------------------------------
 
@@ -115,12 +127,14 @@ class Service:
         body: bytes,
         tenant: str,
     ) -> RequestRecord:
+        require_small(metadata, self.settings.limits.max_metadata_bytes)
         session = self.holdings.session(session_id, tenant)
         model_id = f"{session.id}:train:{number}"
         record = self.request(model_id, 0, kind, body, tenant)
         if model_id in self.holdings.models:
-            # Sent twice. It is written down when this write is, which follows the first one's.
+            # Sent twice. It is written down when this write is, which follows the first one's, unless that fails.
             await self.journal.write([])
+        if model_id in self.holdings.models:
             return record
         own = sum(model.tenant == tenant and not model.unloaded for model in self.holdings.models.values())
         most = self.settings.limits.max_models
@@ -143,7 +157,13 @@ class Service:
             id=model_id, tenant=tenant, session=session.id, spec=spec, created=now, seen=now, user_metadata=metadata
         )
         self.training.open(model_id, tenant)
-        await self.training.submit(record, self.holdings.put(model))
+        try:
+            await self.training.submit(record, self.holdings.put(model))
+        except StorageError:
+            # Sent again, it is a new one.
+            self.training.forget(model_id)
+            self.holdings.remove(model)
+            raise
         return record
 
     def require_room(self, tenant: str) -> None:
@@ -152,6 +172,11 @@ class Service:
             raise RequestError(
                 f"you have {self.settings.limits.max_pending} requests without a result, the most there may be.",
                 status=429,
+            )
+        most = self.settings.limits.max_pending_bytes
+        if self.futures.bytes_of(tenant) >= most:
+            raise RequestError(
+                f"your requests without a result have {most} bytes or more, the most there may be.", status=429
             )
 
     def _require_base(self, name: str, field: str) -> None:
@@ -202,10 +227,16 @@ class Service:
         """For ever: what has expired."""
         while True:
             await asyncio.sleep(CLEANING_S)
-            await self.clean_once()
+            try:
+                await self.clean_once()
+            except SlimeError as error:
+                # The disk may have room again the next time.
+                note(f"what has expired is not deleted yet: {error}")
 
     async def clean_once(self) -> None:
         retention, now = self.settings.retention, time.time()
+        # What follows may wait for others to end.
+        self.turns.skip_gaps(time.monotonic() - retention.gap_s)
         for name in list(self.holdings.sessions):
             # Looked up in its turn: it may have been heard of, or have ended, while others were ended.
             session = self.holdings.sessions[name]
@@ -213,8 +244,9 @@ class Service:
                 minutes = retention.session_s / 60
                 await self.finish_session(session, f"nothing was heard of this session for {minutes:g} minutes.")
         await self.checkpoints.delete_expired()
-        await self.journal.write([expired_results(now - retention.result_s)])
-        self.turns.skip_gaps(time.monotonic() - retention.gap_s)
+        # Results from before the start have not been fetched since: their clients waited for the server.
+        if self.started <= now - retention.result_s:
+            await self.journal.write([expired_results(now - retention.result_s)])
 
 
 @contextlib.asynccontextmanager
@@ -225,16 +257,23 @@ async def running(models: Models, settings: Settings, registry: Registry) -> Asy
     holdings = Holdings.of(journal)
     holdings.require_kind(whole=models.whole, folder=settings.state)
     trainer = ThreadPoolExecutor(1, "trainer")
+    ending = False
     try:
         async with asyncio.TaskGroup() as tasks:
             service = service_of(models, settings, registry, journal, holdings, trainer, tasks)
             await service.restore()
             work = [tasks.create_task(service.turns.run()), tasks.create_task(service.clean())]
             yield service
+            ending = True
+            journal.end()
             service.sampling.stop()
             for task in work:
                 task.cancel()
         await service.training.save_states()
+    except* StorageError as errors:
+        if not ending:
+            raise
+        note(f"results are not written, and begin again with the next start: {errors.exceptions[0]}")
     finally:
         trainer.shutdown()
         await journal.close()

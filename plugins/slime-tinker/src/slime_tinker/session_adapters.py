@@ -12,7 +12,7 @@ import numpy as np
 
 from slime_core.config.bound import BoundRun
 from slime_core.data.model_folder import context_length, read_model_config
-from slime_core.errors import ConfigError
+from slime_core.errors import ConfigError, TrainingError
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, SamplingParams
 from slime_core.workers.choose import choose_device
@@ -23,6 +23,7 @@ from slime_session.reports import OptimizerStepReport
 from slime_tinker.errors import RequestError
 from slime_tinker.models import AdamSettings, BaseModel, ModelSpec, PromptScores, SamplerWeights
 from slime_training.adapters.drivers import AdapterSampler
+from slime_training.adapters.folder import read_adapter_folder, read_optimizer_file
 
 MOST_DATUMS: Final = 1024
 """Of one batch of the session; more datums are several, whose gradients add up."""
@@ -65,12 +66,15 @@ class SessionAdapters:
         )
 
     def load(self, name: str, spec: ModelSpec, folder: Path, *, optimizer: bool) -> None:
-        if name in self._session.adapters:
-            self.remove(name)
+        # Before the adapter that is there is removed: trainers may have no room for both.
+        require_loadable(folder, optimizer=optimizer)
+        self.remove(name)
         self._session.load_adapter(name, folder, optimizer=optimizer)
 
     def remove(self, name: str) -> None:
-        self._adapter(name).remove()
+        adapter = self._session.adapters.get(name)
+        if adapter is not None:
+            adapter.remove()
 
     def forward(self, name: str, datums: Sequence[Datum]) -> Float32:
         adapter = self._adapter(name)
@@ -108,7 +112,13 @@ class SessionAdapters:
         self._session.close()
 
     def _adapter(self, name: str) -> Adapter:
-        return self._session.adapters[name]
+        """TrainingError for one that a `load` which failed has left without weights."""
+        adapter = self._session.adapters.get(name)
+        if adapter is None:
+            raise TrainingError(
+                "this model has no weights: those that were to be loaded could not be. Call load_state with another checkpoint."
+            )
+        return adapter
 
 
 class PromptScorer:
@@ -129,6 +139,13 @@ class PromptScorer:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+def require_loadable(folder: Path, *, optimizer: bool) -> None:
+    """ModelError or CheckpointError for a folder that cannot be read."""
+    read_adapter_folder(folder)
+    if optimizer:
+        read_optimizer_file(folder, ())
 
 
 def require_taken(report: OptimizerStepReport) -> None:

@@ -18,6 +18,10 @@ class Limits:
     """Models in the trainers."""
     max_pending: int = 5_000
     """Requests without a result. More get status 429, after which the SDK waits and sends again."""
+    max_pending_bytes: int = 2**30
+    """Of these requests, which wait in memory; with as many or more, the next gets status 429."""
+    max_metadata_bytes: int = 2**16
+    """user_metadata of a session, model or checkpoint, which are kept for as long as the folder."""
     max_samples: int = 1_024
     """num_samples of a request."""
     max_checkpoints: int = 1_000

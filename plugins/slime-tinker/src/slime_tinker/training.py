@@ -33,8 +33,9 @@ from slime_tinker.futures import Futures, failure, json_outcome
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement, body_dropped, body_dropped_of
 from slime_tinker.loss_sum import loss_of
-from slime_tinker.model_settings import adam_of
+from slime_tinker.model_settings import adam_of, require_small
 from slime_tinker.models import Models
+from slime_tinker.notes import note
 from slime_tinker.records import CheckpointRecord, ModelRecord, Outcome, RequestRecord, SamplerRecord
 from slime_tinker.results import forward_backward_outcome
 from slime_tinker.settings import Settings
@@ -60,10 +61,19 @@ Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Done]]
 EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_sampler"})
 """Kinds that leave the model as it was; what they did is on the disk."""
 SERVERS_FAULT: Final = (TrainingError, EngineError, StorageError)
+DAMAGED: Final = failure(
+    "the model's saved state cannot be loaded; who runs the server has the reason. create_training_client_from_state continues "
+    "a checkpoint.",
+    user=False,
+)
 UNLOADED: Final = failure("this model was unloaded.", user=True)
 LATE: Final = failure("it came after later requests of its model had run.", user=True)
 SAVING_SHARE: Final = 10
 """A model trains at least so many times as long as its last saving took before it is saved again."""
+NOT_WRITTEN: Final = (
+    "the server's disk could not be written, so that nothing was saved; the model is as it was. Try again, or delete "
+    "checkpoints that are not needed."
+)
 
 
 @dataclass(slots=True)
@@ -76,8 +86,14 @@ class Live:
     created: bool = False
     gradients: bool = False
     """It has some that no optimizer step has taken; its saved state never has."""
+    changing: bool = False
+    """A request that changes it has begun, and has not ended: what the trainers hold is of no seq_id."""
+    loaded: int = -1
+    """seq_id of the last request that loaded a checkpoint."""
     unsaved_s: float = 0.0
     """Seconds of training that its saved state does not hold."""
+    retry_at: float = 0.0
+    """Its state could not be saved; it is not tried again before this time (monotonic)."""
     saving_s: float = 0.0
     """Of its last saving."""
     rest: asyncio.Task[None] | None = None
@@ -93,6 +109,8 @@ class StagedState:
     write: Callable[[], None]
     applied: int
     steps: int
+    trained_s: float
+    """Seconds of training that no state held before."""
     staging_s: float
 
 
@@ -112,9 +130,17 @@ class Training:
     _saving: set[str] = field(default_factory=set)
     """Paths of checkpoints that are being written."""
     _live: dict[str, Live] = field(default_factory=dict)
+    _damaged: set[str] = field(default_factory=set)
+    """Models whose saved state could not be loaded."""
 
     async def submit(self, record: RequestRecord, *beside: Statement) -> None:
         """Writes the request down and lets it run in its turn. A second one with the same id is the first."""
+        if record.owner in self._damaged:
+            raise RequestError(
+                f"model_id {record.owner}: its saved state cannot be loaded; who runs the server has the reason. "
+                "create_training_client_from_state continues a checkpoint.",
+                status=410,
+            )
         if record.owner not in self.turns:
             raise RequestError(
                 f"model_id {record.owner}: this model was unloaded. create_training_client_from_state continues a checkpoint.",
@@ -126,7 +152,7 @@ class Training:
         if record.owner not in self.turns:
             await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
         elif self.turns.passed(record.owner, record.seq):
-            await self.futures.resolve(record.id, LATE)
+            await self.futures.resolve(record.id, LATE, [body_dropped_of(record.id)])
         else:
             self._add(record, effect=True, done=False)
 
@@ -134,6 +160,11 @@ class Training:
         """A model that its first request, with seq_id 0, creates."""
         self._live[model] = Live()
         self.turns.open(model, tenant, 0)
+
+    def forget(self, model: str) -> None:
+        """One that was opened, and whose first request could not be written down."""
+        self.turns.close(model)
+        self._live.pop(model, None)
 
     @property
     def num_live(self) -> int:
@@ -144,34 +175,58 @@ class Training:
         for model in list(self.holdings.models.values()):
             if model.unloaded:
                 continue
-            live = self._live[model.id] = Live(steps=model.steps)
+            live = Live(steps=model.steps)
             if model.state is not None:
                 folder = self.checkpoints.folder_of(model.state)
-                await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=True))
+                try:
+                    await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=True))
+                except SlimeError as error:
+                    await self._without_state(model, error)
+                    continue
                 live.created, live.applied = True, model.applied
+            self._live[model.id] = live
             first = live.applied + 1
             owned = "owner = ? and seq >= ? and "
             failed = {record.seq for record in await self.journal.requests(owned + "failed = 1", (model.id, first))}
             ran = await self.journal.requests(owned + "done is not null", (model.id, first))
+            for record in ran:
+                if record.kind == "load_weights" and record.seq not in failed:
+                    self.checkpoints.needed[model.id] = LoadWeightsRequest.model_validate_json(record.body).path
+                    live.loaded = record.seq
             # Results come in order, but for those of failures.
             last = max((record.seq for record in ran if record.seq not in failed), default=live.applied)
             self.turns.open(model.id, model.tenant, first, ran_through=last)
+            # They fail again, and drop the same gradients.
+            is_skipped = "kind = 'optim_step' and failed = 1 and content != ? and instr(content, ?)"
+            values = (model.id, first, LATE.content, b'"category": "user"')
+            skipped = {record.seq for record in await self.journal.requests(owned + is_skipped, values)}
             for record in ran:
-                effect = record.kind not in EFFECTLESS and record.seq not in failed
+                effect = record.kind not in EFFECTLESS and (record.seq not in failed or record.seq in skipped)
                 self._add(record, effect=effect, done=True)
             for record in await self.journal.requests("owner = ? and done is null", (model.id,)):
                 if self.turns.passed(model.id, record.seq):
-                    await self.futures.resolve(record.id, LATE)
+                    await self.futures.resolve(record.id, LATE, [body_dropped_of(record.id)])
                     continue
                 self.futures.expect(record)
                 self._add(record, effect=True, done=False)
         for record in await self.journal.requests("kind != 'asample' and done is null"):
-            if record.owner not in self.turns:
+            if record.owner not in self.turns and record.owner not in self._damaged:
                 await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
+
+    async def _without_state(self, model: ModelRecord, error: SlimeError) -> None:
+        """Of a model whose state cannot be loaded: the others are served. Its state, and the requests since that have a result,
+        stay for the next start: the cause may be gone by then."""
+        self._damaged.add(model.id)
+        note(f"{model.id}: its saved state cannot be loaded, so that it is not served: {error}")
+        for record in await self.journal.requests("owner = ? and done is null", (model.id,)):
+            await self.futures.resolve(record.id, DAMAGED)
 
     async def unload(self, model: ModelRecord, why: str) -> None:
         """Takes it out of the trainers. Requests that have not run fail. A second call returns when the first has."""
         live = self._live.get(model.id)
+        if live is None and model.id in self._damaged:
+            self._damaged.discard(model.id)
+            live = self._live[model.id] = Live()
         if live is None:
             return
         async with live.unloading:
@@ -189,7 +244,8 @@ class Training:
             live.created = False
             await self._call(partial(self.models.remove, name))
         model = self.holdings.models[name]
-        await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))])
+        self.checkpoints.needed.pop(name, None)
+        await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))], lasting=True)
         if model.state is not None:
             await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
         # Its first request may have failed meanwhile.
@@ -219,16 +275,22 @@ class Training:
 
     async def _run(
         self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
-    ) -> None:
+    ) -> asyncio.Future[Any] | None:
         live = self._live[record.owner]
+        if effect and record.kind == "load_weights" and live.rest is not None and not live.rest.done():
+            # It may be what writes the checkpoint.
+            return live.rest
         rest: Rest | None = None
         failed = False
         if effect:
+            live.changing = record.kind not in EFFECTLESS
             try:
                 async with self.futures.ended_by(record.id):
                     rest = await self._kind(record, data)
             except SlimeError as error:
                 rest, failed = rest_of(failed_outcome(error)), True
+            # Not if the server ends meanwhile.
+            live.changing = False
         live.applied = record.seq
         state = None
         if effect and not failed and record.kind in ("optim_step", "load_weights"):
@@ -237,6 +299,7 @@ class Training:
         if not live.created:
             await live.rest
             await self._give_up(record.owner)
+        return None
 
     async def _finish(
         self,
@@ -260,10 +323,17 @@ class Training:
                 made = Done(outcome=failed_outcome(error))
         earlier = self.holdings.models[record.owner].state
         statements = [] if made is None else list(made.statements)
+        if not done and made is not None and is_spent(record, made.outcome):
+            statements.append(body_dropped_of(record.id))
         if state is not None:
-            statements += await self._kept(record.owner, live, state)
+            try:
+                statements += await self._kept(record.owner, live, state)
+            except SlimeError as error:
+                live.unsaved_s += state.trained_s
+                state = None
+                self._keep_earlier(record.owner, live, error)
         if done or made is None:
-            await self.journal.write(statements)
+            await self.journal.write(statements, lasting=True)
         else:
             await self.futures.resolve(record.id, made.outcome, statements)
         if made is not None and made.replaced is not None:
@@ -275,7 +345,8 @@ class Training:
         """Of a model whose first request failed: nothing else can be done with it."""
         for seq in self.turns.close(name):
             await self.futures.resolve(request_id(name, seq), failure("the model could not be created.", user=True))
-        await self.journal.write([self.holdings.put(replace(self.holdings.models[name], unloaded=True))])
+        unloaded = replace(self.holdings.models[name], unloaded=True)
+        await self.journal.write([self.holdings.put(unloaded)], lasting=True)
         # Its session may have ended meanwhile.
         self._live.pop(name, None)
 
@@ -304,9 +375,6 @@ class Training:
     async def _load(self, record: RequestRecord) -> Rest:
         asked = LoadWeightsRequest.model_validate_json(record.body)
         model, live = self.holdings.models[record.owner], self._live[record.owner]
-        if live.rest is not None:
-            # It may be what writes the checkpoint.
-            await asyncio.wait([live.rest])
         checkpoint = self.holdings.checkpoint(asked.path, record.tenant)
         if checkpoint.kind != "training":
             raise RequestError(f"path {asked.path}: weights for sampling alone; load what save_state wrote.")
@@ -314,8 +382,17 @@ class Training:
             raise RequestError(
                 f"path {asked.path}: of a model with other LoRA settings ({checkpoint.spec}; this one has {model.spec})."
             )
-        folder = self.checkpoints.folder_of(checkpoint.folder)
-        await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=asked.optimizer))
+        folder, needed = self.checkpoints.folder_of(checkpoint.folder), self.checkpoints.needed
+        earlier, live.loaded = needed.get(model.id), record.seq
+        # Until the model's own state is saved.
+        needed[model.id] = checkpoint.id
+        try:
+            await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=asked.optimizer))
+        except SlimeError:
+            needed.pop(model.id)
+            if earlier is not None:
+                needed[model.id] = earlier
+            raise
         live.created, live.gradients = True, False
         live.steps = checkpoint.steps if asked.optimizer else 0
         return rest_of(json_outcome({"type": "load_weights", "path": asked.path, "model_id": model.id}))
@@ -326,10 +403,10 @@ class Training:
             log_probs = await self._call(partial(self.models.forward, record.owner, data.datums))
         else:
             first, *others = data.parts
-            run = self.models.forward_backward
-            log_probs = await self._call(partial(run, record.owner, first.datums, first.loss))
-            live = self._live[record.owner]
+            run, live = self.models.forward_backward, self._live[record.owner]
+            # Before, since it may fail with some of them.
             live.gradients = True
+            log_probs = await self._call(partial(run, record.owner, first.datums, first.loss))
             for part in others:
                 await self._call(partial(run, record.owner, part.datums, part.loss))
             live.unsaved_s += time.monotonic() - began
@@ -411,6 +488,7 @@ class Training:
         """A checkpoint of the model as it is now, and what writes its files."""
         if self.models.whole and self._live[model.id].gradients:
             raise RequestError("saved between forward_backward and optim_step: call optim_step first.")
+        require_small(metadata, self.settings.limits.max_metadata_bytes)
         expires, folder = expiry(ttl_s), self.checkpoints.new_folder()
         target = self.checkpoints.folder_of(folder)
         write = await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
@@ -451,34 +529,54 @@ class Training:
         """The model's state, if a restart would have to repeat much; always after it was loaded, since its checkpoint may be
         deleted."""
         due = max(self.settings.save_after_s, SAVING_SHARE * live.saving_s)
-        if record.kind != "load_weights" and live.unsaved_s < due:
+        if record.kind != "load_weights" and (live.unsaved_s < due or time.monotonic() < live.retry_at):
             return None
-        return await self._staged(record.owner, live)
+        try:
+            return await self._staged(record.owner, live)
+        except SlimeError as error:
+            self._keep_earlier(record.owner, live, error)
+            return None
 
     async def _staged(self, name: str, live: Live) -> StagedState:
         began = time.monotonic()
         folder = self.checkpoints.new_folder()
         write = await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
-        live.unsaved_s = 0.0
+        trained_s, live.unsaved_s = live.unsaved_s, 0.0
         took = time.monotonic() - began
-        return StagedState(folder=folder, write=write, applied=live.applied, steps=live.steps, staging_s=took)
+        return StagedState(
+            folder=folder, write=write, applied=live.applied, steps=live.steps, trained_s=trained_s, staging_s=took
+        )
 
     async def _kept(self, name: str, live: Live, state: StagedState) -> list[Statement]:
         """Writes it; with the statements a restart begins from it."""
         began = time.monotonic()
         await asyncio.to_thread(stored, self.checkpoints.folder_of(state.folder), state.write)
         live.saving_s = state.staging_s + time.monotonic() - began
+        if state.applied >= live.loaded:
+            self.checkpoints.needed.pop(name, None)
         saved = replace(self.holdings.models[name], state=state.folder, applied=state.applied, steps=state.steps)
         return [self.holdings.put(saved), body_dropped(name, state.applied)]
+
+    def _keep_earlier(self, name: str, live: Live, error: SlimeError) -> None:
+        """After a state that could not be saved. A restart begins from the earlier one and repeats the requests since, which
+        the journal keeps: no result that a client has is lost."""
+        live.retry_at = time.monotonic() + self.settings.save_after_s
+        note(f"{name}: its state is not saved, and is tried again later: {error}")
 
     async def save_states(self) -> None:
         """Before the server ends, so that the next start has nothing to repeat. Models with gradients are left as they are."""
         for name, live in self._live.items():
-            if live.created and live.unsaved_s and not live.gradients:
-                earlier = self.holdings.models[name].state
+            unsaved = live.unsaved_s or name in self.checkpoints.needed
+            if not live.created or not unsaved or live.gradients or live.changing:
+                continue
+            earlier = self.holdings.models[name].state
+            try:
                 await self.journal.write(await self._kept(name, live, await self._staged(name, live)))
-                if earlier is not None:
-                    await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
+            except SlimeError as error:
+                note(f"{name}: its state is not saved; the next start repeats what it lacks: {error}")
+                continue
+            if earlier is not None:
+                await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.trainer, work)
@@ -496,7 +594,16 @@ def trained_outcome(registry: Registry, data: TrainingData, log_probs: Float32) 
     return forward_backward_outcome(outputs, {"loss:sum": float(losses.sum()), "tokens:sum": float(data.num_tokens)})
 
 
+def is_spent(record: RequestRecord, outcome: Outcome) -> bool:
+    """No restart runs it again, so that its data is needed no more. A failed optim_step may have dropped gradients."""
+    return record.kind in EFFECTLESS or (outcome.failed and record.kind == "forward_backward")
+
+
 def failed_outcome(error: SlimeError) -> Outcome:
+    if isinstance(error, StorageError):
+        # Its text is for who runs the server.
+        note(str(error))
+        return failure(NOT_WRITTEN, user=False)
     return failure(str(error), user=not isinstance(error, SERVERS_FAULT))
 
 

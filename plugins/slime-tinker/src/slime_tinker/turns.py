@@ -7,10 +7,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-Job: TypeAlias = Callable[[], Awaitable[None]]
-"""Runs one request to its end. It raises nothing that a client could cause."""
+Job: TypeAlias = Callable[[], Awaitable[asyncio.Future[Any] | None]]
+"""Runs one request to its end. It raises nothing that a client could cause. What it returns has to be done before it can run:
+it is called again then, and others have their turns meanwhile."""
 
 
 @dataclass(slots=True)
@@ -27,12 +29,14 @@ class Line:
     running: bool = False
     stopped: bool = False
     """None of its requests begins any more."""
+    waits: bool = False
+    """Its next request returned what it waits for."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while none of its requests runs."""
 
     @property
     def ready(self) -> bool:
-        return not self.running and not self.stopped and self.next_seq in self.waiting
+        return not self.running and not self.stopped and not self.waits and self.next_seq in self.waiting
 
 
 class Turns:
@@ -95,18 +99,26 @@ class Turns:
                 self._changed.clear()
                 await self._changed.wait()
                 continue
-            job = line.waiting.pop(line.next_seq)
+            seq = line.next_seq
+            job = line.waiting.pop(seq)
             line.next_seq += 1
             line.running, line.since = True, None
             line.ended.clear()
             began = time.monotonic()
             try:
-                await job()
+                earlier = await job()
+                if earlier is not None:
+                    line.waiting[seq], line.next_seq, line.waits = job, seq, True
+                    earlier.add_done_callback(partial(self._resume, line))
             finally:
                 line.running = False
                 line.ended.set()
                 self._used[line.tenant] = self._used.get(line.tenant, 0.0) + time.monotonic() - began
                 self._note_gap(line)
+
+    def _resume(self, line: Line, earlier: asyncio.Future[Any]) -> None:
+        line.waits = False
+        self._changed.set()
 
     def _next(self) -> Line | None:
         ready = [line for line in self._lines.values() if line.ready]
