@@ -147,6 +147,8 @@ def run_file(asked: argparse.Namespace, folder: Path) -> str:
     dtypes = dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), STORED[asked.state_dtype])
     backend = {"name": "fsdp", "gradient_checkpointing": asked.recompute, **dtypes, **asked.slime_backend}
     names = vars(asked) | {
+        # One more than is counted: the last step of a run writes its checkpoint, here it is killed before.
+        "steps": asked.steps + 1,
         "backend": backend,
         "engine": {"name": "sglang", "deterministic": False, **asked.engine},
         "placement": "colocated",
@@ -169,7 +171,8 @@ def slime_row(step: Mapping[str, float], samples: int) -> dict[str, float]:
         "logged_s": step["perf/step_time"],
         "rollout_s": step["perf/rollout_time"],
         "train_s": step["perf/actor_train_time"],
-        "weights_s": step["perf/update_weights_time"],
+        # The first weights belong to the start, not to a step.
+        "weights_s": step.get("perf/update_weights_time", 0.0),
         "response_tokens": step["rollout/response_len/mean"] * samples,
         "tokens": step["perf/train_tokens"],
         **{
