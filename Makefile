@@ -14,7 +14,7 @@ SINGLE := OMP_NUM_THREADS=1
 # What torch, oneDNN and MKL take for the most that the processor has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
-.PHONY: venv demo page screenshots record test suites test-bench test-bits test-browser test-examples seeds test-faults test-megatron test-sglang test-tinker test-torchao test-vllm test-wheels dist-check version learn lint types bench docs test-docs clean
+.PHONY: venv demo page screenshots record test suites test-bench test-bits test-browser test-examples seeds test-faults test-megatron test-sglang test-tinker test-torchao test-vllm vllm-shared vllm-own test-wheels dist-check version learn lint types bench docs test-docs clean
 
 venv: .venv/.run
 
@@ -105,8 +105,18 @@ test-sglang: .venv/.sglang  ## The real SGLang and sglang-router, on a CPU.
 	cp plugins/slime-vllm/cpu_environment/torchvision_operators.* .venv-vllm/lib/python*/site-packages/
 	touch $@
 
+# In one process, half of the time is waiting: what starts servers of its own runs beside the tests of the shared ones.
+VLLM := plugins/slime-vllm/tests
+OWN_SERVERS := $(VLLM)/test_adapter.py $(VLLM)/test_replaced_server.py
+
 test-vllm: .venv-vllm/.installed .venv/.sglang  ## The real vLLM, on a CPU; one run has SGLang beside it.
-	$(SINGLE) $(BIN)/pytest --every-test-runs vllm plugins/slime-vllm/tests -m vllm
+	$(MAKE) --jobs 2 vllm-shared vllm-own
+
+vllm-shared: .venv-vllm/.installed .venv/.sglang
+	$(SINGLE) $(BIN)/pytest --every-test-runs vllm $(VLLM) $(OWN_SERVERS:%=--ignore %) -m vllm
+
+vllm-own: .venv-vllm/.installed .venv/.sglang
+	$(SINGLE) $(BIN)/pytest --every-test-runs vllm $(OWN_SERVERS) -m vllm
 
 # The client's side alone: the SDK, its cookbook and what they import. tml-renderers is left out, which Qwen's renderers do not need.
 .venv-tinker/.installed: plugins/slime-tinker/tinker-client.txt .venv/.test

@@ -12,7 +12,48 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from conftest import RunExample
 
-SHORT = ("--num-rollout", "6", "--lr-warmup-iters", "4")
+SHORT = ("--num-rollout", "6", "--lr-warmup-iters", "4", "--rollout-batch-size", "192")
+
+
+def test_distill(run_example: RunExample) -> None:
+    """First: its warm start makes the teacher too, and the same base model and data, which the others find then."""
+    ran = run_example("distill", "--num-rollout", "10", "--lr-warmup-iters", "8")
+    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
+
+
+def test_arithmetic(run_example: RunExample, examples: Path) -> None:
+    """The demo."""
+    ran = run_example("arithmetic", "--num-rollout", "8", "--lr-warmup-iters", "4")
+    for name in ("greedy", "sampled"):
+        assert ran.before[name] < 0.5
+        assert ran.after[name] > ran.before[name] + 0.15
+    assert_generates_in_plain_transformers(ran.folder / "hf")
+    assert_held_out_is_disjoint(examples / "arithmetic/generated")
+
+
+def assert_generates_in_plain_transformers(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model, tokenizer = (auto.from_pretrained(sys.argv[1]) for auto in (AutoModelForCausalLM, AutoTokenizer))\n"
+        "asked = tokenizer('312+457=', return_tensors='pt')\n"
+        "print(tokenizer.decode(model.generate(**asked, max_new_tokens=13, do_sample=False)[0]))\n"
+        "assert not [name for name in sys.modules if name.startswith('slime')]\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("312+457="), ended.stdout
+    assert "\\boxed{" in ended.stdout
+
+
+def assert_held_out_is_disjoint(folder: Path) -> None:
+    def pairs(name: str) -> set[frozenset[str]]:
+        lines = (folder / name).read_text().splitlines()
+        return {frozenset(json.loads(line)["prompt"].rstrip("=").split("+")) for line in lines}
+
+    train, held_out = pairs("train.jsonl"), pairs("test.jsonl")
+    assert held_out
+    assert not train & held_out
 
 
 def test_fully_async(run_example: RunExample) -> None:
@@ -23,7 +64,7 @@ def test_fully_async(run_example: RunExample) -> None:
 
 
 def test_partial_rollout(run_example: RunExample) -> None:
-    ran = run_example("partial_rollout", *SHORT)
+    ran = run_example("partial_rollout", *SHORT, "--over-sampling-batch-size", "288")
     assert ran.after["greedy"] > ran.before["greedy"] + 0.1
     steps = ran.metrics("rollout/step")
     assert max(step["rollout/staleness/max"] for step in steps) in (1, 2)
@@ -42,6 +83,11 @@ def test_eval_multi_task(run_example: RunExample) -> None:
 
 
 def test_reproducibility(examples: Path) -> None:
+    """Of smaller steps: both runs are of the file."""
+    written = examples / "reproducibility" / "run.toml"
+    text = written.read_text()
+    assert "rollout_batch_size = 384\n" in text
+    written.write_text(text.replace("rollout_batch_size = 384\n", "rollout_batch_size = 48\n"))
     compare = [sys.executable, str(examples / "reproducibility" / "compare.py")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([*compare, "--num-rollout", "6"], env=env, capture_output=True, text=True, check=False)
@@ -50,18 +96,13 @@ def test_reproducibility(examples: Path) -> None:
 
 
 def test_sft(run_example: RunExample) -> None:
-    ran = run_example("sft")
+    ran = run_example("sft", "--eval-interval", "92")
     assert ran.before["sampled"] == 0.0
     assert ran.after["sampled"] > 0.1
 
 
-def test_distill(run_example: RunExample) -> None:
-    ran = run_example("distill", "--num-rollout", "10", "--lr-warmup-iters", "8")
-    assert ran.after["greedy"] > ran.before["greedy"] + 0.1
-
-
 def test_true_on_policy(run_example: RunExample) -> None:
-    ran = run_example("true_on_policy", "--rollout-batch-size", "192", "--num-rollout", "6", "--lr-warmup-iters", "4")
+    ran = run_example("true_on_policy", *SHORT)
     assert ran.after["greedy"] > ran.before["greedy"] + 0.1
     steps = ran.metrics("train/step")
     assert len(steps) == 24

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import TinyRun
+    from slime_plugin_kit.warm_slime import WarmSlime
 
 WARM_UP = 2
 STEPS = 4
@@ -30,9 +31,12 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def finished(make_tiny: Callable[[Path], TinyRun], tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def finished(
+    make_tiny: Callable[[Path], TinyRun], warm: WarmSlime, tmp_path_factory: pytest.TempPathFactory
+) -> TinyRun:
     """One run to its end, a checkpoint after each step."""
     tiny = make_tiny(tmp_path_factory.mktemp("critic"))
+    tiny.warm = warm
     ended = tiny.run(*RUN)
     assert ended.code == 0, ended.err
     return tiny
@@ -93,15 +97,18 @@ def test_each_role_reports_under_its_own_names_and_counts_its_own_steps(finished
 
 @pytest.mark.bits
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_resumed_run_ends_with_the_same_bits(finished: TinyRun, tmp_path: Path, step: int) -> None:
-    """Resumes within the warm-up, and after it."""
+def test_a_resumed_run_ends_with_the_same_bits(
+    finished: TinyRun, warm_pair: tuple[WarmSlime, WarmSlime], tmp_path: Path, step: int
+) -> None:
+    """Resumes within the warm-up, and after it, in processes with another hash seed."""
     runs = shutil.copytree(finished.runs, tmp_path / "runs")
     (runs / "tiny/summary.json").unlink()
     shutil.rmtree(runs / "tiny/hf")
     shutil.rmtree(runs / "tiny/hf-critic")
-    ended = finished.run(*RUN, "--runs-dir", str(runs), "--ckpt-step", str(step))
-    assert ended.code == 0, ended.err
-    assert f"from step {step}" in ended.out
+    words = ("run", "run.toml", *RUN, "--runs-dir", str(runs), "--ckpt-step", str(step))
+    code, out, err = warm_pair[1].run(words, finished.folder)
+    assert code == 0, err
+    assert f"from step {step}" in out
     for role in ("actor", "critic"):
         folders = [path / f"tiny/checkpoints/step_{STEPS}/trainer" / role for path in (finished.runs, runs)]
         files = [sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors")) for folder in folders]

@@ -21,7 +21,10 @@ def learnt(tiny, run):
     ]
 
 
-def test_a_run_repeats_from_its_recorded_responses(tiny):
+def test_a_run_repeats_from_its_recorded_responses(tiny, warm_pair):
+    """In a process with another hash seed."""
+    first, second = warm_pair
+    tiny.warm = first
     run_file = (tiny / "run.toml").read_text()
     words = ("--num-rollout", "2")
     (tiny / "run.toml").write_text(run_file + MIDDLEWARES % "record")
@@ -31,5 +34,6 @@ def test_a_run_repeats_from_its_recorded_responses(tiny):
     assert {json.loads(line)["request"]["request_id"] for line in lines} == {f"train/{index}/0" for index in range(8)}
 
     (tiny / "run.toml").write_text(run_file + MIDDLEWARES % "replay")
+    tiny.warm = second
     assert tiny.run(*words, "--name", "again").code == 0
     assert learnt(tiny, "again") == learnt(tiny, "tiny") != []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from acme_faults.entries import ENTRIES, MODEL_ENTRIES
-from kit_run import KitRun, install, run_kit, shipped
+from kit_run import ForkedKit, KitRun, install, run_kit, shipped
 
 
 @pytest.fixture(scope="session")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+def forked_kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedKit]:
+    """For what is not about the start of pytest: test_kit.py has runs that are started, and so are the two large ones."""
+    kit = ForkedKit(tmp_path_factory.mktemp("kit"))
+    yield kit
+    kit.close()
+
+
+@pytest.fixture(scope="session")
+def faults(forked_kit: ForkedKit, tmp_path_factory: pytest.TempPathFactory) -> KitRun:
     folder = tmp_path_factory.mktemp("faults")
     install(folder, "acme-faults", ENTRIES)
-    return run_kit(folder, "--tb=native", "--slime-plugin", "acme-faults", path=[folder, Path(__file__).parent])
+    return forked_kit(folder, "--tb=native", "--slime-plugin", "acme-faults", path=[folder, Path(__file__).parent])
 
 
 @pytest.fixture(scope="session")
-def mutant(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
+def mutant(forked_kit: ForkedKit, tmp_path_factory: pytest.TempPathFactory) -> KitRun:
     folder = tmp_path_factory.mktemp("mutant")
     install(folder, "acme-faults", ENTRIES)
     words = [
@@ -34,7 +43,7 @@ def mutant(tmp_path_factory: pytest.TempPathFactory) -> KitRun:
         "-k",
         "algorithms and right_recipe",
     ]
-    return run_kit(folder, *words, path=[folder, Path(__file__).parent])
+    return forked_kit(folder, *words, path=[folder, Path(__file__).parent])
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,9 @@ SHIPPED = sorted((Path(__file__).parents[3] / "plugins").glob("*/pyproject.toml"
 WITH_A_MODEL = {"slime.backends", "slime.engines"}
 ELSEWHERE = {"slime-megatron", "slime-sglang", "slime-verifiers", "slime-vllm"}
 """What starts a server for each property, or imports for seconds, is proven by the tests of its own target."""
+REPORT = "report.xml"
+OPTIONS = ("-q", "-p", "no:cacheprovider")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
 
 
 def shipped(*, with_a_model: bool) -> list[str]:
@@ -55,13 +59,40 @@ def is_of(case: str, kind: str, name: str) -> bool:
     return case.startswith(f"{kind}::") and (f"/{name}]" in case or f"/{name}-" in case)
 
 
-def run_kit(folder: Path, *words: str, path: Sequence[Path] = (), cwd: Path | None = None) -> KitRun:
-    """`pytest WORDS` in `cwd`, with these folders on the path, as if what they hold were installed."""
-    report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *words]
+def run_kit(folder: Path, *words: str, path: Sequence[Path] = ()) -> KitRun:
+    """`pytest WORDS` in `folder`, started, with these folders on the path, as if what they hold were installed."""
     searched = os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": searched, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=cwd or folder, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={folder / REPORT}", *words]
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": searched}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return reported(folder, done.returncode, done.stdout + done.stderr)
+
+
+class ForkedKit:
+    """Runs the kit as `run_kit` does, in forks of one process that has imported what takes seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._out = folder / "out"
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-P", str(Path(__file__).with_name("kit_fork.py"))]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, **ENVIRONMENT}, text=True)
+
+    def __call__(self, folder: Path, *words: str, path: Sequence[Path] = ()) -> KitRun:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        words = (*OPTIONS, f"--junitxml={folder / REPORT}", *words)
+        asked = {"words": words, "folder": str(folder), "path": list(map(str, path)), "out": str(self._out)}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return reported(folder, code, self._out.read_text())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def reported(folder: Path, code: int, out: str) -> KitRun:
+    report = folder / REPORT
     passed, failed = set(), {}
     if report.exists():
         for case in ET.parse(report).iter("testcase"):
@@ -73,7 +104,7 @@ def run_kit(folder: Path, *words: str, path: Sequence[Path] = (), cwd: Path | No
             elif case.find("skipped") is None:
                 passed.add(name)
         report.unlink()
-    return KitRun(done.returncode, done.stdout + done.stderr, frozenset(passed), failed)
+    return KitRun(code, out, frozenset(passed), failed)
 
 
 def install(folder: Path, dist: str, entries: Mapping[str, Mapping[str, str]]) -> None:

@@ -61,26 +61,26 @@ def test_a_plugin_file_with_everything_right(folder):
     assert f"{COUNT} of {COUNT} cases run (entries 4, rewards {len(REWARDS.properties)})" in ran.out
 
 
-def test_the_authors_own_settings_and_tests_do_not_matter(folder):
+def test_the_authors_own_settings_and_tests_do_not_matter(forked_kit, folder):
     (folder / "pytest.ini").write_text(SETTINGS)
-    assert run_kit(folder).code == 1
-    ran = run_kit(folder, "--slime-plugin", "mine.py")
+    assert forked_kit(folder).code == 1
+    ran = forked_kit(folder, "--slime-plugin", "mine.py")
     assert (ran.code, len(ran.passed)) == (0, COUNT), ran.out
 
 
-def test_paths_that_are_given_are_run_too(folder):
+def test_paths_that_are_given_are_run_too(forked_kit, folder):
     (folder / "test_own.py").write_text("def test_own():\n    assert False, 'my own test'\n")
-    ran = run_kit(folder, "--slime-plugin", "mine.py", "test_own.py")
+    ran = forked_kit(folder, "--slime-plugin", "mine.py", "test_own.py")
     assert ran.code == 1
     assert len(ran.failed) == 1
     assert len(ran.passed) == COUNT
 
 
-def test_a_case_that_is_left_out_skipped_or_expected_to_fail_is_a_failure(folder):
+def test_a_case_that_is_left_out_skipped_or_expected_to_fail_is_a_failure(forked_kit, folder):
     # Its example declares another result, which the other plugin expects to fail.
     (folder / "mine.py").write_text(MINE.replace("-float", "float"))
     (folder / "leaves_out.py").write_text(LEAVES_OUT)
-    ran = run_kit(folder, "--slime-plugin", "mine.py", "-p", "leaves_out", path=[folder])
+    ran = forked_kit(folder, "--slime-plugin", "mine.py", "-p", "leaves_out", path=[folder])
     assert ran.code == 1
     assert not ran.failed
     for name in ("an_empty_response_is_scored", "order_changes_nothing", "examples_get_their_rewards"):
@@ -88,8 +88,8 @@ def test_a_case_that_is_left_out_skipped_or_expected_to_fail_is_a_failure(folder
     assert f"{COUNT - 3} of {COUNT} cases run" in ran.out
 
 
-def test_choosing_cases_by_hand_is_not_a_pass(folder):
-    ran = run_kit(folder, "--slime-plugin", "mine.py", "-k", "finite_number")
+def test_choosing_cases_by_hand_is_not_a_pass(forked_kit, folder):
+    ran = forked_kit(folder, "--slime-plugin", "mine.py", "-k", "finite_number")
     assert ran.code == 1
     assert len(ran.passed) == 1
     assert "NOT RUN entries::it_keeps_its_contract[slime.rewards:mine.py/short]" in ran.out
@@ -100,9 +100,9 @@ def test_it_runs_spread_over_workers(folder):
     assert (ran.code, len(ran.passed)) == (0, COUNT), ran.out
 
 
-def test_a_failure_names_the_property_and_the_plugin(folder):
+def test_a_failure_names_the_property_and_the_plugin(forked_kit, folder):
     (folder / "mine.py").write_text(MINE.replace("-float(len(sample.response))", "float('nan')"))
-    ran = run_kit(folder, "--slime-plugin", "mine.py")
+    ran = forked_kit(folder, "--slime-plugin", "mine.py")
     assert ran.code == 1
     sentence = "breaks its contract: every_sample_gets_a_finite_number: each sample gets one finite number"
     text = ran.failed["rewards::every_sample_gets_a_finite_number[mine.py/short]"]
@@ -135,9 +135,11 @@ class StubbornDriver(MiddlewareDriver):
 """
 
 
-def test_a_plugin_that_cannot_be_cancelled_fails_its_property(folder):
+def test_a_plugin_that_cannot_be_cancelled_fails_its_property(forked_kit, folder):
     (folder / "stubborn.py").write_text(STUBBORN)
-    ran = run_kit(folder, "--slime-plugin", "stubborn.py", "--slime-time-limit", "2", "-k", "a_cancelled_request_ends")
+    ran = forked_kit(
+        folder, "--slime-plugin", "stubborn.py", "--slime-time-limit", "2", "-k", "a_cancelled_request_ends"
+    )
     assert ran.code == 1
     text = ran.failed["middlewares::a_cancelled_request_ends[stubborn.py/stubborn]"]
     assert "stubborn (slime.middlewares, stubborn.py " in text
@@ -153,9 +155,9 @@ def test_a_plugin_that_cannot_be_cancelled_fails_its_property(folder):
         ("empty.py", ["empty.py: registers nothing"]),
     ],
 )
-def test_an_unknown_subject_is_an_error_with_the_installed_ones(tmp_path, asked, messages):
+def test_an_unknown_subject_is_an_error_with_the_installed_ones(forked_kit, tmp_path, asked, messages):
     (tmp_path / "empty.py").write_text("x = 1\n")
-    ran = run_kit(tmp_path, "--slime-plugin", asked)
+    ran = forked_kit(tmp_path, "--slime-plugin", asked)
     assert ran.code == 4
     for part in messages:
         assert part in ran.out

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_core.errors import ConfigError
+from slime_plugin_kit.warm_slime import warm_slime
 from slime_tinker.keys import Keys
 from slime_tinker.run_command import chosen
 
@@ -50,6 +51,15 @@ def test_a_tenant_may_have_two_keys():
     assert {keys.tenant_of(old), keys.tenant_of(new)} == {"mine"}
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Forks: the start of the command is tested above."""
+    with warm_slime(
+        tmp_path_factory.mktemp("warm"), ("slime_core.cli.main", "slime_tinker.run_command", "torch")
+    ) as warm:
+        yield warm
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -66,12 +76,12 @@ def test_a_tenant_may_have_two_keys():
         (("--no-keys", "--port", "0"), "model: is missing"),
     ],
 )
-def test_what_a_server_does_not_start_with(tmp_path, words, message):
+def test_what_a_server_does_not_start_with(warm, tmp_path, words, message):
     (tmp_path / "run.toml").write_text('name = "served"\nbackend = "fsdp"\nengine = "local"\n')
-    ended = slime("serve", "run.toml", *words, cwd=tmp_path)
-    assert ended.returncode
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
+    code, _, err = warm.run(["serve", "run.toml", *words], tmp_path)
+    assert code
+    assert message in err
+    assert "Traceback" not in err
 
 
 def test_values_of_set():

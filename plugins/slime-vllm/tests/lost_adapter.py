@@ -2,7 +2,7 @@
 pytest plugins/slime-vllm/tests/lost_adapter.py"""
 
 from carried_run import slime, write_run
-from test_lost_servers import VANDAL, require_replaced
+from test_replaced_server import VANDAL, require_replaced
 from vllm_setup import PYTHON
 
 

@@ -1,4 +1,4 @@
-"""Requests with images, without a server. test_lost_servers.py has a run."""
+"""Requests with images, without a server. test_replaced_server.py has a run."""
 
 import base64
 import io

@@ -22,16 +22,16 @@ rollout = { rollout_batch_size = 128, n_samples_per_prompt = 8, rollout_max_resp
 checkpoint = { save_hf = false }
 
 [train]
-num_rollout = 8
+num_rollout = 6
 num_steps_per_rollout = 4
 lr = 1e-3
 lr_decay_style = "constant"
-lr_warmup_iters = 12
+lr_warmup_iters = 4
 adam_beta2 = 0.95
 max_tokens_per_gpu = 32768
 
 [eval]
-eval_interval = 8
+eval_interval = 6
 datasets.greedy = { path = "made/test.jsonl@[0:200]", temperature = 0.0 }
 """
 
