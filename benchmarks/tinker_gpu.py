@@ -8,7 +8,7 @@ A random model of the shape; trainer and server share the GPU, and neither gives
 then; --repeats times after a first one. Then --adapters adapters take a step each, and the prompts are shared among them. Then
 the same session is served, and a program with the unmodified SDK does what the one adapter did. One JSON line: seconds of
 each, the shares of the direct call's speed, memory, and how far the engine's log-probs of what it sampled with the adapter are
-from the trainer's, beside those of the base.
+from the trainer's: beside those of the base, and of an adapter that is new (rounding alone).
 """
 
 from __future__ import annotations
@@ -203,6 +203,9 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
     ]
     memory, direct = Memory(asked.device), Direct(session, asked, rows)
     adapter = direct.add("adapter-0")
+    few = prompts[0][:8]
+    # A new adapter changes nothing: what both sides' arithmetic makes.
+    diffs = {"new": direct.apart(few, adapter, None)}
     train = [direct.train(adapter) for _ in range(asked.repeats + 1)]
     log(f"direct forward_backward {train}")
     began = time.perf_counter()
@@ -211,8 +214,7 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
     sampled = [direct.sample(prompts[number], [snapshot]) for number in range(asked.repeats + 1)]
     log(f"direct asample {sampled}")
     with_one = memory.found()
-    few = prompts[0][:8]
-    diffs = {"adapter": direct.apart(few, adapter, snapshot), "base": direct.apart(few, adapter, None)}
+    diffs |= {"adapter": direct.apart(few, adapter, snapshot), "base": direct.apart(few, adapter, None)}
     log(f"log-probs apart {diffs}")
     memory.begin()
     held, snapshots = [adapter], [snapshot]
