@@ -55,6 +55,7 @@ class RewardProcess:
         self._state = threading.Lock()
         """Guards the attributes that `kill` reads."""
         self._process: SpawnProcess | None = None
+        self._killed: SpawnProcess | None = None
         self._pipe: Connection | None = None
         self._built: set[tuple[str, Servers]] = set()
         self._asked_by: threading.Event | None = None
@@ -87,6 +88,7 @@ class RewardProcess:
         asked_by.set()
         with self._state:
             if self._asked_by is asked_by and self._process is not None:
+                self._killed = self._process
                 self._process.kill()
 
     def close(self) -> None:
@@ -99,7 +101,8 @@ class RewardProcess:
             self._end()
 
     def _build(self, spec: str, servers: Servers, timeout_s: float | None = None) -> None:
-        if self._process is None or not self._process.is_alive():
+        # A process that was killed counts as alive until it has ended.
+        if self._process is None or self._process is self._killed or not self._process.is_alive():
             self._start()
         if (spec, servers) not in self._built:
             self._call(build_reward, spec, servers, self._plugin_files, timeout_s=timeout_s)
@@ -125,6 +128,7 @@ class RewardProcess:
 
         def give_up() -> None:
             late.set()
+            self._killed = process
             process.kill()
 
         # Also of the message: a worker that is stopped reads none.
@@ -140,9 +144,7 @@ class RewardProcess:
             response: T | Failure = self._pipe.recv()
         except (EOFError, ConnectionError):
             exitcode = self._end()
-            if self._closed:
-                raise WorkerClosed from None
-            raise (WorkerLate if late.is_set() else WorkerDied(exitcode)) from None
+            raise (WorkerClosed if self._closed else WorkerLate if late.is_set() else WorkerDied(exitcode)) from None
         finally:
             timer.cancel()
         if isinstance(response, Failure):

@@ -331,6 +331,27 @@ async def test_a_call_is_cancelled_also_before_its_worker_begins(files, make_gro
         pool.close()
 
 
+async def test_a_worker_that_is_killed_when_it_has_responded_is_not_asked_again(files, make_group, monkeypatch):
+    """It may still count as alive."""
+    calls, process = reward_process.RewardProcess._call, reward_process.RewardProcess(files)
+    group, asked_by = unscored_group(make_group), threading.Event()
+    one = spec("by_index").to_json()
+
+    def then_killed(self, function, *args, **options):
+        response = calls(self, function, *args, **options)
+        if not asked_by.is_set() and function is reward_process.score_groups:
+            self.kill(asked_by)
+            monkeypatch.setattr(self._process, "is_alive", lambda: True, raising=False)
+        return response
+
+    monkeypatch.setattr(reward_process.RewardProcess, "_call", then_killed)
+    try:
+        for event in (asked_by, threading.Event()):
+            process.score(one, None, [group], timeout_s=60, asked_by=event)
+    finally:
+        process.close()
+
+
 async def test_a_failing_group_does_not_affect_others(files, make_group):
     """Groups that are scored together: in one parcel once the reward is known to be fast."""
     pool = RewardPool(files, workers=1, timeout_s=2.0)
