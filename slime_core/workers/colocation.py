@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from slime_core.contracts.engine import MemoryTag
 from slime_core.contracts.transport import EngineGroup
+from slime_core.errors import SlimeError
 from slime_core.workers.devices import Devices, DeviceUser
 from slime_core.workers.stopwatch import Stopwatch
 
@@ -31,7 +32,7 @@ class Phase(StrEnum):
 
 
 WAKE_S: Final = 60.0
-"""For engines whose sleep or wake-up was interrupted."""
+"""For engines whose sleep or wake-up was interrupted. One that is half awake would not go to sleep for the checkpoint."""
 ENGINES: Final[Mapping[Phase, frozenset[MemoryTag]]] = {
     Phase.ROLLOUT: frozenset(MemoryTag),
     Phase.TRAIN: frozenset(),
@@ -163,8 +164,8 @@ class ColocationManager:
         try:
             await asyncio.shield(changing)
         except asyncio.CancelledError:
-            # One that is half awake would not go to sleep for the checkpoint.
-            await asyncio.wait({changing}, timeout=WAKE_S)
+            with contextlib.suppress(SlimeError, TimeoutError):
+                await asyncio.wait_for(changing, WAKE_S)
             raise
 
 

@@ -1,6 +1,7 @@
 """What trainers and engines hold on shared devices in each phase: the calls that they get, in order."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -300,6 +301,54 @@ async def test_engines_whose_wake_was_interrupted_are_resumed(monkeypatch, until
     await colocation.rollout()
     await asyncio.sleep(0.05)
     assert (device.engine, device.paused) == (set(MemoryTag), False)
+
+
+async def test_a_change_that_was_given_up_makes_no_further_call(monkeypatch):
+    """It would mix with the calls of the next phase."""
+    monkeypatch.setattr(slime_core.workers.colocation, "WAKE_S", 0.01)
+    device = Device()
+    device.trainer = set()
+    colocation, _, _, engines = await colocated(device)
+    asked = []
+
+    async def slowly(method, *args):
+        asked.append(method)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(engines, "call_all", slowly)
+    train = asyncio.create_task(colocation.train().__aenter__())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert asked == ["pause"]
+    train.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await train
+    await asyncio.sleep(0.3)
+    assert asked == ["pause"]
+
+
+async def test_an_interrupted_change_that_fails_leaves_no_unread_error(monkeypatch):
+    device = Device()
+    device.trainer = set()
+    colocation, _, _, engines = await colocated(device)
+    unread = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+
+    async def fails(method, *args):
+        await asyncio.sleep(0.01)
+        raise EngineError("the server has ended")
+
+    monkeypatch.setattr(engines, "call_all", fails)
+    train = asyncio.create_task(colocation.train().__aenter__())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    train.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await train
+    del train
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not unread
 
 
 async def test_an_engine_that_never_wakes_up_is_waited_for_a_while(monkeypatch):

@@ -93,6 +93,27 @@ async def test_connections_are_closed_if_stop_is_cancelled():
     assert pool.closed
 
 
+async def test_what_a_stop_has_left_is_not_reported_as_ended():
+    """An engine that replaces this one would start beside it."""
+
+    class Left(Process):
+        stops = 0
+
+        async def stop(self):
+            self.stops += 1
+            if self.stops < 3:
+                raise EngineError("process group 7 has not ended")
+
+    fleet, left = SglangServers(Sglang.Config()), Left()
+    fleet._processes = [Process(), left]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="process group 7"):
+            await fleet.stop()
+    for _ in range(2):
+        await fleet.stop()
+    assert left.stops == 3
+
+
 async def test_a_death_is_reported_even_without_a_log(tmp_path):
     process = ServerProcess("this", {}, log=tmp_path / "logs" / "server.log", form=SGLANG_LOG, environment={})
     process._process.wait(60)

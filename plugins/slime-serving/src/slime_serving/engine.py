@@ -120,10 +120,12 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
                 if not setup.reward_model:
                     await self.prepare(setup)
                 await self.serve(setup)
-        except BaseException:
+        except BaseException as error:
             # The error that stopped the start is raised, not one of `stop`.
-            with contextlib.suppress(EngineError):
+            try:
                 await self.stop()
+            except EngineError as left:
+                error.add_note(str(left))
             raise
         self._fleet.watch(self._fail)
         if setup.node_rank:

@@ -106,7 +106,7 @@ class RequestsInFlight:
         self._running |= {run.request.request_id: run for run in runs}
         tasks = []
         for run in runs:
-            task = asyncio.create_task(self._serve(run))
+            task = run.task = asyncio.create_task(self._serve(run))
             # Not in the task itself: it may be cancelled before it begins.
             task.add_done_callback(partial(self._ended, run))
             tasks.append(task)
@@ -148,6 +148,8 @@ class RequestsInFlight:
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None
+            if run.given_up:
+                return run.completion(FinishReason.ABORT, index)
             raise
 
     async def _open_or_aborted(self, run: Running) -> None:
@@ -220,15 +222,20 @@ class RequestsInFlight:
         for run in runs.values():
             if run.aborted and not self._open.is_set():
                 run.ended.set()
-        deadline = asyncio.get_running_loop().time() + self._control_timeout_s
+        began = asyncio.get_running_loop().time()
+        deadline = began + self._control_timeout_s
         patience = ABORT_AGAIN_S
         rounds = 0
         while left := [run for name, run in runs.items() if self._running.get(name) is run]:
             self._check_alive()
+            now = asyncio.get_running_loop().time()
             if not self.is_open:
-                # A server may keep them as long as it is paused.
-                deadline = asyncio.get_running_loop().time() + self._control_timeout_s
-            if asyncio.get_running_loop().time() > deadline:
+                # A server may keep them as long as it is paused. One that is closed meanwhile makes the server abort it later.
+                deadline = now + self._control_timeout_s
+                if now > began + self._control_timeout_s:
+                    for run in left:
+                        self._give_up(run)
+            if now > deadline:
                 raise EngineError(f"{self._name}: {len(left)} aborted requests have not ended in time.")
             ids = [run.rid for run in left if run.rid]
             rounds += 1
@@ -243,6 +250,12 @@ class RequestsInFlight:
             # A server that keeps requests while it is paused ends them after `resume`; those that wait here end at once.
             await asyncio.sleep(0 if pending else patience)
             patience = min(2 * patience, LONGEST_S)
+
+    def _give_up(self, run: Running) -> None:
+        """Ends a request without the rest of its response."""
+        if run.task is not None and not run.given_up:
+            run.given_up = True
+            run.task.cancel()
 
     async def _sweep(self) -> None:
         """Aborts all requests. Those that should not end continue as after a pause, even if they were sent during the call."""

@@ -72,6 +72,9 @@ class Running(ABC):
     sweep: int = 0
     """Number of completed abort-all calls of the engine when this part was sent."""
     aborted: bool = False
+    task: asyncio.Task[Completion] | None = None
+    given_up: bool = False
+    """Its task was cancelled because a paused server kept it for too long after an abort."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort, if the request waits here, and when there is a response."""
 

@@ -139,7 +139,7 @@ class ServerGroup(ABC, Generic[C]):
         )
 
     async def stop(self) -> None:
-        """Stops all processes. A second call, or one before `start`, does nothing. Raises EngineError if processes are left."""
+        """Stops all processes; before `start` it does nothing. Raises EngineError if processes are left, also the next time."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
@@ -157,6 +157,10 @@ class ServerGroup(ABC, Generic[C]):
                 shutil.rmtree(folder, ignore_errors=True)
             if pool is not None:
                 await pool.close()
+        # What has not ended is stopped once more by the next call, which else would report that its memory is free.
+        self._processes = [
+            process for process, end in zip(processes, ends, strict=True) if isinstance(end, BaseException)
+        ]
         for end in ends:
             if isinstance(end, BaseException):
                 raise end
