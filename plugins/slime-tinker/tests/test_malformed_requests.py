@@ -10,7 +10,7 @@ from scripted_models import ScriptedModels
 from sdk_calls import serving, settings
 from tinker.proto import tinker_public_pb2 as pb
 
-from slime_core.errors import StorageError
+from slime_core.errors import DataError, StorageError
 from slime_tinker.errors import RequestError
 from slime_tinker.futures import Futures
 from slime_tinker.journal import Journal, Statement
@@ -88,7 +88,7 @@ def request(seq):
 
 async def test_a_write_that_fails_leaves_the_next_one_alone(tmp_path):
     journal = Journal(tmp_path / "journal")
-    with pytest.raises(OverflowError):
+    with pytest.raises(DataError, match="cannot hold it"):
         await journal.write([Statement("insert into records values (1, ?, ?)", (10**30, ""))])
     await journal.write([Statement("insert into records values (1, 'a', '{}')", ())])
     await journal.close()

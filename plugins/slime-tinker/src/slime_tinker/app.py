@@ -302,7 +302,7 @@ class Endpoints:
     async def _delete_checkpoint(self, request: Request, tenant: str) -> Response:
         checkpoint = self._named(request, tenant)
         self._service.checkpoints.require_unneeded(checkpoint.id)
-        await self._service.checkpoints.delete(checkpoint)
+        await self._service.checkpoints.delete(checkpoint, lasting=False)
         return json_response({})
 
     async def _set_ttl(self, request: Request, tenant: str) -> Response:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from slime_core.atomic_io.atomic_file import sync
 from slime_core.atomic_io.storage import written
+from slime_core.errors import StorageError
 from slime_tinker.errors import RequestError
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement
@@ -35,8 +36,8 @@ class Checkpoints:
     journal: Journal
     open_weights: OpenWeights
     max_per_tenant: int
-    needed: dict[str, str] = field(default_factory=dict)
-    """By model, the path of the checkpoint that a restart would load into it again, since its own state is not saved yet."""
+    needed: dict[str, set[str]] = field(default_factory=dict)
+    """By model, the paths of checkpoints that a restart would load into it again, since its own state is not saved yet."""
 
     def new_folder(self) -> str:
         """A name that none has; the folder itself is not there yet."""
@@ -75,16 +76,31 @@ class Checkpoints:
         earlier = self.holdings.checkpoints.get(record.id)
         return self.holdings.put(record), None if earlier is None else earlier.folder
 
-    async def delete(self, record: CheckpointRecord) -> None:
-        """Nothing if it was deleted or replaced since it was looked up."""
+    async def delete(self, record: CheckpointRecord, *, lasting: bool = True) -> None:
+        """Nothing if it was deleted or replaced since it was looked up. Not `lasting`: StorageError if that cannot be written
+        now, and it stays."""
         if self.holdings.checkpoints.get(record.id) is not record:
             return
-        await self.journal.write([self.holdings.remove(record)], lasting=True)
+        try:
+            await self.journal.write([self.holdings.remove(record)], lasting=lasting)
+        except StorageError:
+            self.holdings.put(record)
+            raise
         await self.delete_folder(record.folder)
+
+    def need(self, model: str, path: str) -> bool:
+        """A restart of the model may load it. False: it was needed before."""
+        paths = self.needed.setdefault(model, set())
+        is_new = path not in paths
+        paths.add(path)
+        return is_new
+
+    def _is_needed(self, path: str) -> bool:
+        return any(path in paths for paths in self.needed.values())
 
     def require_unneeded(self, path: str) -> None:
         """RequestError with a status after which the SDK sends again."""
-        model = next((model for model, needed in self.needed.items() if needed == path), None)
+        model = next((model for model, paths in self.needed.items() if path in paths), None)
         if model is not None:
             raise RequestError(
                 f"{path}: {model} has loaded it, and the server has not saved that model since. Try again later.",
@@ -97,7 +113,7 @@ class Checkpoints:
     async def delete_expired(self) -> None:
         now = time.time()
         for record in list(self.holdings.checkpoints.values()):
-            if record.expires is not None and record.expires <= now and record.id not in self.needed.values():
+            if record.expires is not None and record.expires <= now and not self._is_needed(record.id):
                 await self.delete(record)
 
     async def delete_snapshots(self, model: str, *, keep: int) -> None:

@@ -15,5 +15,9 @@ class RequestError(SlimeError):
         self.status = status
 
 
+class SkippedStep(RequestError):
+    """An optimizer step changed nothing, and dropped its gradients."""
+
+
 def not_found(what: str) -> RequestError:
     return RequestError(what, status=404)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from slime_core.errors import SlimeError, StorageError
+from slime_core.errors import DataError, SlimeError, StorageError
 from slime_core.registry.boundary import error_text, held
 from slime_tinker.errors import not_found
 from slime_tinker.journal import Journal, Statement, accepted, finished
@@ -82,7 +82,13 @@ class Futures:
 
     async def resolve(self, request_id: str, outcome: Outcome, beside: Sequence[Statement] = ()) -> None:
         """Clients see it when it is written down, and wait while the disk is full."""
-        await self._journal.write([finished(request_id, outcome), *beside], lasting=True)
+        try:
+            await self._journal.write([finished(request_id, outcome), *beside], lasting=True)
+        except DataError:
+            outcome = failure(
+                f"its result has {len(outcome.content):,} bytes, more than the server can keep.", user=True
+            )
+            await self._journal.write([finished(request_id, outcome), *beside], lasting=True)
         waiting = self._forget(request_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(outcome)

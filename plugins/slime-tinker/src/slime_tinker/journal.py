@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-from slime_core.errors import StorageError
+from slime_core.errors import DataError, StorageError
 from slime_core.registry.boundary import held
 from slime_tinker.models import ModelSpec
 from slime_tinker.notes import note
@@ -88,7 +88,7 @@ class Journal:
 
     async def write(self, statements: Sequence[Statement], *, lasting: bool = False) -> None:
         """Returns when they are on the disk. StorageError if they cannot be written; `lasting`: they are tried again until they
-        can, before all later ones, or the server ends."""
+        can, before all later ones, or the server ends. DataError for a value that the journal cannot hold."""
         write = Write(statements, lasting, asyncio.get_running_loop().create_future())
         self._pending.append(write)
         self._again.set()
@@ -108,6 +108,10 @@ class Journal:
             with held() as ended:
                 await asyncio.get_running_loop().run_in_executor(self._writer, self._apply, statements)
             error = ended.raised
+            if error is not None and not isinstance(error, StorageError) and len(writes) > 1:
+                # One of them cannot be held; the others, perhaps other tenants', are written.
+                await self._one_by_one(writes)
+                continue
             if error is None:
                 for write in writes:
                     write.done.set_result(None)
@@ -129,6 +133,19 @@ class Journal:
                     await asyncio.wait_for(self._again.wait(), AGAIN_S)
         self._flush = None
 
+    async def _one_by_one(self, writes: Sequence[Write]) -> None:
+        for place, write in enumerate(writes):
+            with held() as ended:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self._apply, write.statements)
+            if ended.raised is None:
+                write.done.set_result(None)
+            elif isinstance(ended.raised, StorageError):
+                # The disk is full now: in their order, as any others.
+                self._pending = [*writes[place:], *self._pending]
+                return
+            else:
+                write.fail(ended.raised)
+
     def end(self) -> None:
         """What cannot be written fails from now on."""
         self._ends = True
@@ -141,6 +158,8 @@ class Journal:
             for statement in statements:
                 connection.execute(statement.sql, statement.values)
             connection.execute("commit")
+        except (sqlite3.DataError, OverflowError) as error:
+            raise DataError(f"the server's journal cannot hold it: {error}.") from error
         except sqlite3.Error as error:
             raise StorageError(f"the server's journal cannot be written: {error}.") from error
         finally:

@@ -39,6 +39,8 @@ class ModelRecord:
     """Last seq_id whose effect `state` holds."""
     unloaded: bool = False
     """Its weights are in no trainer any more."""
+    damaged: bool = False
+    """An error ended the server while its requests were repeated, so that it is not restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ from slime_tinker.training import SERVERS_FAULT
 from slime_tinker.training_data import require_vocabulary
 
 MAX_TOP_K: Final = 128
+TOKEN_BYTES: Final = 8
+"""Of a token and its log-prob in a result."""
+MAX_RESULT_BYTES: Final = 512 * 2**20
+"""SQLite holds no more than 1,000,000,000 bytes in one place."""
 UNSERVED: Final = {
     "target_prompt_logprobs": "log-probs of other tokens in the prompt's places are not served here. Leave it out: "
     "topk_prompt_logprobs has the likeliest tokens, and forward with cross_entropy has those of any target_tokens (N, K)",
@@ -212,6 +216,13 @@ def checked(request: SampleRequest, record: RequestRecord, base: BaseModel, limi
     problem = sampling.problem(base.vocab_size)
     if problem is not None:
         raise RequestError(f"sampling_params: {problem}.")
+    size = request.num_samples * sampling.max_new_tokens * TOKEN_BYTES * (1 + request.topk_sample_logprobs)
+    if size > MAX_RESULT_BYTES:
+        raise RequestError(
+            f"num_samples = {request.num_samples}, sampling_params.max_tokens = {sampling.max_new_tokens}, "
+            f"topk_sample_logprobs = {request.topk_sample_logprobs}: the result may have {size:,} bytes, more than "
+            f"{MAX_RESULT_BYTES:,}. Send the request in parts."
+        )
     first = ("seed", params.seed) if params.seed is not None else (record.owner, record.seq)
     return Asked(
         prompt=prompt,

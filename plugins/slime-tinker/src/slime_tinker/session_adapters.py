@@ -20,7 +20,7 @@ from slime_session import Datum, TrainingSession
 from slime_session.adapter import Adapter, Snapshot
 from slime_session.own_loop import Loss
 from slime_session.reports import OptimizerStepReport
-from slime_tinker.errors import RequestError
+from slime_tinker.errors import SkippedStep
 from slime_tinker.models import AdamSettings, BaseModel, ModelSpec, PromptScores, SamplerWeights
 from slime_training.adapters.drivers import AdapterSampler
 from slime_training.adapters.folder import read_adapter_folder, read_optimizer_file
@@ -149,9 +149,8 @@ def require_loadable(folder: Path, *, optimizer: bool) -> None:
 
 
 def require_taken(report: OptimizerStepReport) -> None:
-    """RequestError for a step that changed nothing."""
     if report.skipped:
-        raise RequestError(
+        raise SkippedStep(
             f"optim_step: the gradient is not finite (norm {report.grad_norm:g}); nothing was changed. Lower "
             "learning_rate, or look at logprobs and advantages."
         )

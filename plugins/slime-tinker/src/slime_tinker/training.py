@@ -7,9 +7,10 @@ A request has two halves: what the trainers do, in the model's turn, and its res
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,9 +27,10 @@ from tinker.types import (
 
 from slime_core.errors import EngineError, SlimeError, StorageError, TrainingError
 from slime_core.registry import Registry
+from slime_core.registry.boundary import held
 from slime_core.types.batch import Float32
 from slime_tinker.checkpoints import Checkpoints, expiry, stored
-from slime_tinker.errors import RequestError
+from slime_tinker.errors import RequestError, SkippedStep
 from slime_tinker.futures import Futures, failure, json_outcome
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, Statement, body_dropped, body_dropped_of
@@ -62,8 +64,8 @@ EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_samp
 """Kinds that leave the model as it was; what they did is on the disk."""
 SERVERS_FAULT: Final = (TrainingError, EngineError, StorageError)
 DAMAGED: Final = failure(
-    "the model's saved state cannot be loaded; who runs the server has the reason. create_training_client_from_state continues "
-    "a checkpoint.",
+    "the model could not be restored after a restart; who runs the server has the reason. create_training_client_from_state "
+    "continues a checkpoint.",
     user=False,
 )
 UNLOADED: Final = failure("this model was unloaded.", user=True)
@@ -131,13 +133,13 @@ class Training:
     """Paths of checkpoints that are being written."""
     _live: dict[str, Live] = field(default_factory=dict)
     _damaged: set[str] = field(default_factory=set)
-    """Models whose saved state could not be loaded."""
+    """Models that could not be restored. They keep their place until they are unloaded, as the next start may restore them."""
 
     async def submit(self, record: RequestRecord, *beside: Statement) -> None:
         """Writes the request down and lets it run in its turn. A second one with the same id is the first."""
         if record.owner in self._damaged:
             raise RequestError(
-                f"model_id {record.owner}: its saved state cannot be loaded; who runs the server has the reason. "
+                f"model_id {record.owner}: it could not be restored after a restart; who runs the server has the reason. "
                 "create_training_client_from_state continues a checkpoint.",
                 status=410,
             )
@@ -150,7 +152,8 @@ class Training:
             return
         # While it was written down, the model may have been unloaded or may have stopped waiting for it.
         if record.owner not in self.turns:
-            await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
+            gone = DAMAGED if record.owner in self._damaged else UNLOADED
+            await self.futures.resolve(record.id, gone, [body_dropped_of(record.id)])
         elif self.turns.passed(record.owner, record.seq):
             await self.futures.resolve(record.id, LATE, [body_dropped_of(record.id)])
         else:
@@ -168,12 +171,15 @@ class Training:
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        return len(self._live.keys() | self._damaged)
 
     async def restore(self) -> None:
         """Everything that was in the trainers when the server ended."""
         for model in list(self.holdings.models.values()):
             if model.unloaded:
+                continue
+            if model.damaged:
+                await self._without_state(model, "an error ended the server while its requests were repeated")
                 continue
             live = Live(steps=model.steps)
             if model.state is not None:
@@ -181,7 +187,7 @@ class Training:
                 try:
                     await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=True))
                 except SlimeError as error:
-                    await self._without_state(model, error)
+                    await self._without_state(model, f"its saved state cannot be loaded: {error}")
                     continue
                 live.created, live.applied = True, model.applied
             self._live[model.id] = live
@@ -191,7 +197,7 @@ class Training:
             ran = await self.journal.requests(owned + "done is not null", (model.id, first))
             for record in ran:
                 if record.kind == "load_weights" and record.seq not in failed:
-                    self.checkpoints.needed[model.id] = LoadWeightsRequest.model_validate_json(record.body).path
+                    self.checkpoints.need(model.id, LoadWeightsRequest.model_validate_json(record.body).path)
                     live.loaded = record.seq
             # Results come in order, but for those of failures.
             last = max((record.seq for record in ran if record.seq not in failed), default=live.applied)
@@ -202,7 +208,7 @@ class Training:
             skipped = {record.seq for record in await self.journal.requests(owned + is_skipped, values)}
             for record in ran:
                 effect = record.kind not in EFFECTLESS and (record.seq not in failed or record.seq in skipped)
-                self._add(record, effect=effect, done=True)
+                self._add(record, effect=effect, done=True, failed_before=record.seq in failed)
             for record in await self.journal.requests("owner = ? and done is null", (model.id,)):
                 if self.turns.passed(model.id, record.seq):
                     await self.futures.resolve(record.id, LATE, [body_dropped_of(record.id)])
@@ -213,11 +219,11 @@ class Training:
             if record.owner not in self.turns and record.owner not in self._damaged:
                 await self.futures.resolve(record.id, UNLOADED, [body_dropped_of(record.id)])
 
-    async def _without_state(self, model: ModelRecord, error: SlimeError) -> None:
-        """Of a model whose state cannot be loaded: the others are served. Its state, and the requests since that have a result,
+    async def _without_state(self, model: ModelRecord, why: str) -> None:
+        """Of a model that cannot be restored: the others are served. Its state, and the requests since that have a result,
         stay for the next start: the cause may be gone by then."""
         self._damaged.add(model.id)
-        note(f"{model.id}: its saved state cannot be loaded, so that it is not served: {error}")
+        note(f"{model.id}: it is not served, since {why}")
         for record in await self.journal.requests("owner = ? and done is null", (model.id,)):
             await self.futures.resolve(record.id, DAMAGED)
 
@@ -239,7 +245,7 @@ class Training:
         if live.rest is not None:
             await asyncio.wait([live.rest])
         for seq in waiting:
-            await self.futures.resolve(request_id(name, seq), failure(why, user=True))
+            await self._fail(request_id(name, seq), failure(why, user=True))
         if live.created:
             live.created = False
             await self._call(partial(self.models.remove, name))
@@ -248,16 +254,22 @@ class Training:
         await self.journal.write([self.holdings.put(replace(model, unloaded=True, state=None))], lasting=True)
         if model.state is not None:
             await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(model.state), True)
-        # Its first request may have failed meanwhile.
+        # Its first request may have failed meanwhile, or one that was repeated.
         self._live.pop(name, None)
+        self._damaged.discard(name)
 
-    def _add(self, record: RequestRecord, *, effect: bool, done: bool) -> None:
-        """`effect`: False: it has none any more. `done`: its result is there already."""
+    async def _fail(self, request: str, outcome: Outcome) -> None:
+        """Nothing if it has a result, as those have that are repeated after a restart."""
+        if request in self.futures:
+            await self.futures.resolve(request, outcome)
+
+    def _add(self, record: RequestRecord, *, effect: bool, done: bool, failed_before: bool = False) -> None:
+        """`effect`: False: it has none any more. `done`: its result is there already, and `failed_before` what it is."""
         data = None
         if effect and record.kind in ("forward", "forward_backward"):
             # Parsed beside what is running.
             data = asyncio.ensure_future(asyncio.to_thread(self._parsed, record))
-        self.turns.add(record.owner, record.seq, partial(self._run, record, data, effect, done))
+        self.turns.add(record.owner, record.seq, partial(self._run, record, data, effect, done, failed_before))
 
     def _parsed(self, record: RequestRecord) -> TrainingData | RequestError:
         base, limits = self.models.base, self.settings.limits
@@ -274,7 +286,12 @@ class Training:
             return error
 
     async def _run(
-        self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None, effect: bool, done: bool
+        self,
+        record: RequestRecord,
+        data: asyncio.Future[TrainingData | RequestError] | None,
+        effect: bool,
+        done: bool,
+        failed_before: bool,
     ) -> asyncio.Future[Any] | None:
         live = self._live[record.owner]
         if effect and record.kind == "load_weights" and live.rest is not None and not live.rest.done():
@@ -285,9 +302,12 @@ class Training:
         if effect:
             live.changing = record.kind not in EFFECTLESS
             try:
-                async with self.futures.ended_by(record.id):
+                async with self._ended_by(record, done):
                     rest = await self._kind(record, data)
             except SlimeError as error:
+                if done and not failed_before:
+                    await self._not_repeated(record, error)
+                    return None
                 rest, failed = rest_of(failed_outcome(error)), True
             # Not if the server ends meanwhile.
             live.changing = False
@@ -317,7 +337,7 @@ class Training:
         made: Done | None = None
         if rest is not None:
             try:
-                async with self.futures.ended_by(record.id):
+                async with self._ended_by(record, done):
                     made = await rest()
             except SlimeError as error:
                 made = Done(outcome=failed_outcome(error))
@@ -341,10 +361,39 @@ class Training:
         if state is not None and earlier is not None:
             await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
 
+    @contextlib.asynccontextmanager
+    async def _ended_by(self, record: RequestRecord, done: bool) -> AsyncIterator[None]:
+        """`Futures.ended_by`; if the request has a result already, the next start does not restore its model."""
+        with held() as ended:
+            async with self.futures.ended_by(record.id):
+                yield
+        error = ended.raised
+        if error is None:
+            return
+        if done and isinstance(error, Exception) and not isinstance(error, SlimeError):
+            model = self.holdings.models[record.owner]
+            await self.journal.write([self.holdings.put(replace(model, damaged=True))], lasting=True)
+        raise error
+
+    async def _not_repeated(self, record: RequestRecord, error: SlimeError) -> None:
+        """Of a request that succeeded before the restart, and fails now: what comes after it would be of other weights."""
+        name = record.owner
+        self._damaged.add(name)
+        self.turns.close(name)
+        live = self._live[name]
+        if live.rest is not None:
+            await asyncio.wait([live.rest])
+        if live.created:
+            live.created = False
+            await self._call(partial(self.models.remove, name))
+        why = f"its request {record.seq} ({record.kind}), which succeeded before, fails when it is repeated: {error}"
+        await self._without_state(self.holdings.models[name], why)
+        self._live.pop(name, None)
+
     async def _give_up(self, name: str) -> None:
         """Of a model whose first request failed: nothing else can be done with it."""
         for seq in self.turns.close(name):
-            await self.futures.resolve(request_id(name, seq), failure("the model could not be created.", user=True))
+            await self._fail(request_id(name, seq), failure("the model could not be created.", user=True))
         unloaded = replace(self.holdings.models[name], unloaded=True)
         await self.journal.write([self.holdings.put(unloaded)], lasting=True)
         # Its session may have ended meanwhile.
@@ -382,16 +431,14 @@ class Training:
             raise RequestError(
                 f"path {asked.path}: of a model with other LoRA settings ({checkpoint.spec}; this one has {model.spec})."
             )
-        folder, needed = self.checkpoints.folder_of(checkpoint.folder), self.checkpoints.needed
-        earlier, live.loaded = needed.get(model.id), record.seq
+        folder, live.loaded = self.checkpoints.folder_of(checkpoint.folder), record.seq
         # Until the model's own state is saved.
-        needed[model.id] = checkpoint.id
+        is_new = self.checkpoints.need(model.id, checkpoint.id)
         try:
             await self._call(partial(self.models.load, model.id, model.spec, folder, optimizer=asked.optimizer))
         except SlimeError:
-            needed.pop(model.id)
-            if earlier is not None:
-                needed[model.id] = earlier
+            if is_new:
+                self.checkpoints.needed[model.id].discard(checkpoint.id)
             raise
         live.created, live.gradients = True, False
         live.steps = checkpoint.steps if asked.optimizer else 0
@@ -420,8 +467,12 @@ class Training:
     async def _optim_step(self, record: RequestRecord) -> Rest:
         began = time.monotonic()
         adam = adam_of(OptimStepRequest.model_validate_json(record.body))
-        grad_norm = await self._call(partial(self.models.optim_step, record.owner, adam))
         live = self._live[record.owner]
+        try:
+            grad_norm = await self._call(partial(self.models.optim_step, record.owner, adam))
+        except SkippedStep:
+            live.gradients = False
+            raise
         live.steps += 1
         live.gradients = False
         live.unsaved_s += time.monotonic() - began
@@ -566,7 +617,7 @@ class Training:
     async def save_states(self) -> None:
         """Before the server ends, so that the next start has nothing to repeat. Models with gradients are left as they are."""
         for name, live in self._live.items():
-            unsaved = live.unsaved_s or name in self.checkpoints.needed
+            unsaved = live.unsaved_s or self.checkpoints.needed.get(name)
             if not live.created or not unsaved or live.gradients or live.changing:
                 continue
             earlier = self.holdings.models[name].state
