@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime_core.contracts.backend import OutOfDeviceMemory
 from slime_core.contracts.optimizer import StepSettings
@@ -323,6 +323,11 @@ def test_what_cannot_be_done(folders, start, samples, pack, sequence_policy, tmp
         backend.load_adapter("three", tmp_path / "one", False)
     with pytest.raises(ModelError, match=r"nowhere: it cannot be read as an adapter: FileNotFound"):
         backend.load_adapter("three", tmp_path / "nowhere", False)
+    (tmp_path / "one/adapter_config.json").write_text(json.dumps(config))
+    weights = tmp_path / "one/adapter_model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt", "slime_parts": "{"})
+    with pytest.raises(ModelError, match="one: it cannot be read as an adapter: JSONDecodeError"):
+        backend.load_adapter("three", tmp_path / "one", False)
     moe = start(folders("qwen3_moe"), HOLDS, ADAM)
     with pytest.raises(ModelError, match=r"mlp = True: Qwen3MoeForCausalLM has no linear layers there"):
         moe.add_adapter("one", SHAPE, 1)

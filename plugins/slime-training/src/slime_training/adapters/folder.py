@@ -94,7 +94,7 @@ def read_adapter_folder(folder: Path) -> tuple[LowRank, AdapterShape]:
         config = json.loads(file.read_bytes())
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         tensors = load_file(folder / WEIGHTS_FILE)
-        metadata = metadata_of(folder / WEIGHTS_FILE)
+        parts: Mapping[str, Any] = json.loads(metadata_of(folder / WEIGHTS_FILE).get(SHAPE_KEY, "{}"))
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder}: it cannot be read as an adapter: {type(error).__name__}: {error}") from error
     other = [key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if config.get(key)]
@@ -103,7 +103,6 @@ def read_adapter_folder(folder: Path) -> tuple[LowRank, AdapterShape]:
     if strange := [name for name in tensors if not name.startswith(FILE_PREFIX)]:
         raise ModelError(f"{folder / WEIGHTS_FILE}: {strange[0]} does not begin with {FILE_PREFIX}.")
     named = {name.removeprefix(FILE_PREFIX): tensor.float() for name, tensor in tensors.items()}
-    parts: Mapping[str, Any] = json.loads(metadata.get(SHAPE_KEY, "{}"))
     try:
         shape = AdapterShape(rank=rank, alpha=alpha, **parts)
     except (ConfigError, TypeError) as error:
