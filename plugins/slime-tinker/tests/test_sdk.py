@@ -139,7 +139,7 @@ def test_the_way_through_the_sdk_costs_little(served, cookbook, model, tmp_path)
         return next(float(line.split()[1]) for line in lines if line.startswith("SECONDS"))
 
     rounds = []
-    # Other processes of the machine may disturb many rounds; the best of each side tell.
+    # Other processes of the machine may disturb many rounds: the best of each side count.
     for _ in range(40):
         rounds.append((seconds(direct), seconds(through)))
         alone, served_s = (min(times) for times in zip(*rounds, strict=True))
