@@ -217,15 +217,11 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
     diffs |= {"adapter": direct.apart(few, adapter, snapshot), "base": direct.apart(few, adapter, None)}
     log(f"log-probs apart {diffs}")
     memory.begin()
-    held, snapshots = [adapter], [snapshot]
-    for number in range(1, asked.adapters):
-        held.append(direct.add(f"adapter-{number}"))
-        direct.train(held[-1])
-        snapshots.append(held[-1].snapshot())
-    shared = [direct.sample(prompts[asked.repeats + 1 + number], snapshots) for number in range(2)]
+    snapshots = [snapshot]
+    shared = share(direct, snapshots, prompts[asked.repeats + 1 : asked.repeats + 3], asked.adapters)
     log(f"{asked.adapters} adapters {shared}")
     with_all = memory.found()
-    for one in (*snapshots, *held):
+    for one in (*snapshots, *session.adapters.values()):
         one.drop() if isinstance(one, Snapshot) else one.remove()
     found = through_the_sdk(session, asked, folder, rows, prompts[-asked.repeats - 1 :])
     log(f"through the SDK {found}")
@@ -253,6 +249,18 @@ def measure(session: TrainingSession, asked: argparse.Namespace, folder: Path) -
         "with_1": with_one,
         f"with_{asked.adapters}": with_all,
     }
+
+
+def share(
+    direct: Direct, snapshots: list[Snapshot], prompts: Sequence[Sequence[list[int]]], number: int
+) -> list[tuple[float, int]]:
+    """Adds the snapshots of further adapters, each with a step, until there are `number`, and samples the prompts with them.
+    Returns seconds and tokens of each round."""
+    for place in range(len(snapshots), number):
+        adapter = direct.add(f"adapter-{place}")
+        direct.train(adapter)
+        snapshots.append(adapter.snapshot())
+    return [direct.sample(each, snapshots) for each in prompts]
 
 
 def rounded(values: Sequence[float], digits: int = 3) -> list[float]:

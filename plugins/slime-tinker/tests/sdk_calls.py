@@ -16,6 +16,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 
 from slime_core.registry import Registry
 from slime_tinker.app import asgi
+from slime_tinker.keys import Keys
 from slime_tinker.service import Service, running
 from slime_tinker.settings import Limits, Retention, Settings
 
@@ -30,6 +31,13 @@ async def serving(models: Any, chosen: Settings, keys: Any = None) -> AsyncItera
         transport = httpx.ASGITransport(app=asgi(service, keys))
         async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as client:
             yield service, Calls(client)
+
+
+def two_tenants() -> tuple[Keys, str, str]:
+    """And the key of each."""
+    keys, one = Keys().added("one")
+    keys, two = keys.added("two")
+    return keys, one, two
 
 
 class Killed(Exception):

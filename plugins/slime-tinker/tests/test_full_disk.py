@@ -36,6 +36,10 @@ class FullJournal:
             raise StorageError("no room.")
         self._apply(statements)
 
+    async def has_refused(self, times):
+        while self.refused < times:  # noqa: ASYNC110 - nothing reports it
+            await asyncio.sleep(0.01)
+
 
 def stored(tmp_path, record):
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
@@ -51,7 +55,7 @@ def folders(tmp_path):
 
 
 async def test_steps_are_acknowledged_and_repeated_though_no_state_can_be_saved(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("slime_tinker.training.SAVING_SHARE", 0.0)
+    monkeypatch.setattr("slime_tinker.model_states.SAVING_SHARE", 0.0)
     chosen = settings(tmp_path, save_after_s=0.0)
     models = ScriptedModels()
 
@@ -256,8 +260,7 @@ async def test_results_wait_for_the_journal_and_new_requests_are_refused(tmp_pat
         step = await calls.optim_step(model, 1)
         journal.full = True
         models.gate.set()
-        while not journal.refused:  # noqa: ASYNC110 - nothing reports it
-            await asyncio.sleep(0.01)
+        await journal.has_refused(1)
         assert (await calls.fetch(step)).json()["type"] == "try_again"
         refused = await calls.post("optim_step", model_id=model, seq_id=2, adam_params={})
         assert refused.status_code == 500
@@ -284,8 +287,7 @@ async def test_what_is_cleaned_up_is_tried_again(tmp_path, monkeypatch, capsys):
         session = await calls.session()
         service.holdings.sessions[session] = replace(service.holdings.sessions[session], seen=0.0)
         journal.full = True
-        while journal.refused < 2:  # noqa: ASYNC110 - nothing reports it
-            await asyncio.sleep(0.01)
+        await journal.has_refused(2)
         journal.full = False
         while '"finished": true' not in stored(tmp_path, session):  # noqa: ASYNC110 - nothing reports it
             await asyncio.sleep(0.01)
@@ -301,8 +303,7 @@ async def test_a_server_ends_though_results_cannot_be_written(tmp_path, monkeypa
         step = await calls.optim_step(model, 1)
         journal.full = True
         models.gate.set()
-        while not journal.refused:  # noqa: ASYNC110 - nothing reports it
-            await asyncio.sleep(0.01)
+        await journal.has_refused(1)
         assert (await calls.fetch(step)).json()["type"] == "try_again"
     assert "results are not written, and begin again with the next start" in capsys.readouterr().err
     after = ScriptedModels()

@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import pytest
 from scripted_models import ScriptedModels
-from sdk_calls import killed, limits, retention, serving, settings
+from sdk_calls import killed, limits, retention, serving, settings, two_tenants
 
 from slime_core.errors import EngineError, ModelError, StorageError, TrainingError
 from slime_core.types.completion import SamplingParams
 from slime_tinker.access import Access
 from slime_tinker.admission import Admission
 from slime_tinker.errors import RequestError
-from slime_tinker.keys import Keys
 from slime_tinker.sampler_weights import OpenWeights
 from slime_tinker.session_adapters import SessionAdapters
 
@@ -59,8 +58,7 @@ async def test_requests_that_no_restart_repeats_leave_nothing(tmp_path):
 
 async def test_requests_that_wait_have_a_limit_in_bytes(tmp_path):
     models = ScriptedModels()
-    keys, one = Keys().added("one")
-    keys, two = keys.added("two")
+    keys, one, two = two_tenants()
     chosen = settings(tmp_path, limits=limits(max_pending_bytes=60))
     async with serving(models, chosen, lambda: keys) as (_, calls):
         calls.key = one
@@ -331,8 +329,7 @@ async def test_who_has_many_requests_keeps_no_other_tenant_from_the_engines(tmp_
     """Those that wait for a place hold no room for weights."""
     models = ScriptedModels()
     models.hold_samples = True
-    keys, one = Keys().added("one")
-    keys, two = keys.added("two")
+    keys, one, two = two_tenants()
     async with serving(models, settings(tmp_path, sampling_places=1), lambda: keys) as (service, calls):
         samplers = {}
         for key, number in ((one, 2), (two, 1)):

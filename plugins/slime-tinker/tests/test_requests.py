@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import zstandard
 from scripted_models import ScriptedModels
-from sdk_calls import limits, retention, serving, settings
+from sdk_calls import limits, retention, serving, settings, two_tenants
 
-from slime_tinker.keys import Keys
 from slime_tinker.sampler_weights import OpenWeights
 
 pytestmark = pytest.mark.asyncio
@@ -77,8 +76,7 @@ async def test_a_gap_that_nothing_fills_ends(tmp_path):
 async def test_tenants_take_turns(tmp_path):
     """One with many requests does not delay another one's."""
     models = ScriptedModels()
-    keys, one = Keys().added("one")
-    keys, two = keys.added("two")
+    keys, one, two = two_tenants()
     async with serving(models, settings(tmp_path), lambda: keys) as (_, calls):
         calls.key = one
         busy = await calls.model(await calls.session())
@@ -99,8 +97,7 @@ async def test_tenants_take_turns(tmp_path):
 
 async def test_another_tenants_things_are_not_there(tmp_path):
     models = ScriptedModels()
-    keys, one = Keys().added("one")
-    keys, two = keys.added("two")
+    keys, one, two = two_tenants()
     async with serving(models, settings(tmp_path), lambda: keys) as (_, calls):
         calls.key = one
         session = await calls.session()

@@ -132,17 +132,17 @@ class RequestsInFlight:
                 room = self._setup.max_context_len - len(run.request.token_ids) - len(run.token_ids)
                 if min(room, run.request.sampling.max_new_tokens - len(run.token_ids)) <= 0:
                     return run.completion(FinishReason.LENGTH, index)
-                while not self._open.is_set() and not run.aborted:
+                while not self.is_open and not run.aborted:
                     await self._open_or_aborted(run)
                 if run.aborted:
                     return run.completion(FinishReason.ABORT, index)
                 reason = await self._ask(run, room)
-                if reason is not FinishReason.ABORT and not self._open.is_set() and not run.aborted:
+                if reason is not FinishReason.ABORT and not self.is_open and not run.aborted:
                     # It ended just before a pause; between pause and resume nothing is served.
                     await self._open_or_aborted(run)
                 # Interrupted by a pause or an abort-all, it continues; aborted from outside, it does not.
                 swept = run.sweep != self._sweeps
-                if reason is not FinishReason.ABORT or run.aborted or (self._open.is_set() and not swept):
+                if reason is not FinishReason.ABORT or run.aborted or (self.is_open and not swept):
                     return run.completion(reason, index)
                 run.interrupt()
         except asyncio.CancelledError:
@@ -220,7 +220,7 @@ class RequestsInFlight:
     async def _end(self, runs: dict[str, Running]) -> None:
         """Sends aborts to the servers until each of these requests has its response."""
         for run in runs.values():
-            if run.aborted and not self._open.is_set():
+            if run.aborted and not self.is_open:
                 run.ended.set()
         began = asyncio.get_running_loop().time()
         deadline = began + self._control_timeout_s
@@ -230,7 +230,8 @@ class RequestsInFlight:
             self._check_alive()
             now = asyncio.get_running_loop().time()
             if not self.is_open:
-                # A server may keep them as long as it is paused. One that is closed meanwhile makes the server abort it later.
+                # A server may keep them as long as it is paused. After the limit they end here; the server aborts them when it
+                # continues, since their connections are closed.
                 deadline = now + self._control_timeout_s
                 if now > began + self._control_timeout_s:
                     for run in left:

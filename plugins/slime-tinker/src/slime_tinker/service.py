@@ -26,11 +26,13 @@ from slime_tinker.futures import Futures
 from slime_tinker.holdings import Holdings
 from slime_tinker.journal import Journal, expired_results, forgotten
 from slime_tinker.model_settings import require_small, spec_of
+from slime_tinker.model_states import ModelStates
 from slime_tinker.models import Models, ModelSpec
 from slime_tinker.notes import note
 from slime_tinker.records import ModelRecord, RequestRecord, SamplerRecord, SessionRecord
 from slime_tinker.sampler_weights import OpenWeights
 from slime_tinker.sampling import Sampling
+from slime_tinker.saving import Saving
 from slime_tinker.settings import Settings
 from slime_tinker.training import Training, request_id
 from slime_tinker.turns import Turns
@@ -297,6 +299,15 @@ def service_of(
         max_per_tenant=settings.limits.max_checkpoints,
     )
     futures, turns = Futures(journal, poll_s=settings.poll_s), Turns()
+    states = ModelStates(
+        models=models,
+        holdings=holdings,
+        journal=journal,
+        checkpoints=checkpoints,
+        settings=settings,
+        trainer=trainer,
+    )
+    saving = Saving(models=models, holdings=holdings, checkpoints=checkpoints, settings=settings, trainer=trainer)
     training = Training(
         models=models,
         holdings=holdings,
@@ -304,6 +315,8 @@ def service_of(
         futures=futures,
         turns=turns,
         checkpoints=checkpoints,
+        states=states,
+        saving=saving,
         settings=settings,
         registry=registry,
         trainer=trainer,

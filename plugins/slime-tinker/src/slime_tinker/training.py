@@ -10,36 +10,37 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import (
     LoadWeightsRequest,
     OptimStepRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
 )
 
 from slime_core.errors import EngineError, SlimeError, StorageError, TrainingError
 from slime_core.registry import Registry
 from slime_core.registry.boundary import held
 from slime_core.types.batch import Float32
-from slime_tinker.checkpoints import Checkpoints, expiry, stored
+from slime_tinker.checkpoints import Checkpoints
 from slime_tinker.errors import RequestError, SkippedStep
 from slime_tinker.futures import Futures, failure, json_outcome
 from slime_tinker.holdings import Holdings
-from slime_tinker.journal import Journal, Statement, body_dropped, body_dropped_of
+from slime_tinker.journal import Journal, Statement, body_dropped_of
 from slime_tinker.loss_sum import loss_of
-from slime_tinker.model_settings import adam_of, require_small
+from slime_tinker.model_settings import adam_of
+from slime_tinker.model_states import Live, ModelStates, StagedState
 from slime_tinker.models import Models
 from slime_tinker.notes import note
-from slime_tinker.records import CheckpointRecord, ModelRecord, Outcome, RequestRecord, SamplerRecord
+from slime_tinker.records import ModelRecord, Outcome, RequestRecord
+from slime_tinker.request_halves import Done, Rest, rest_of
 from slime_tinker.results import forward_backward_outcome
+from slime_tinker.saving import Saving
 from slime_tinker.settings import Settings
 from slime_tinker.training_data import TrainingData, training_data
 from slime_tinker.turns import Turns
@@ -47,73 +48,20 @@ from slime_tinker.turns import Turns
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    outcome: Outcome
-    """What the client gets."""
-    statements: Sequence[Statement] = ()
-    """Written beside it."""
-    replaced: str | None = None
-    """Folder to which nothing refers once they are."""
-
-
-Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Done]]
-"""What follows the trainers' half. SlimeError for what fails."""
-
 EFFECTLESS: Final = frozenset({"forward", "save_weights", "save_weights_for_sampler"})
 """Kinds that leave the model as it was; what they did is on the disk."""
 SERVERS_FAULT: Final = (TrainingError, EngineError, StorageError)
-DAMAGED: Final = failure(
-    "the model could not be restored after a restart; who runs the server has the reason. create_training_client_from_state "
-    "continues a checkpoint.",
-    user=False,
+NOT_RESTORED: Final = (
+    "this model could not be restored after a restart; who runs the server has the reason. "
+    "create_training_client_from_state continues a checkpoint."
 )
+DAMAGED: Final = failure(NOT_RESTORED, user=False)
 UNLOADED: Final = failure("this model was unloaded.", user=True)
 LATE: Final = failure("it came after later requests of its model had run.", user=True)
-SAVING_SHARE: Final = 10
-"""A model trains at least so many times as long as its last saving took before it is saved again."""
 NOT_WRITTEN: Final = (
     "the server's disk could not be written, so that nothing was saved; the model is as it was. Try again, or delete "
     "checkpoints that are not needed."
 )
-
-
-@dataclass(slots=True)
-class Live:
-    """A model in the trainers."""
-
-    applied: int = -1
-    """seq_id of the last request that was run."""
-    steps: int = 0
-    created: bool = False
-    gradients: bool = False
-    """It has some that no optimizer step has taken; its saved state never has."""
-    changing: bool = False
-    """A request that changes it has begun, and has not ended: what the trainers hold is of no seq_id."""
-    loaded: int = -1
-    """seq_id of the last request that loaded a checkpoint."""
-    unsaved_s: float = 0.0
-    """Seconds of training that its saved state does not hold."""
-    retry_at: float = 0.0
-    """Its state could not be saved; it is not tried again before this time (monotonic)."""
-    saving_s: float = 0.0
-    """Of its last saving."""
-    rest: asyncio.Task[None] | None = None
-    """Of the last request that was run; it follows that of the one before."""
-    unloading: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedState:
-    """A model's whole state after its request `applied`, which is not written yet."""
-
-    folder: str
-    write: Callable[[], None]
-    applied: int
-    steps: int
-    trained_s: float
-    """Seconds of training that no state held before."""
-    staging_s: float
 
 
 @dataclass(slots=True)
@@ -124,13 +72,13 @@ class Training:
     futures: Futures
     turns: Turns
     checkpoints: Checkpoints
+    states: ModelStates
+    saving: Saving
     settings: Settings
     registry: Registry
     trainer: Executor
     """One thread, in which all calls of `models` are made."""
     tasks: asyncio.TaskGroup
-    _saving: set[str] = field(default_factory=set)
-    """Paths of checkpoints that are being written."""
     _live: dict[str, Live] = field(default_factory=dict)
     _damaged: set[str] = field(default_factory=set)
     """Models that could not be restored. They keep their place until they are unloaded, as the next start may restore them."""
@@ -138,11 +86,7 @@ class Training:
     async def submit(self, record: RequestRecord, *beside: Statement) -> None:
         """Writes the request down and lets it run in its turn. A second one with the same id is the first."""
         if record.owner in self._damaged:
-            raise RequestError(
-                f"model_id {record.owner}: it could not be restored after a restart; who runs the server has the reason. "
-                "create_training_client_from_state continues a checkpoint.",
-                status=410,
-            )
+            raise RequestError(f"model_id {record.owner}: {NOT_RESTORED}", status=410)
         if record.owner not in self.turns:
             raise RequestError(
                 f"model_id {record.owner}: this model was unloaded. create_training_client_from_state continues a checkpoint.",
@@ -314,7 +258,7 @@ class Training:
         live.applied = record.seq
         state = None
         if effect and not failed and record.kind in ("optim_step", "load_weights"):
-            state = await self._staged_if_due(record, live)
+            state = await self.states.staged_if_due(record, live)
         live.rest = self.tasks.create_task(self._finish(record, live, live.rest, rest, state, done))
         if not live.created:
             await live.rest
@@ -347,11 +291,11 @@ class Training:
             statements.append(body_dropped_of(record.id))
         if state is not None:
             try:
-                statements += await self._kept(record.owner, live, state)
+                statements += await self.states.kept(record.owner, live, state)
             except SlimeError as error:
                 live.unsaved_s += state.trained_s
                 state = None
-                self._keep_earlier(record.owner, live, error)
+                self.states.keep_earlier(record.owner, live, error)
         if done or made is None:
             await self.journal.write(statements, lasting=True)
         else:
@@ -401,12 +345,13 @@ class Training:
 
     async def _kind(self, record: RequestRecord, data: asyncio.Future[TrainingData | RequestError] | None) -> Rest:
         """The first half."""
+        live = self._live[record.owner]
         runs: dict[str, Callable[[RequestRecord], Coroutine[Any, Any, Rest]]] = {
             "create_model": self._create,
             "load_weights": self._load,
             "optim_step": self._optim_step,
-            "save_weights": self._save,
-            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights": partial(self.saving.save, live=live),
+            "save_weights_for_sampler": partial(self.saving.save_for_sampler, live=live),
         }
         if data is None:
             return await runs[record.kind](record)
@@ -479,155 +424,9 @@ class Training:
         metrics = {"grad_norm": grad_norm, "learning_rate": adam.lr, "step": float(live.steps)}
         return rest_of(json_outcome({"metrics": metrics}))
 
-    async def _save(self, record: RequestRecord) -> Rest:
-        asked = SaveWeightsRequest.model_validate_json(record.body)
-        model, name = self.holdings.models[record.owner], asked.path or f"{record.seq:06d}"
-        path = self._path_of(model, "training", name, overwrite=asked.overwrite)
-        made = await self._made(model, path, name, "training", asked.ttl_seconds, asked.user_metadata)
-        return self._written(made, json_outcome({"type": "save_weights", "path": path}))
-
-    async def _save_for_sampler(self, record: RequestRecord) -> Rest:
-        asked = SaveWeightsForSamplerRequest.model_validate_json(record.body)
-        model = self.holdings.models[record.owner]
-        if asked.kind != "snapshot":
-            raise RequestError(
-                f'kind "{asked.kind}": not served here; this server samples from snapshots ("snapshot").'
-            )
-        if asked.path is not None:
-            path = self._path_of(model, "sampler", asked.path)
-            made = await self._made(model, path, asked.path, "sampler", asked.ttl_seconds, asked.user_metadata)
-            return self._written(made, json_outcome({"type": "save_weights_for_sampler", "path": path}))
-        if asked.sampling_session_seq_id is None:
-            raise RequestError("sampling_session_seq_id: missing, and so is path; one of them is needed.")
-        sampler_id = f"{model.session}:sampler:{asked.sampling_session_seq_id}"
-        path = f"tinker://{model.id}/snapshots/{record.seq}"
-        made = await self._made(model, path, str(record.seq), "sampler", None, None, hidden=True)
-        written = self._written(
-            made, json_outcome({"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
-        )
-
-        async def rest() -> Done:
-            done = await written()
-            sampler = SamplerRecord(
-                id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
-            )
-            statements = [*done.statements, self.holdings.put(sampler)]
-            await self.checkpoints.delete_snapshots(
-                model.id, keep=self.settings.limits.snapshots(whole=self.models.whole)
-            )
-            return replace(done, statements=statements)
-
-        return rest
-
-    def _path_of(self, model: ModelRecord, kind: str, name: str, *, overwrite: bool = False) -> str:
-        path = self.checkpoints.path_of(model, kind, name, overwrite=overwrite)
-        if path in self._saving and not overwrite:
-            raise RequestError(f'path "{name}": {path} is being written. Pass another name, or overwrite=True.')
-        return path
-
-    async def _made(
-        self,
-        model: ModelRecord,
-        path: str,
-        name: str,
-        kind: str,
-        ttl_s: int | None,
-        metadata: dict[str, str] | None,
-        *,
-        hidden: bool = False,
-    ) -> tuple[CheckpointRecord, Callable[[], None]]:
-        """A checkpoint of the model as it is now, and what writes its files."""
-        if self.models.whole and self._live[model.id].gradients:
-            raise RequestError("saved between forward_backward and optim_step: call optim_step first.")
-        require_small(metadata, self.settings.limits.max_metadata_bytes)
-        expires, folder = expiry(ttl_s), self.checkpoints.new_folder()
-        target = self.checkpoints.folder_of(folder)
-        write = await self._call(partial(self.models.save, model.id, target, optimizer=kind == "training"))
-        self._saving.add(path)
-        record = CheckpointRecord(
-            id=path,
-            tenant=model.tenant,
-            model=model.id,
-            name=name,
-            kind=kind,
-            folder=folder,
-            spec=model.spec,
-            created=time.time(),
-            size=0,
-            steps=self._live[model.id].steps,
-            expires=expires,
-            user_metadata=metadata,
-            hidden=hidden,
-        )
-        return record, write
-
-    def _written(self, made: tuple[CheckpointRecord, Callable[[], None]], outcome: Outcome) -> Rest:
-        """Its files are on the disk before anything refers to them."""
-        record, write = made
-
-        async def rest() -> Done:
-            target = self.checkpoints.folder_of(record.folder)
-            try:
-                size = await asyncio.to_thread(stored, target, write)
-            finally:
-                self._saving.discard(record.id)
-            statement, replaced = self.checkpoints.put(replace(record, size=size))
-            return Done(outcome=outcome, statements=[statement], replaced=replaced)
-
-        return rest
-
-    async def _staged_if_due(self, record: RequestRecord, live: Live) -> StagedState | None:
-        """The model's state, if a restart would have to repeat much; always after it was loaded, since its checkpoint may be
-        deleted."""
-        due = max(self.settings.save_after_s, SAVING_SHARE * live.saving_s)
-        if record.kind != "load_weights" and (live.unsaved_s < due or time.monotonic() < live.retry_at):
-            return None
-        try:
-            return await self._staged(record.owner, live)
-        except SlimeError as error:
-            self._keep_earlier(record.owner, live, error)
-            return None
-
-    async def _staged(self, name: str, live: Live) -> StagedState:
-        began = time.monotonic()
-        folder = self.checkpoints.new_folder()
-        write = await self._call(partial(self.models.save, name, self.checkpoints.folder_of(folder), optimizer=True))
-        trained_s, live.unsaved_s = live.unsaved_s, 0.0
-        took = time.monotonic() - began
-        return StagedState(
-            folder=folder, write=write, applied=live.applied, steps=live.steps, trained_s=trained_s, staging_s=took
-        )
-
-    async def _kept(self, name: str, live: Live, state: StagedState) -> list[Statement]:
-        """Writes it; with the statements a restart begins from it."""
-        began = time.monotonic()
-        await asyncio.to_thread(stored, self.checkpoints.folder_of(state.folder), state.write)
-        live.saving_s = state.staging_s + time.monotonic() - began
-        if state.applied >= live.loaded:
-            self.checkpoints.needed.pop(name, None)
-        saved = replace(self.holdings.models[name], state=state.folder, applied=state.applied, steps=state.steps)
-        return [self.holdings.put(saved), body_dropped(name, state.applied)]
-
-    def _keep_earlier(self, name: str, live: Live, error: SlimeError) -> None:
-        """After a state that could not be saved. A restart begins from the earlier one and repeats the requests since, which
-        the journal keeps: no result that a client has is lost."""
-        live.retry_at = time.monotonic() + self.settings.save_after_s
-        note(f"{name}: its state is not saved, and is tried again later: {error}")
-
     async def save_states(self) -> None:
-        """Before the server ends, so that the next start has nothing to repeat. Models with gradients are left as they are."""
-        for name, live in self._live.items():
-            unsaved = live.unsaved_s or self.checkpoints.needed.get(name)
-            if not live.created or not unsaved or live.gradients or live.changing:
-                continue
-            earlier = self.holdings.models[name].state
-            try:
-                await self.journal.write(await self._kept(name, live, await self._staged(name, live)))
-            except SlimeError as error:
-                note(f"{name}: its state is not saved; the next start repeats what it lacks: {error}")
-                continue
-            if earlier is not None:
-                await asyncio.to_thread(shutil.rmtree, self.checkpoints.folder_of(earlier), True)
+        """See `ModelStates.save_all`."""
+        await self.states.save_all(self._live)
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.trainer, work)
@@ -656,15 +455,6 @@ def failed_outcome(error: SlimeError) -> Outcome:
         note(str(error))
         return failure(NOT_WRITTEN, user=False)
     return failure(str(error), user=not isinstance(error, SERVERS_FAULT))
-
-
-def rest_of(outcome: Outcome) -> Rest:
-    """Nothing but the result."""
-
-    async def rest() -> Done:
-        return Done(outcome=outcome)
-
-    return rest
 
 
 def request_id(owner: str, seq: int) -> str:
