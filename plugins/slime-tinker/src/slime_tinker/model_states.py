@@ -13,8 +13,7 @@ from typing import Final
 
 from slime_core.errors import SlimeError
 from slime_tinker.checkpoints import Checkpoints, stored
-from slime_tinker.holdings import Holdings
-from slime_tinker.journal import Journal, Statement, body_dropped
+from slime_tinker.journal import Statement, body_dropped
 from slime_tinker.models import Models
 from slime_tinker.notes import note
 from slime_tinker.records import RequestRecord
@@ -65,8 +64,6 @@ class StagedState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
     models: Models
-    holdings: Holdings
-    journal: Journal
     checkpoints: Checkpoints
     settings: Settings
     trainer: Executor
@@ -102,8 +99,10 @@ class ModelStates:
         live.saving_s = state.staging_s + time.monotonic() - began
         if state.applied >= live.loaded:
             self.checkpoints.needed.pop(name, None)
-        saved = replace(self.holdings.models[name], state=state.folder, applied=state.applied, steps=state.steps)
-        return [self.holdings.put(saved), body_dropped(name, state.applied)]
+        saved = replace(
+            self.checkpoints.holdings.models[name], state=state.folder, applied=state.applied, steps=state.steps
+        )
+        return [self.checkpoints.holdings.put(saved), body_dropped(name, state.applied)]
 
     def keep_earlier(self, name: str, live: Live, error: SlimeError) -> None:
         """After a state that could not be saved. A restart begins from the earlier one and repeats the requests since, which
@@ -117,9 +116,9 @@ class ModelStates:
             unsaved = live.unsaved_s or self.checkpoints.needed.get(name)
             if not live.created or not unsaved or live.gradients or live.changing:
                 continue
-            earlier = self.holdings.models[name].state
+            earlier = self.checkpoints.holdings.models[name].state
             try:
-                await self.journal.write(await self.kept(name, live, await self._staged(name, live)))
+                await self.checkpoints.journal.write(await self.kept(name, live, await self._staged(name, live)))
             except SlimeError as error:
                 note(f"{name}: its state is not saved; the next start repeats what it lacks: {error}")
                 continue

@@ -14,7 +14,6 @@ from tinker.types import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from slime_tinker.checkpoints import Checkpoints, expiry, stored
 from slime_tinker.errors import RequestError
 from slime_tinker.futures import json_outcome
-from slime_tinker.holdings import Holdings
 from slime_tinker.model_settings import require_small
 from slime_tinker.model_states import Live
 from slime_tinker.models import Models
@@ -26,7 +25,6 @@ from slime_tinker.settings import Settings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
     models: Models
-    holdings: Holdings
     checkpoints: Checkpoints
     settings: Settings
     trainer: Executor
@@ -35,14 +33,14 @@ class Saving:
 
     async def save(self, record: RequestRecord, live: Live) -> Rest:
         asked = SaveWeightsRequest.model_validate_json(record.body)
-        model, name = self.holdings.models[record.owner], asked.path or f"{record.seq:06d}"
+        model, name = self.checkpoints.holdings.models[record.owner], asked.path or f"{record.seq:06d}"
         path = self._path_of(model, "training", name, overwrite=asked.overwrite)
         made = await self._made(model, live, path, name, "training", asked.ttl_seconds, asked.user_metadata)
         return self._written(made, json_outcome({"type": "save_weights", "path": path}))
 
     async def save_for_sampler(self, record: RequestRecord, live: Live) -> Rest:
         asked = SaveWeightsForSamplerRequest.model_validate_json(record.body)
-        model = self.holdings.models[record.owner]
+        model = self.checkpoints.holdings.models[record.owner]
         if asked.kind != "snapshot":
             raise RequestError(
                 f'kind "{asked.kind}": not served here; this server samples from snapshots ("snapshot").'
@@ -65,7 +63,7 @@ class Saving:
             sampler = SamplerRecord(
                 id=sampler_id, tenant=model.tenant, session=model.session, created=time.time(), checkpoint=path
             )
-            statements = [*done.statements, self.holdings.put(sampler)]
+            statements = [*done.statements, self.checkpoints.holdings.put(sampler)]
             await self.checkpoints.delete_snapshots(
                 model.id, keep=self.settings.limits.snapshots(whole=self.models.whole)
             )

@@ -299,15 +299,8 @@ def service_of(
         max_per_tenant=settings.limits.max_checkpoints,
     )
     futures, turns = Futures(journal, poll_s=settings.poll_s), Turns()
-    states = ModelStates(
-        models=models,
-        holdings=holdings,
-        journal=journal,
-        checkpoints=checkpoints,
-        settings=settings,
-        trainer=trainer,
-    )
-    saving = Saving(models=models, holdings=holdings, checkpoints=checkpoints, settings=settings, trainer=trainer)
+    states = ModelStates(models=models, checkpoints=checkpoints, settings=settings, trainer=trainer)
+    saving = Saving(models=models, checkpoints=checkpoints, settings=settings, trainer=trainer)
     training = Training(
         models=models,
         holdings=holdings,
