@@ -18,6 +18,7 @@ with partial rollouts, asynchrony gives a speedup of at most (G + T) / max(F, T)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -132,13 +133,16 @@ def main() -> None:
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
     )
     parser.add_argument("--cases", default="", help="comma-separated; by default all")
+    parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
     asked = parser.parse_args()
     if asked.steps <= asked.settled + AHEAD:
         parser.error(f"--steps {asked.steps}: the first {asked.settled} and the last {AHEAD} do not count")
     asked.new_tokens, asked.requests = asked.cap, 2 * asked.groups * SAMPLES
     chosen = {name: keys for name, keys in cases(asked).items() if not asked.cases or name in asked.cases.split(",")}
-    with tempfile.TemporaryDirectory() as name:
+    with contextlib.ExitStack() as stack:
+        name = asked.keep or stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         write_model(folder / "model", asked)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts_of(asked))
         (folder / "prompts.jsonl").write_text(prompts)

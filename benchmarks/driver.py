@@ -1,6 +1,7 @@
 """Tokens per second that a run takes from engines that respond at once, and the CPU time for each.
 
-    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--workers 0 1 2] [--profile]
+    python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--workers 0 1 2]
+        [--concurrency 256] [--profile]
 
 `slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
@@ -167,6 +168,7 @@ def run(
     steps: int,
     tokens: int,
     workers: int,
+    concurrency: int,
     profile: bool,
 ) -> Ran:
     command = [
@@ -174,7 +176,7 @@ def run(
         "run", "run.toml", "--name", name, "--plugin", "even.py", "--reward", "even", "--engine", "sglang",
         "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses)), "--debug-rollout-only",
         "--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SAMPLES),
-        "--rollout-max-response-len", str(tokens), "--concurrency", "256", "--algo", "grpo", "--backend", "fsdp",
+        "--rollout-max-response-len", str(tokens), "--concurrency", str(concurrency), "--algo", "grpo", "--backend", "fsdp",
         "--rollout-workers", str(workers),
     ]  # fmt: skip
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[0])
+    parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     typed = parser.parse_args()
@@ -224,6 +227,7 @@ def measure(folder: Path, addresses: Sequence[str], typed: argparse.Namespace, w
         steps=typed.steps,
         tokens=typed.tokens,
         workers=workers,
+        concurrency=typed.concurrency,
         profile=typed.profile,
     )
     if typed.profile:

@@ -62,12 +62,14 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
     "qwen3-4b": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+    # SGLang's mixtures of experts always have a head of their own.
     "qwen3-moe-3b": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 6144}
     | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
-    | {"norm_topk_prob": True},
+    | {"norm_topk_prob": True, "tie_word_embeddings": False},
     "tiny": TINY,
     "tiny-moe": TINY
-    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    | {"tie_word_embeddings": False},
 }
 COMMON = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 REWARD = '''
@@ -203,7 +205,8 @@ def ask_server(
 def served(plain: PlainServer) -> Iterator[str]:
     """Address of a server that was started for it."""
     port = free_port()
-    environment = plain.environment() | {"CUDA_VISIBLE_DEVICES": "0"}
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment = plain.environment() | {"CUDA_VISIBLE_DEVICES": first}
     server = subprocess.Popen(plain.command(port), stdout=sys.stderr, env=environment, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"

@@ -97,7 +97,7 @@ SHAPES = {
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,
         "vocab_size": 151936,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
     },
     "tiny": TINY,
     "tiny-moe": TINY

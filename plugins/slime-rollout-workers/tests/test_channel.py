@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from slime_core.errors import ConfigError, EngineUnavailable, PluginError
-from slime_rollout_workers.channel import READ_AHEAD, Channel
+from slime_rollout_workers.channel import PACKET_MESSAGES, READ_AHEAD, Channel
 from slime_rollout_workers.travelling_error import WorkerError, packed, raised_here
 from slime_rollout_workers.worker_requests import WorkerCaller
 
@@ -33,6 +33,46 @@ async def test_messages_arrive_in_order_also_large_ones():
     assert received == sent
     # The other end is gone.
     receiver.send("lost")
+    await receiver.close()
+
+
+async def test_many_messages_of_a_turn_do_not_wait_for_its_end():
+    here, there = socket.socketpair()
+    sender = await Channel.over(here)
+    for number in range(PACKET_MESSAGES + 1):
+        sender.send(number)
+    # The first ones are on their way in the same turn.
+    length = int.from_bytes(there.recv(8))
+    assert pickle.loads(there.recv(length)) == list(range(PACKET_MESSAGES))  # noqa: S301
+    with pytest.raises(BlockingIOError):
+        there.recv(1, socket.MSG_DONTWAIT)
+    await sender.close()
+    length = int.from_bytes(there.recv(8))
+    assert pickle.loads(there.recv(length)) == [PACKET_MESSAGES]  # noqa: S301
+    there.close()
+
+
+async def test_who_reads_many_messages_lets_others_work_between_them():
+    here, there = socket.socketpair()
+    sender, receiver = await Channel.over(here), await Channel.over(there)
+    turns = 0
+    seen: list[int] = []
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for number in range(4 * PACKET_MESSAGES):
+        sender.send(number)
+    await sender.close()
+    # All are in the receiver's buffer before it reads the first.
+    await asyncio.sleep(0.05)
+    working = asyncio.create_task(others())
+    await receiver.read(lambda _: seen.append(turns))
+    working.cancel()
+    assert seen[0] < seen[PACKET_MESSAGES] < seen[2 * PACKET_MESSAGES] < seen[-1]
     await receiver.close()
 
 

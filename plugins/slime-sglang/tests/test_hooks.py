@@ -1,13 +1,15 @@
 """The hooks that a server reports are those that SGLang's registry has applied."""
 
+import contextlib
 import importlib.util
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from engine_setup import setup_for
 
 from slime_core.cli.main import main
@@ -74,17 +76,21 @@ def test_every_target_exists_and_has_a_wrapper():
 @pytest.mark.parametrize(
     ("settings", "config", "names"),
     [
-        ({}, {}, ["one-address", "checks", "draws", "cpu-seeds"]),
-        ({"transport": "disk"}, {"deterministic": False}, ["one-address", "checks", "folders"]),
+        ({}, {}, ["one-address", "checks", "heads", "draws", "cpu-seeds"]),
+        ({"transport": "disk"}, {"deterministic": False}, ["one-address", "checks", "folders", "heads"]),
         (
             {"transport": "ipc", "routed_experts": True},
             {"deterministic": False},
-            ["one-address", "checks", "cpu-experts"],
+            ["one-address", "checks", "heads", "cpu-experts"],
         ),
-        ({"device": "cuda", "transport": "delta", "routed_experts": True}, {}, ["one-address", "checks", "folders"]),
-        ({"device": "cuda"}, {"deterministic": True}, ["one-address", "checks", "draws"]),
-        ({"reward_model": True}, {}, ["one-address", "score-head", "cpu-seeds"]),
-        ({"reward_model": True, "device": "cuda"}, {}, ["one-address", "score-head"]),
+        (
+            {"device": "cuda", "transport": "delta", "routed_experts": True},
+            {},
+            ["one-address", "checks", "folders", "heads"],
+        ),
+        ({"device": "cuda"}, {"deterministic": True}, ["one-address", "checks", "heads", "draws"]),
+        ({"reward_model": True}, {}, ["one-address", "heads", "cpu-seeds"]),
+        ({"reward_model": True, "device": "cuda"}, {}, ["one-address", "heads"]),
     ],
 )
 def test_a_server_has_the_hooks_that_its_run_needs(settings, config, names, tmp_path):
@@ -122,3 +128,37 @@ def test_a_server_that_was_begun_early_waits_before_it_uses_devices(monkeypatch,
     gate.touch()
     thread.join(10)
     assert connected == [True]
+
+
+class Headed(torch.nn.Module):
+    """A model of SGLang with a head of its own."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=tied)
+        self.embed_tokens, self.lm_head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+
+
+def copies_the_embedding(model, weights):
+    model.lm_head.weight.data.copy_(dict(weights)["embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("tied", "names", "load", "refused"),
+    [
+        (True, ["embed_tokens.weight"], lambda model, weights: list(weights), True),
+        (True, ["embed_tokens.weight"], copies_the_embedding, False),
+        (True, ["embed_tokens.weight", "lm_head.weight"], lambda model, weights: list(weights), False),
+        (False, ["embed_tokens.weight"], lambda model, weights: list(weights), False),
+    ],
+    ids=["never-loaded", "copied", "in-the-files", "not-tied"],
+)
+def test_a_head_that_is_never_loaded_ends_the_server(tied, names, load, refused):
+    model = Headed(tied)
+    weights = [(name, model.embed_tokens.weight.detach().clone()) for name in names]
+    with (
+        pytest.raises(RuntimeError, match=r"tie_word_embeddings = false and its own lm_head\.weight")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        hooks.load_heads(load, model, iter(weights))

@@ -1,4 +1,5 @@
-"""Channel: messages over a socket between two processes of one run. Those of one turn of the event loop travel together."""
+"""Channel: messages over a socket between two processes of one run. Those of one turn of the event loop travel together, up
+to a few: where hundreds of responses arrive at once, the other end works on the first ones while this one reads the rest."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Any, Final, Protocol, TypeAlias
 from slime_core.registry.boundary import foreign, held
 
 LENGTH_BYTES: Final = 8
+PACKET_MESSAGES: Final = 16
+"""Most messages that wait for the end of a turn."""
 READ_AHEAD: Final = 1 << 22
 """Bytes that wait in this process to be read as messages."""
 
@@ -51,11 +54,13 @@ class Channel:
         return cls(reader, writer)
 
     def send(self, message: Any, unsendable: Unsendable | None = None, /) -> None:
-        """Sends at the end of this turn of the loop, in the order of the calls. Does nothing if the other end is gone. What
-        others wait for and has foreign content comes with `unsendable`."""
+        """Sends at the end of this turn of the loop at the latest, in the order of the calls. Does nothing if the other end is
+        gone. What others wait for and has foreign content comes with `unsendable`."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
         self._waiting.append((message, unsendable))
+        if len(self._waiting) == PACKET_MESSAGES:
+            self._flush()
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -89,6 +94,8 @@ class Channel:
                 messages = pickle.loads(content)  # noqa: S301 - of the same run
             for message in messages:
                 take(message)
+            # What is in the buffer is read without a wait: tasks that the messages woke, and other channels, get their turn.
+            await asyncio.sleep(0)
 
     async def _next(self) -> bytes | None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):

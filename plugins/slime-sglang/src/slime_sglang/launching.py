@@ -36,8 +36,8 @@ from slime_sglang.server.hook_table import (
     DRAWS,
     FOLDERS,
     GATE,
+    HEADS,
     ONE_ADDRESS,
-    SCORE_HEAD,
 )
 from slime_training.rendezvous import GLOO_INTERFACE, interface_of
 
@@ -184,7 +184,7 @@ def hooks_for(setup: EngineSetup, options: Mapping[str, Any]) -> list[str]:
         ONE_ADDRESS: True,
         CHECKS: generates,
         FOLDERS: setup.transport in CHECKED_TRANSPORTS,
-        SCORE_HEAD: setup.reward_model,
+        HEADS: True,
         DRAWS: generates and deterministic,
         CPU_SEEDS: deterministic and on_cpu,
         CPU_EXPERTS: setup.routed_experts and on_cpu,

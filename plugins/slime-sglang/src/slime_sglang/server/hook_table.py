@@ -51,11 +51,11 @@ FOLDERS: Final = ServerHook(
     purpose="checks each bucket before anything is loaded, and applies deltas",
     when="transports disk and delta",
 )
-SCORE_HEAD: Final = ServerHook(
-    name="score-head",
+HEADS: Final = ServerHook(
+    name="heads",
     targets=(LOAD,),
-    purpose="no untrained bias in the head of a classifier",
-    when="reward models",
+    purpose="no head with weights of its own that no file has: a classifier's bias, a head that should be the embedding",
+    when="always",
     essential=True,
 )
 DRAWS: Final = ServerHook(
@@ -88,7 +88,7 @@ ONE_ADDRESS: Final = ServerHook(
     purpose="processes of a server meet at one address, not on every interface of the machine",
     when="always",
 )
-HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, SCORE_HEAD, DRAWS, CPU_SEEDS, CPU_EXPERTS, CPU_ADAPTERS)
+HOOKS: Final = (ONE_ADDRESS, CHECKS, FOLDERS, HEADS, DRAWS, CPU_SEEDS, CPU_EXPERTS, CPU_ADAPTERS)
 
 
 def in_source(target: str, folder: Path | None = None) -> bool:

@@ -130,11 +130,14 @@ def check_weights(original: Callable[..., Any], checker: Any, action: str, *args
     }
 
 
-def clear_bias(
+def load_heads(
     original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
 ) -> None:
     """Sets the bias of a classifier's head to 0 if the files have none. SGLang's Qwen2 and Qwen3 classifiers have a bias that
-    released models lack: it would keep its random initial value, another constant in the scores of every server."""
+    released models lack: it would keep its random initial value, another constant in the scores of every server.
+
+    Raises RuntimeError, which ends the server, if a model that has no head beside its embedding gets one here, as SGLang's
+    mixtures of experts do: it would sample from whatever its memory held."""
     names: set[str] = set()
 
     def seen() -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,6 +150,26 @@ def clear_bias(
     if isinstance(bias, torch.Tensor) and not any(name.endswith("score.bias") for name in names):
         with torch.no_grad():
             bias.zero_()
+    if any(name.endswith("lm_head.weight") for name in names) or not ties_head(getattr(model, "config", None)):
+        return
+    parameters = dict(model.named_parameters())
+    head = parameters.get("lm_head.weight")
+    embedding = next((value for name, value in parameters.items() if name.endswith("embed_tokens.weight")), None)
+    if (
+        head is not None
+        and embedding is not None
+        and head.shape == embedding.shape
+        and not torch.equal(head, embedding)
+    ):
+        raise RuntimeError(
+            f"{type(model).__name__} of this SGLang has a head of its own, but the model's is its embedding "
+            "(tie_word_embeddings = true), so this head would never be loaded. Save the model with tie_word_embeddings = false "
+            "and its own lm_head.weight, or use another engine."
+        )
+
+
+def ties_head(config: Any) -> bool:
+    return bool(getattr(getattr(config, "text_config", config), "tie_word_embeddings", False))
 
 
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -201,7 +224,7 @@ AROUND: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         FROM_DISK: load_from_disk,
         FROM_TENSOR: forget_base,
         FROM_DISTRIBUTED: forget_base,
-        LOAD: clear_bias,
+        LOAD: load_heads,
         SORTED_DRAWS: draw_by_token,
         BATCH_INVARIANT: use_cpu_kernels,
         HASH: hash_in_torch,
