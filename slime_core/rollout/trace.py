@@ -44,19 +44,6 @@ class ResponseTrace:
     seconds: float
     turns: tuple[Turn, ...]
 
-    @property
-    def queue_s(self) -> float:
-        return sum(turn.queue_s for turn in self.turns)
-
-    @property
-    def generate_s(self) -> float:
-        return sum(turn.generate_s for turn in self.turns)
-
-    @property
-    def other_s(self) -> float:
-        """Seconds in the generator and its tools."""
-        return max(0.0, self.seconds - self.queue_s - self.generate_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTrace:
@@ -97,14 +84,18 @@ class RolloutTrace:
         turns = [turn for response in responses for turn in response.turns]
         if not turns:
             return {}
-        sent = sum(turn.prompt_tokens for turn in turns)
-        cached = sum(turn.cached_tokens for turn in turns)
-        written = np.array([turn.tokens / turn.generate_s for turn in turns if turn.tokens and turn.generate_s > 0])
+        sent = sum([turn.prompt_tokens for turn in turns])
+        cached = sum([turn.cached_tokens for turn in turns])
+        queue_s, generate_s, tokens = np.array([(turn.queue_s, turn.generate_s, turn.tokens) for turn in turns]).T
+        written = (tokens > 0) & (generate_s > 0)
+        response_of = np.repeat(np.arange(len(responses)), [len(response.turns) for response in responses])
+        in_engine = np.bincount(response_of, queue_s + generate_s, len(responses))
+        other_s = np.maximum(0.0, np.array([response.seconds for response in responses]) - in_engine)
         return {
-            **distribution("perf/request/queue_time", np.array([turn.queue_s for turn in turns])),
-            **distribution("perf/request/generate_time", np.array([turn.generate_s for turn in turns])),
-            **distribution("perf/decode/tok_per_s", written),
-            **distribution("perf/non_generation_time", np.array([response.other_s for response in responses])),
+            **distribution("perf/request/queue_time", queue_s),
+            **distribution("perf/request/generate_time", generate_s),
+            **distribution("perf/decode/tok_per_s", tokens[written] / generate_s[written]),
+            **distribution("perf/non_generation_time", other_s),
             **distribution("perf/reward_time", np.array([group.reward_s for group in groups])),
             "rollout/prefix_cache_hit_rate": cached / sent if sent else 0.0,
             "rollout/avg_cached_tokens_per_sample": cached / len(responses),
@@ -117,6 +108,8 @@ class RolloutTrace:
 
 
 def line(trace: GroupTrace, response: ResponseTrace) -> dict[str, Any]:
+    """`other_s`: seconds in the generator and its tools."""
+    queue_s, generate_s = (sum(getattr(turn, name) for turn in response.turns) for name in ("queue_s", "generate_s"))
     return {
         "scope": trace.scope,
         "group": trace.group_index,
@@ -124,9 +117,9 @@ def line(trace: GroupTrace, response: ResponseTrace) -> dict[str, Any]:
         "attempt": response.attempt,
         "began": round(response.began, 6),
         "seconds": round(response.seconds, 6),
-        "queue_s": round(response.queue_s, 6),
-        "generate_s": round(response.generate_s, 6),
-        "other_s": round(response.other_s, 6),
+        "queue_s": round(queue_s, 6),
+        "generate_s": round(generate_s, 6),
+        "other_s": round(max(0.0, response.seconds - queue_s - generate_s), 6),
         "reward_s": round(trace.reward_s, 6),
         "turns": [asdict(turn) for turn in response.turns],
     }

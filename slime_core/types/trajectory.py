@@ -178,10 +178,16 @@ def texts_of(
 ) -> tuple[str, str]:
     """`Sample.response` and `Sample.raw_response`: one object where they are equal."""
     if (special := _special_ids(tokenizer)) is not None and special.isdisjoint(tokens[:-1].tolist()):
-        length = len(tokens) - len(special.intersection(tokens[-1:].tolist()))
-        return (clean := decode(tokenizer, tokens[:length])), clean + decode(tokenizer, tokens[length:])
+        if not len(tokens) or (last := int(tokens[-1])) not in special:
+            return (clean := decode(tokenizer, tokens)), clean
+        return (clean := decode(tokenizer, tokens[:-1])), clean + _special_text(tokenizer, last)
     raw, clean = decode(tokenizer, tokens), clean_text(tokenizer, tokens, mask)
     return (raw if clean == raw else clean), raw
+
+
+@lru_cache(maxsize=64)
+def _special_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    return decode(tokenizer, np.array([token], np.int32))
 
 
 @lru_cache(maxsize=8)

@@ -83,8 +83,7 @@ class Channel:
         with held() as failed:
             parts = packet(messages)
         if failed.error is None:
-            for part in parts:
-                self._writer.write(part)
+            self._writer.writelines(parts)
         return failed.error
 
     async def read(self, take: Callable[[Any], None]) -> None:

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from slime_core.atomic_io.json_text import json_text
 from slime_core.contracts.media import MediaRenderer
 from slime_core.contracts.renderer import Renderer
@@ -19,9 +17,11 @@ from slime_core.registry.boundary import foreign
 from slime_core.types.image import Image
 from slime_core.types.prompt import Message, Prompt
 from slime_sources.rendering.chat_template import TEMPLATE_ERRORS, render_chat, shown
+from slime_sources.rendering.plain_encoding import encoded
 from slime_sources.rendering.unknown_text import UnknownText
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
@@ -237,9 +237,7 @@ class PromptRenderer(Renderer):
             raise DataError(f"{origin}: the prompt is not valid Unicode: {error}") from error
         length = len(text) if self._most is None else self._head
         while True:
-            token_ids = np.asarray(
-                self.tokenizer.encode(text[:length], add_special_tokens=False, verbose=False), np.int32
-            )
+            token_ids = encoded(self.tokenizer, text[:length])
             # The cut changes a few tokens before it.
             if length >= len(text) or (self._most is not None and len(token_ids) > 1.125 * self._most + 16):
                 break

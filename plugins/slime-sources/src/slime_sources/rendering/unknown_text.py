@@ -30,9 +30,9 @@ class UnknownText:
         if self._is_of_bytes:
             return 0.0
         if self._unknown:
+            found = sum(map(self._unknown_ids.__contains__, token_ids.tolist()))
             # The text may name the token itself.
-            known = sum(text.count(token) for token in self._unknown)
-            found = int(np.isin(token_ids, list(self._unknown.values())).sum())
+            known = sum(map(text.count, self._unknown)) if found else 0
             return max(0, found - known) / max(1, len(token_ids))
         return sum(map(text.count, self._lost(text, token_ids.tolist()))) / max(1, len(text))
 
@@ -82,3 +82,7 @@ class UnknownText:
         declared = {self._tokenizer.unk_token, getattr(getattr(self._backend, "model", None), "unk_token", None)}
         ids = {token: self._tokenizer.convert_tokens_to_ids(token) for token in declared if token is not None}
         return {token: number for token, number in ids.items() if number is not None}
+
+    @cached_property
+    def _unknown_ids(self) -> frozenset[int]:
+        return frozenset(self._unknown.values())
