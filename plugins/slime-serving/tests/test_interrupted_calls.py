@@ -181,6 +181,21 @@ async def test_a_pause(engine):
     assert await engine.endpoints()
 
 
+async def test_an_abort(engine, monkeypatch):
+    """It is repeated until the server has the request, which it gets after the caller has gone."""
+    aborted = []
+
+    async def abort(ids) -> None:
+        await asyncio.sleep(0.03)
+        aborted.append(ids)
+
+    monkeypatch.setattr(engine._requests, "abort", abort)
+    await interrupted(engine.abort(["a"]))
+    assert not aborted
+    await asyncio.sleep(0.05)
+    assert aborted == [["a"]]
+
+
 async def test_a_pause_that_is_resumed(engine):
     await interrupted(engine.pause())
     await engine.resume()

@@ -217,7 +217,9 @@ class ServingEngine(AdapterCalls, RolloutEngine, Generic[G]):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Aborts requests; None: all. Unknown ids are ignored: they may just have ended. Returns when all have ended."""
-        await self._asked().abort(request_ids)
+        in_flight = self._asked()
+        # A server may not have a request yet: aborts are repeated, also for a caller that has gone.
+        await self._calls.at_once(partial(in_flight.abort, request_ids))
 
     async def score(
         self, sequences: Sequence[npt.NDArray[np.int32]], num_tokens: Sequence[int]

@@ -15,6 +15,10 @@ class WholeCalls:
         self._running: set[asyncio.Task[None]] = set()
         self._shared: dict[str, asyncio.Task[None]] = {}
 
+    async def at_once(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs beside all others."""
+        await asyncio.shield(self._begin(call()))
+
     async def in_turn(self, call: Callable[[], Awaitable[None]]) -> None:
         """Runs after those that were called in turn before it."""
         await asyncio.shield(self._begin(self._next(call)))

@@ -52,6 +52,7 @@ class EngineAdapters:
         self._loading = asyncio.Lock()
         self._refused = asyncio.Lock()
         self._vocabulary = Vocabulary.of(session.run)
+        self._drops: set[asyncio.Task[None]] = set()
 
     async def hold(self, adapter: str | None, scale: float, bucket: Bucket) -> HeldSnapshot:
         """Loads it into every engine."""
@@ -87,9 +88,22 @@ class EngineAdapters:
                     held.engines[index] = engine
 
     async def drop(self, held: HeldSnapshot) -> None:
+        """All engines drop it, also if the caller does not wait: an engine that keeps it has no room for another."""
         held.is_dropped = True
         self._held.pop(held.name, None)
         client = client_of(self._session, "snapshot")
+        task = asyncio.create_task(self._drop(held, client))
+        self._drops.add(task)
+        task.add_done_callback(self._dropped)
+        await asyncio.shield(task)
+
+    def _dropped(self, task: asyncio.Task[None]) -> None:
+        self._drops.discard(task)
+        if not task.cancelled():
+            # Else asyncio logs the error where no one waits any more.
+            task.exception()
+
+    async def _drop(self, held: HeldSnapshot, client: EngineClient) -> None:
         # An engine that loads it at the moment has it afterwards.
         async with self._loading:
             for index, engine in held.engines.items():
