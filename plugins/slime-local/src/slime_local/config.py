@@ -26,7 +26,8 @@ CAPABILITIES: Final = frozenset(
 class LocalConfig(DriverConfig):
     max_running: int = Field(default=1024, ge=1)
     """Sequences decoded at once at most; the others wait in order of arrival. The run's own bound on sequences in
-    flight and `kv_cache_bytes` hold as well. On a CPU the cost per token hardly changes above 256."""
+    flight and `kv_cache_bytes` hold as well. A small model on a CPU gains up to some thousands, since a step's own cost is
+    most of it; others hardly change above 256."""
     max_prefill_tokens: int = Field(default=8192, ge=1)
     """Tokens, padding included, that one step computes at most for newly admitted prompts; a longer prompt is computed
     alone. It bounds how long a step holds the event loop."""

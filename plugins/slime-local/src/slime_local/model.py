@@ -53,6 +53,10 @@ class RolloutModel:
         names = " ".join(str(kind) for kind in kinds)
         return not self.true_on_policy and "dynamic" not in names and "longrope" not in names
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.network.config.get_text_config().hidden_size)
+
     def kernels(self) -> AbstractContextManager[object]:
         return InvariantKernels() if self.true_on_policy else nullcontext()
 
