@@ -255,9 +255,9 @@ def check_samples(samples: Sequence[Sample], generator: Generator) -> Sequence[S
     if not samples:
         raise PluginError(f"{where} returned no sample; return one also for an empty response.")
     for sample in samples:
-        length, masks, log_probs = sample.response_length, len(sample.loss_mask), len(sample.rollout_log_probs)
-        if masks != length or log_probs != length:
-            wrong = {"loss_mask": masks, "rollout_log_probs": log_probs}
+        length = sample.response_length
+        lengths = {"loss_mask": len(sample.loss_mask), "rollout_log_probs": len(sample.rollout_log_probs)}
+        if wrong := {name: found for name, found in lengths.items() if found != length}:
             raise PluginError(f"{where}: sample {sample.index} has {length} response tokens, but {wrong}.")
         if sample.prompt_length < 1 or any(not 0 <= start <= end <= length for _, start, end in sample.spans):
             raise PluginError(
