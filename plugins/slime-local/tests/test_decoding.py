@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from slime_core.types.completion import FinishReason
+from slime_local.decoder import passes
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -145,3 +146,14 @@ async def test_sliding_window(tmp_path, engines):
         np.testing.assert_allclose(
             response.log_probs, oracle.log_probs(model, prompt, response.token_ids), atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden_size", "expected"),
+    [
+        (511, 64, 1), (512, 64, 2), (4096, 64, 2), (4097, 64, 4),
+        (2048, 128, 2), (2049, 128, 4), (2048, 4096, 2), (2049, 4096, 4),
+    ],
+)  # fmt: skip
+def test_a_pass_has_more_rows_where_a_model_is_small(rows, hidden_size, expected):
+    assert passes(rows, hidden_size) == expected

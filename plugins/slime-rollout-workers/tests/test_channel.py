@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import select
 import socket
 from collections import defaultdict
 
 import pytest
 
 from slime_core.errors import ConfigError, EngineUnavailable, PluginError
-from slime_rollout_workers.channel import PACKET_MESSAGES, READ_AHEAD, Channel
+from slime_rollout_workers.channel import PACKET_MESSAGES, READ_AHEAD, Channel, packet
 from slime_rollout_workers.travelling_error import WorkerError, packed, raised_here
 from slime_rollout_workers.worker_requests import WorkerCaller
 
@@ -38,18 +39,33 @@ async def test_messages_arrive_in_order_also_large_ones():
 
 async def test_many_messages_of_a_turn_do_not_wait_for_its_end():
     here, there = socket.socketpair()
+    there.settimeout(5)
     sender = await Channel.over(here)
     for number in range(PACKET_MESSAGES + 1):
         sender.send(number)
     # The first ones are on their way in the same turn.
-    length = int.from_bytes(there.recv(8))
-    assert pickle.loads(there.recv(length)) == list(range(PACKET_MESSAGES))  # noqa: S301
-    with pytest.raises(BlockingIOError):
-        there.recv(1, socket.MSG_DONTWAIT)
+    length = int.from_bytes(there.recv(8, socket.MSG_WAITALL))
+    assert pickle.loads(there.recv(length, socket.MSG_WAITALL)) == list(range(PACKET_MESSAGES))  # noqa: S301
+    assert select.select([there], [], [], 0)[0] == []
     await sender.close()
-    length = int.from_bytes(there.recv(8))
-    assert pickle.loads(there.recv(length)) == [PACKET_MESSAGES]  # noqa: S301
+    length = int.from_bytes(there.recv(8, socket.MSG_WAITALL))
+    assert pickle.loads(there.recv(length, socket.MSG_WAITALL)) == [PACKET_MESSAGES]  # noqa: S301
     there.close()
+
+
+async def test_what_an_end_sent_before_it_died_is_read():
+    here, there = socket.socketpair()
+    receiver = await Channel.over(here)
+    # It dies without having read: the connection is reset, not closed.
+    receiver.send("unread")
+    await asyncio.sleep(0)
+    packets = [b"".join(packet([number])) for number in range(64)]
+    there.sendall(b"".join(packets))
+    there.close()
+    received: list[int] = []
+    await asyncio.wait_for(receiver.read(received.append), 30)
+    assert received == list(range(64))
+    await receiver.close()
 
 
 async def test_who_reads_many_messages_lets_others_work_between_them():

@@ -182,7 +182,7 @@ async def test_a_pause(engine):
 
 
 async def test_an_abort(engine, monkeypatch):
-    """It is repeated until the server has the request, which it gets after the caller has gone."""
+    """It continues when the caller has gone: the server may not have the request yet."""
     aborted = []
 
     async def abort(ids) -> None:

@@ -143,15 +143,29 @@ def copies_the_embedding(model, weights):
     model.lm_head.weight.data.copy_(dict(weights)["embed_tokens.weight"])
 
 
+def loads_both(model, weights):
+    for name, weight in weights:
+        model.get_parameter(name).data.copy_(weight)
+
+
+def test_a_head_of_numbers_that_are_none_is_compared_too():
+    model = Headed(True)
+    nothing = torch.full_like(model.embed_tokens.weight, torch.nan)
+    model.embed_tokens.weight.data.copy_(nothing)
+    hooks.load_heads(copies_the_embedding, model, iter([("embed_tokens.weight", nothing)]))
+
+
 @pytest.mark.parametrize(
     ("tied", "names", "load", "refused"),
     [
         (True, ["embed_tokens.weight"], lambda model, weights: list(weights), True),
         (True, ["embed_tokens.weight"], copies_the_embedding, False),
-        (True, ["embed_tokens.weight", "lm_head.weight"], lambda model, weights: list(weights), False),
+        # Trainers would send no head later.
+        (True, ["embed_tokens.weight", "lm_head.weight"], loads_both, True),
+        (False, ["embed_tokens.weight", "lm_head.weight"], loads_both, False),
         (False, ["embed_tokens.weight"], lambda model, weights: list(weights), False),
     ],
-    ids=["never-loaded", "copied", "in-the-files", "not-tied"],
+    ids=["never-loaded", "copied", "in-the-files", "not-tied-in-the-files", "not-tied"],
 )
 def test_a_head_that_is_never_loaded_ends_the_server(tied, names, load, refused):
     model = Headed(tied)

@@ -55,7 +55,7 @@ class RolloutModel:
 
     @property
     def hidden_size(self) -> int:
-        return int(self.network.config.get_text_config().hidden_size)
+        return int(self.network.get_input_embeddings().weight.shape[-1])
 
     def kernels(self) -> AbstractContextManager[object]:
         return InvariantKernels() if self.true_on_policy else nullcontext()

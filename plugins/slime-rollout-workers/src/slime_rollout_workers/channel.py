@@ -20,7 +20,8 @@ READ_AHEAD: Final = 1 << 22
 
 
 Unsendable: TypeAlias = Callable[[Exception], None]
-"""Called if a message cannot be pickled, with the reason. It may send another one, which is read after those of this turn."""
+"""Called if a message cannot be pickled, with the reason, perhaps within `send`. It may send another one, which is read after
+those that were sent before."""
 
 
 class Send(Protocol):
@@ -40,6 +41,16 @@ def send_at_once(end: socket.socket, message: Any) -> None:
     end.sendall(b"".join(packet([message])))
 
 
+class LastingReader(asyncio.StreamReader):
+    """What has arrived is read, also after the other end has died: a reset connection is an end."""
+
+    def set_exception(self, exc: Exception) -> None:
+        if isinstance(exc, ConnectionError):
+            self.feed_eof()
+        else:
+            super().set_exception(exc)
+
+
 class Channel:
     """Both ends trust each other: one has started the other."""
 
@@ -50,8 +61,11 @@ class Channel:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Channel:
-        reader, writer = await asyncio.open_connection(sock=end, limit=READ_AHEAD)
-        return cls(reader, writer)
+        loop = asyncio.get_running_loop()
+        reader = LastingReader(limit=READ_AHEAD, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.create_connection(lambda: protocol, sock=end)
+        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     def send(self, message: Any, unsendable: Unsendable | None = None, /) -> None:
         """Sends at the end of this turn of the loop at the latest, in the order of the calls. Does nothing if the other end is
@@ -83,7 +97,7 @@ class Channel:
         with held() as failed:
             parts = packet(messages)
         if failed.error is None:
-            self._writer.writelines(parts)
+            self._writer.write(b"".join(parts))
         return failed.error
 
     async def read(self, take: Callable[[Any], None]) -> None:

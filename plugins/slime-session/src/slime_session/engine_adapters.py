@@ -17,6 +17,7 @@ from slime_core.config.bound import BoundRun
 from slime_core.contracts.engine import Capability
 from slime_core.controller.session import Session
 from slime_core.errors import ConfigError, DataError, EngineRefused
+from slime_core.registry import boundary
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.engine_slot import EngineHandle
 from slime_core.types.batch import Int32
@@ -106,10 +107,15 @@ class EngineAdapters:
     async def _drop(self, held: HeldSnapshot, client: EngineClient) -> None:
         # An engine that loads it at the moment has it afterwards.
         async with self._loading:
+            errors: list[Exception] = []
             for index, engine in held.engines.items():
                 if client.engine(index) is engine:
-                    await client.ask_one(index, "drop_adapter", held.name)
+                    with boundary.held() as failed:
+                        await client.ask_one(index, "drop_adapter", held.name)
+                    errors += [] if failed.error is None else [failed.error]
             held.engines.clear()
+            if errors:
+                raise errors[0]
 
     async def generate(
         self,

@@ -137,30 +137,23 @@ def load_heads(
     released models lack: it would keep its random initial value, another constant in the scores of every server.
 
     Raises RuntimeError, which ends the server, if a model that has no head beside its embedding gets one here, as SGLang's
-    mixtures of experts do: it would sample from whatever its memory held."""
+    mixtures of experts do: it would sample from whatever its memory held. A head in the files of such a model is left out,
+    since trainers send none."""
     names: set[str] = set()
+    ties = ties_head(getattr(model, "config", None))
 
     def seen() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             names.add(name)
-            yield name, tensor
+            if not (ties and name.endswith("lm_head.weight")):
+                yield name, tensor
 
     original(model, seen(), *args, **kwargs)
     bias = getattr(getattr(model, "score", None), "bias", None)
     if isinstance(bias, torch.Tensor) and not any(name.endswith("score.bias") for name in names):
         with torch.no_grad():
             bias.zero_()
-    if any(name.endswith("lm_head.weight") for name in names) or not ties_head(getattr(model, "config", None)):
-        return
-    parameters = dict(model.named_parameters())
-    head = parameters.get("lm_head.weight")
-    embedding = next((value for name, value in parameters.items() if name.endswith("embed_tokens.weight")), None)
-    if (
-        head is not None
-        and embedding is not None
-        and head.shape == embedding.shape
-        and not torch.equal(head, embedding)
-    ):
+    if ties and has_own_head(model):
         raise RuntimeError(
             f"{type(model).__name__} of this SGLang has a head of its own, but the model's is its embedding "
             "(tie_word_embeddings = true), so this head would never be loaded. Save the model with tie_word_embeddings = false "
@@ -169,7 +162,22 @@ def load_heads(
 
 
 def ties_head(config: Any) -> bool:
-    return bool(getattr(getattr(config, "text_config", config), "tie_word_embeddings", False))
+    inner = getattr(config, "text_config", None)
+    return bool(getattr(inner, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
+
+
+def has_own_head(model: torch.nn.Module) -> bool:
+    """Whether the head differs from the embedding. One that is packed for AMX was copied from it."""
+    parameters = dict(model.named_parameters())
+    head, embedding = (
+        next((one for name, one in parameters.items() if name.endswith(end)), None)
+        for end in ("lm_head.weight", "embed_tokens.weight")
+    )
+    packed = any(getattr(module, "use_intel_amx_backend", False) for module in model.modules())
+    if head is None or embedding is None or head.shape != embedding.shape or packed:
+        return False
+    # By their bytes: weights of a run that has diverged are no numbers, and equal.
+    return not torch.equal(head.detach().view(torch.uint8), embedding.detach().view(torch.uint8))
 
 
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
