@@ -32,7 +32,7 @@ from slime_local.threads import PartThreads
 _CPU_ROWS = 1024
 """Rows that a forward pass on a CPU may always have."""
 _CPU_CELLS = 2**17
-"""Numbers of a layer's input in a pass on a CPU, where that is more than `_CPU_ROWS` rows. Beyond it the activations outgrow the
+"""Numbers of a layer's input in a pass on a CPU, where that is more than `_CPU_ROWS` rows. Beyond it activations outgrow the
 caches and what the allocator keeps, and a pass costs more per token (with 768 rows of 384 float32 and glibc's own thresholds
 already 4 us more). Below it most is what a pass costs whatever its rows: 3,072 rows of 64 take 12 ms in two, 15 in four."""
 _CPU_HALVED = 512
