@@ -176,3 +176,10 @@ def test_a_head_that_is_never_loaded_ends_the_server(tied, names, load, refused)
         else contextlib.nullcontext()
     ):
         hooks.load_heads(load, model, iter(weights))
+
+
+@pytest.mark.parametrize(("packed", "own"), [("lm_head", False), ("embed_tokens", True)])
+def test_a_head_that_is_packed_for_amx_is_no_other_head(packed, own):
+    model = Headed(True)
+    model.get_submodule(packed).use_intel_amx_backend = True
+    assert hooks.has_own_head(model) is own

@@ -169,15 +169,18 @@ def ties_head(config: Any) -> bool:
 def has_own_head(model: torch.nn.Module) -> bool:
     """Whether the head differs from the embedding. One that is packed for AMX was copied from it."""
     parameters = dict(model.named_parameters())
-    head, embedding = (
-        next((one for name, one in parameters.items() if name.endswith(end)), None)
+    name, embedding_name = (
+        next((name for name in parameters if name.endswith(end)), None)
         for end in ("lm_head.weight", "embed_tokens.weight")
     )
-    packed = any(getattr(module, "use_intel_amx_backend", False) for module in model.modules())
-    if head is None or embedding is None or head.shape != embedding.shape or packed:
+    if name is None or embedding_name is None:
+        return False
+    head, embedding = parameters[name].detach(), parameters[embedding_name].detach()
+    packed = getattr(model.get_submodule(name.removesuffix(".weight")), "use_intel_amx_backend", False)
+    if packed or head.shape != embedding.shape:
         return False
     # By their bytes: weights of a run that has diverged are no numbers, and equal.
-    return not torch.equal(head.detach().view(torch.uint8), embedding.detach().view(torch.uint8))
+    return not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
 
 
 def use_cpu_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -6,11 +6,11 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from slime_core.errors import DataError
+from slime_sources.rendering.plain_encoding import encoded
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
@@ -54,11 +54,7 @@ class UnknownText:
     def examples(self, text: str, count: int = 5) -> list[str]:
         """Some characters that cannot be expressed."""
         characters = [one for one in dict.fromkeys(text) if not one.isspace()]
-        return [one for one in characters if self.share(one, np.array(self._encode(one), np.int32))][:count]
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return ids
+        return [one for one in characters if self.share(one, encoded(self._tokenizer, one))][:count]
 
     def _lost(self, text: str, token_ids: list[int]) -> list[str]:
         normalizer = None if self._backend is None else self._backend.normalizer
@@ -74,7 +70,7 @@ class UnknownText:
 
         alphabets = (ByteLevel.alphabet(), [f"<0x{byte:02X}>" for byte in range(256)])
         whole = any(all(self._backend.token_to_id(piece) is not None for piece in pieces) for pieces in alphabets)
-        return whole and RARE in self._tokenizer.decode(self._encode(RARE))
+        return whole and RARE in self._tokenizer.decode(encoded(self._tokenizer, RARE).tolist())
 
     @cached_property
     def _unknown(self) -> dict[str, int]:
