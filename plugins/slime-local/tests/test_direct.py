@@ -99,3 +99,17 @@ async def test_a_refused_bucket_ends_the_push(qwen3):
         await Direct.build(Direct.Config()).push(trainers, Link([Counting(log, fails_at=1)]), 0)
     assert "load 2" not in log
     assert "export 3" not in log
+
+
+async def test_an_exporter_that_cannot_close_does_not_hide_why_the_push_ended(qwen3):
+    class Unclosable(Trainers):
+        async def stream_weights(self, version, bucket_bytes):
+            try:
+                async for bucket in super().stream_weights(version, bucket_bytes):
+                    yield bucket
+            finally:
+                raise OSError("the exporter's file is gone")
+
+    trainers = Unclosable(oracle.plain_model(qwen3), count=5)
+    with pytest.raises(EngineError, match="bucket 1 is damaged"):
+        await Direct.build(Direct.Config()).push(trainers, Link([Counting([], fails_at=1)]), 0)

@@ -49,3 +49,13 @@ async def test_all_engines_drop_a_snapshot_whose_caller_has_gone(client):
     await adapters.hold("b", 1.0, SimpleNamespace())
     loads = [(0, "load_adapter"), (1, "load_adapter")]
     assert client.calls == [*loads, (0, "drop_adapter"), (1, "drop_adapter"), *loads]
+
+
+async def test_a_drop_whose_caller_has_gone_has_ended_when_the_session_closes(client):
+    adapters = EngineAdapters(SimpleNamespace(run=None, client=client), SimpleNamespace())
+    held = await adapters.hold("a", 1.0, SimpleNamespace())
+    dropping = asyncio.create_task(adapters.drop(held))
+    await asyncio.sleep(0)
+    dropping.cancel()
+    await adapters.close()
+    assert client.calls[2:] == [(0, "drop_adapter"), (1, "drop_adapter")]

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_core.contracts.transport import EngineGroup, TrainerLink, WeightTransport
 from slime_core.errors import EngineError
+from slime_core.registry.boundary import held
 from slime_core.types.report import WeightUpdateReport
 from slime_local.config import DirectConfig
 
@@ -36,8 +37,11 @@ class DirectTransport(WeightTransport):
                 bytes_sent += getattr(getattr(bucket, "data", None), "nbytes", 0)
             if loading is not None:
                 await loading
-        finally:
-            await _wind_up(stream, loading)
+        except BaseException:
+            # What went wrong first is reported.
+            with held():
+                await _wind_up(stream, loading)
+            raise
         if not buckets:
             raise EngineError(f"transport direct: the trainer exported no weights for version {version}.")
         await self._verify(engines, version)
@@ -50,8 +54,8 @@ class DirectTransport(WeightTransport):
         )
 
     async def _verify(self, engines: EngineGroup, version: int) -> None:
-        held = await engines.call_all("version")
-        wrong = [f"engine {index} has {has}" for index, has in enumerate(held) if has != version]
+        versions = await engines.call_all("version")
+        wrong = [f"engine {index} has {has}" for index, has in enumerate(versions) if has != version]
         if wrong:
             raise EngineError(f"transport direct: pushed version {version}, but {', '.join(wrong)}.")
         if self._config.check_weight_update_equal:

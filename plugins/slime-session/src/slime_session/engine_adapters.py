@@ -104,6 +104,10 @@ class EngineAdapters:
             # Else asyncio logs the error where no one waits any more.
             task.exception()
 
+    async def close(self) -> None:
+        """Waits for drops whose callers have gone: a server that is not this run's own keeps what it holds."""
+        await asyncio.gather(*self._drops, return_exceptions=True)
+
     async def _drop(self, held: HeldSnapshot, client: EngineClient) -> None:
         # An engine that loads it at the moment has it afterwards.
         async with self._loading:

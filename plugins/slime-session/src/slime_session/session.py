@@ -334,10 +334,14 @@ class TrainingSession:
         if self._live.is_closed:
             return
         try:
-            self._live.do(self._loop.close)
+            self._live.do(self._end)
         except BaseException as raised:
             self._live.close(error or raised)
             if error is None:
                 raise
         else:
             self._live.close(error)
+
+    async def _end(self) -> None:
+        await self._loop.close()
+        await self._engines.close()
