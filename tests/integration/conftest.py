@@ -172,6 +172,13 @@ class TinyRun:
         """The steps in metrics.jsonl, in its order."""
         return [record["step"] for record in self.metrics(run) if record["axis"] == axis]
 
+    def steps_so_far(self) -> list[int]:
+        """Those of a run that writes: its file may not be there yet, or end in the middle of a line."""
+        file = self.runs / "tiny/metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record["step"] for record in records if record["axis"] == "rollout/step"]
+
     def metrics(self, run: str = "tiny") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()]
 

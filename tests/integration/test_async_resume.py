@@ -48,14 +48,6 @@ async def paced(episode):
 """
 
 
-def steps_done(tiny: TinyRun) -> int:
-    try:
-        return len(tiny.steps())
-    except (FileNotFoundError, ValueError):
-        # Not there yet, or in the middle of a line.
-        return 0
-
-
 def kill_when(tiny: TinyRun, condition: Callable[[], bool], pause_s: float = 0.0) -> None:
     process = tiny.start("run", "run.toml", *WORDS)
     while not condition():
@@ -74,8 +66,8 @@ def writes_checkpoint(tiny: TinyRun) -> bool:
 @pytest.mark.bits
 def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: WarmSlime) -> None:
     (tiny / "paced.py").write_text(PACED)
-    kill_when(tiny, lambda: steps_done(tiny) >= 3 and writes_checkpoint(tiny))
-    kill_when(tiny, lambda: steps_done(tiny) >= 7, random.Random(20261121).uniform(0, 0.1))
+    kill_when(tiny, lambda: len(tiny.steps_so_far()) >= 3 and writes_checkpoint(tiny))
+    kill_when(tiny, lambda: len(tiny.steps_so_far()) >= 7, random.Random(20261121).uniform(0, 0.1))
     ended = tiny.run(*WORDS)
     assert (ended.code, ended.err) == (0, ""), ended.err
     run = tiny.runs / "tiny"

@@ -27,15 +27,17 @@ WORDS = (
     "--num-rollout", str(STEPS), "--dump-rollouts", "--reward", "even", "--plugin", "even.py",
 )  # fmt: skip
 EVEN = """
-from slime_core.plugin import hook, reward
+import pathlib, time
+from slime_core.plugin import reward
 
 @reward("even")
 def even(sample):
+    # Six groups are a step.
+    hold = pathlib.Path(f"hold-{sample.group_index // 6}")
+    while hold.exists():
+        pathlib.Path("held").touch()
+        time.sleep(0.01)
     return {"score": float(sample.response_tokens.sum() % 2), "length": float(sample.response_length)}
-
-@hook
-def rollout_start(event):
-    (event.run.run_dir / f"begun-{event.rollout_id}").touch()
 """
 
 DEADLY = """
@@ -208,6 +210,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
         time.sleep(0.01)
 
 
+def held_at(tiny: TinyRun, step: int) -> Path:
+    """The rewards of the step wait until this file is deleted; `held` exists as soon as one does."""
+    hold = tiny.folder / f"hold-{step}"
+    hold.touch()
+    return hold
+
+
 def steps_of(tiny: TinyRun, run: str) -> int:
     path = tiny.runs / run / "metrics.jsonl"
     return path.read_text().count('"rollout/step"') if path.exists() else 0
@@ -259,10 +268,11 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(prepared: TinyRun, serv
     address = serve(0.02)
     ended = prepared.run(*WORDS, *address, "--name", "plain")
     assert ended.code == 0, ended.err
+    hold = held_at(prepared, 1)
     process = prepared.start("run", "run.toml", *WORDS, *address, "--name", "killed", "--rollout-workers", "2")
-    # Its responses take half a second.
-    wait_until((prepared.runs / "killed" / "begun-1").exists, process)
+    wait_until((prepared.folder / "held").exists, process)
     workers_of(process.pid)[0].kill()
+    hold.unlink()
     ended = prepared.end(process)
     assert ended.code == 0, ended.err
     assert groups_of(prepared, "killed") == groups_of(prepared, "plain")
@@ -280,10 +290,12 @@ def test_workers_that_hang_are_replaced_and_nothing_is_lost(prepared: TinyRun, s
     (prepared / "stuck.py").write_text(STUCK)
     words = *WORDS, *address, "--plugin", "stuck.py", "--generate", "stuck"
     hanging = "--rollout-workers", "2", "--rollout-worker-timeout", "2"
+    hold = held_at(prepared, 2)
     process = prepared.start("run", "run.toml", *words, "--name", "hanging", *hanging)
-    wait_until((prepared.runs / "hanging" / "begun-2").exists, process)
+    wait_until((prepared.folder / "held").exists, process)
     stopped = workers_of(process.pid)[0]
     stopped.suspend()
+    hold.unlink()
     ended = prepared.end(process)
     assert ended.code == 0, ended.err
     assert (prepared.folder / "was-stuck").exists()
@@ -318,11 +330,13 @@ def test_a_killed_run_resumes_and_equals_the_uninterrupted_one(
     ended = prepared.run(*WORDS, *address, "--name", "plain")
     assert ended.code == 0, ended.err
     words = "run", "run.toml", *WORDS, *address, "--name", "killed", "--rollout-workers"
+    hold = held_at(prepared, 2)
     process = prepared.start(*words, "2")
     wait_until(lambda: steps_of(prepared, "killed") == 2, process)
     workers = workers_of(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    hold.unlink()
     # Workers end with their driver.
     psutil.wait_procs(workers, timeout=30)
     assert not [worker for worker in workers if worker.is_running()]
@@ -452,11 +466,13 @@ def test_ctrl_c_saves_and_ends_the_workers(prepared: TinyRun, serve: Callable[..
     ended = prepared.run(*WORDS, *address, "--name", "plain")
     assert ended.code == 0, ended.err
     words = "run", "run.toml", *WORDS, *address, "--name", "stopped", "--rollout-workers", "2"
+    hold = held_at(prepared, 1)
     process = prepared.start(*words)
-    wait_until((prepared.runs / "stopped" / "begun-1").exists, process)
+    wait_until((prepared.folder / "held").exists, process)
     workers = workers_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     ended = prepared.end(process)
+    hold.unlink()
     assert ended.code == 130, ended.err
     assert "Traceback" not in ended.err
     assert len(workers) >= 2

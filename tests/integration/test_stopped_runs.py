@@ -188,7 +188,7 @@ def test_a_closed_terminal(moody: TinyRun) -> None:
     )  # fmt: skip
     os.close(ours)
     os.set_blocking(terminal, False)
-    while not has_done(moody, [0, 1]):
+    while moody.steps_so_far() != [0, 1]:
         assert process.poll() is None, "it ended before"
         with contextlib.suppress(BlockingIOError):
             os.read(terminal, 65536)
@@ -291,7 +291,7 @@ def test_a_checkpoint_cut_short(moody: TinyRun) -> None:
 
 def test_the_same_run_twice_at_once(moody: TinyRun) -> None:
     plan(moody, "wait", 1, again=True)
-    first = moody.start("run", "run.toml", *OPTIONS)
+    first = moody.start("run", "run.toml", *OPTIONS, "--reward-timeout", "300")
     while not (moody.runs / "tiny/checkpoints/step_1/COMPLETE").exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.1)
@@ -393,14 +393,6 @@ def parity(sample):
 '''
 
 
-def has_done(tiny: TinyRun, steps: list[int]) -> bool:
-    try:
-        return tiny.steps() == steps
-    except (FileNotFoundError, ValueError):
-        # Not there yet, or in the middle of a line.
-        return False
-
-
 def test_killed_while_a_checkpoint_is_written(tiny: TinyRun) -> None:
     """The next step is done; the run resumes from the checkpoint before, to the bits of one that waits for its writes."""
     (tiny / "slow.py").write_text(SLOW_WRITER.replace("{folder}", str(tiny.folder)))
@@ -412,7 +404,7 @@ def test_killed_while_a_checkpoint_is_written(tiny: TinyRun) -> None:
 
     process = tiny.start("run", "run.toml", *options, "--async-save")
     deadline = time.monotonic() + 120
-    while not (tiny / "in_the_middle").exists() or not has_done(tiny, [0, 1, 2, 3]):
+    while not (tiny / "in_the_middle").exists() or tiny.steps_so_far() != [0, 1, 2, 3]:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -251,6 +251,8 @@ def test_each_view_of_a_real_run_has_no_serious_fault(recorded: Path, browser: B
 @pytest.mark.browser
 def test_rollouts_are_sorted_searched_and_opened(recorded: Path, context: BrowserContext) -> None:
     """The worst sample of a step takes one click; its tokens have their numbers on hover; its address opens it again."""
+    from playwright.sync_api import expect
+
     errors = Errors()
     with served(recorded) as server:
         page = errors.watch(context.new_page())
@@ -263,7 +265,7 @@ def test_rollouts_are_sorted_searched_and_opened(recorded: Path, context: Browse
             page.locator(f"th[aria-sort={'ascending' if ascending else 'descending'}]", has_text=column).wait_for()
             order = f"sort={column}&descending={int(not ascending)}"
             expected = server.get(f"/api/runs/tiny/groups?step=1&{order}")["group"]
-            assert [int(text) for text in rows.all_inner_texts()] == expected
+            expect(rows).to_have_text(list(map(str, expected)))
 
         page.get_by_role("button", name="worst").click()
         samples = server.get("/api/runs/tiny/samples?step=1&limit=1000")
@@ -277,6 +279,7 @@ def test_rollouts_are_sorted_searched_and_opened(recorded: Path, context: Browse
         }  # fmt: skip
         page.locator("[data-place='0']").hover()
         card = page.get_by_role("tooltip")
+        card.locator("dl > div").first.wait_for()
         shown = dict(row.inner_text().split("\n") for row in card.locator("dl > div").all())
         assert list(shown) == list(columns)
         assert float(shown["Advantage"].replace("\u2212", "-")) == pytest.approx(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from slime_core.errors import EngineError, EngineRefused
 from slime_plugin_kit.fast_clock import run_fast
-from slime_ray.actor_group import ActorGroup, Member, Roster
+from slime_ray.actor_group import NOTICE_S, ActorGroup, Member, Roster
 
 GRACE_S = 10.0
 
@@ -75,5 +75,40 @@ def test_another_member_in_the_same_call_is_given_up_after_the_grace():
             await waiting
         assert now() == GRACE_S
         assert group.has_died
+
+    run_fast(scene())
+
+
+async def dying(after_s: float) -> str:
+    await asyncio.sleep(after_s)
+    raise ActorDiedError
+
+
+def test_a_collective_that_fails_beside_a_death_is_that_death():
+    """The rank that lives loses its connection before Ray reports the other one's end."""
+
+    async def scene():
+        group, (living, dead) = new_group(), machines(2)
+        lost = asyncio.create_task(group.run(dead, dying(0.5 * NOTICE_S), "train"))
+        with pytest.raises(EngineError, match="machine 1 did not start: The actor died"):
+            await group.run(living, raising(RuntimeError("connection closed by peer")), "train")
+        with pytest.raises(EngineError, match="machine 1"):
+            await lost
+        assert group.has_died
+
+    run_fast(scene())
+
+
+def test_an_error_beside_a_call_that_continues_is_raised_soon():
+    async def scene():
+        group, (serving, beside) = new_group(), machines(2)
+        now = asyncio.get_running_loop().time
+        waiting = asyncio.create_task(group.run(beside, long(), "train"))
+        with pytest.raises(RuntimeError, match="a bug in the loss"):
+            await group.run(serving, raising(RuntimeError("a bug in the loss")), "train")
+        assert now() == NOTICE_S
+        with pytest.raises(RuntimeError, match="a bug in the loss"):
+            await waiting
+        assert now() == NOTICE_S + GRACE_S
 
     run_fast(scene())

@@ -95,11 +95,12 @@ async def test_load_and_sessions_choose_the_upstream(route, engines):
 
 
 async def test_too_many_requests(route, engine):
-    limit = '{ name = "rate_limit", requests_per_second = 0.5, burst = 1, max_wait_s = 0.0 }'
+    limit = '{ name = "rate_limit", requests_per_second = 0.001, burst = 1, max_wait_s = 0.0 }'
     async with route(engine, middlewares=[limit]) as router:
         await router.generate(ASKED)
         status, data, headers = await router.post(ASKED)
-    assert (status, headers["retry-after"]) == (429, "2")
+    assert status == 429
+    assert 900 < int(headers["retry-after"]) <= 1000
     assert b"rate_limit" in data
 
 

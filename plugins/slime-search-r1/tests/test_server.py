@@ -93,6 +93,7 @@ async def test_a_server_of_the_runs_own(tmp_path: Path) -> None:
         process = own._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
         assert (await searches.search("dedent"))[0].title == "textwrap"
         again = own._process
         assert again is not None

@@ -183,17 +183,18 @@ async def test_a_pause(engine):
 
 async def test_an_abort(engine, monkeypatch):
     """It continues when the caller has gone: the server may not have the request yet."""
-    aborted = []
+    aborted: asyncio.Queue[list[str]] = asyncio.Queue()
+    responds = asyncio.Event()
 
     async def abort(ids) -> None:
-        await asyncio.sleep(0.03)
-        aborted.append(ids)
+        await responds.wait()
+        await aborted.put(ids)
 
     monkeypatch.setattr(engine._requests, "abort", abort)
     await interrupted(engine.abort(["a"]))
-    assert not aborted
-    await asyncio.sleep(0.05)
-    assert aborted == [["a"]]
+    assert aborted.empty()
+    responds.set()
+    assert await aborted.get() == ["a"]
 
 
 async def test_a_pause_that_is_resumed(engine):

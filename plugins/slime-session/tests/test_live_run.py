@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -18,21 +18,29 @@ from slime_session.live_run import LiveRun
 CLOSED = "this session (is|was) closed"
 
 
+class Ending(threading.Event):
+    """Set when the run's parts are ending; its loop waits for a thread then, as for the join of a process, until `joined`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = threading.Event()
+
+
 @pytest.fixture
-def ending(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when the run's parts are ending; its loop waits for a thread then, as for the join of a process."""
-    ending = threading.Event()
+def ending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
+    ending = Ending()
 
     @contextlib.asynccontextmanager
     async def start(*_: object) -> AsyncIterator[Any]:
         try:
             yield "a session"
         finally:
-            asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.5)
+            asyncio.get_running_loop().run_in_executor(None, ending.joined.wait, 60)
             ending.set()
 
     monkeypatch.setattr(slime_session.live_run, "start", start)
-    return ending
+    yield ending
+    ending.joined.set()
 
 
 def live_run() -> LiveRun:
@@ -44,7 +52,7 @@ async def slow() -> int:
     return 1
 
 
-def test_what_is_begun_while_it_ends_is_refused(ending: threading.Event) -> None:
+def test_what_is_begun_while_it_ends_is_refused(ending: Ending) -> None:
     live = live_run()
     under_way = live.begin(slow)
     closing = threading.Thread(target=live.close)
@@ -54,12 +62,13 @@ def test_what_is_begun_while_it_ends_is_refused(ending: threading.Event) -> None
         live.begin(slow)
     with pytest.raises(SlimeError, match=CLOSED):
         live.do(slow)
+    ending.joined.set()
     closing.join(10)
     assert live.is_closed
     assert under_way.done()
 
 
-def test_calls_that_wait_for_their_turn_end_with_it(ending: threading.Event) -> None:
+def test_calls_that_wait_for_their_turn_end_with_it(ending: Ending) -> None:
     live = live_run()
     errors: list[Exception] = []
 
@@ -74,13 +83,14 @@ def test_calls_that_wait_for_their_turn_end_with_it(ending: threading.Event) -> 
         thread.start()
     while len(live._under_way) < 3:
         time.sleep(0.001)
+    ending.joined.set()
     live.close()
     for thread in threads:
         thread.join(10)
     assert [str(error) for error in errors] == ["this session was closed meanwhile: open it again."] * 3
 
 
-def test_work_that_the_loop_never_ran_fails(ending: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_the_loop_never_ran_fails(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given after the loop had cancelled all its tasks, while it waited for threads."""
     live = live_run()
     closing = threading.Thread(target=live.close)
@@ -90,6 +100,7 @@ def test_work_that_the_loop_never_ran_fails(ending: threading.Event, monkeypatch
     with live._giving:
         late = asyncio.run_coroutine_threadsafe(slow(), live._loop)
         live._under_way.add(late)
+    ending.joined.set()
     with pytest.raises(SlimeError, match=CLOSED):
         late.result(10)
     closing.join(10)

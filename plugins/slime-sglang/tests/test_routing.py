@@ -81,7 +81,7 @@ async def test_a_session_stays_on_its_server(engine, tiny, tmp_path):
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_router_that_dies_or_hangs_makes_the_engine_unhealthy(engine, tiny, tmp_path, fault):
     """Though its servers respond: their requests would wait for the router. So the engine is replaced, with its router."""
-    under_test = engine(router_policy="round_robin", health_timeout=1.0)
+    under_test = engine(router_policy="round_robin", health_timeout=5.0)
     await under_test.start(setup_for(tiny, tmp_path, num_devices=3))
     try:
         await under_test.health()
@@ -94,7 +94,7 @@ async def test_a_router_that_dies_or_hangs_makes_the_engine_unhealthy(engine, ti
         else:
             assert psutil.Process(router.process.pid).status() == psutil.STATUS_STOPPED
             assert "engine 0, router" in str(raised.value)
-            assert "1 s" in str(raised.value)
+            assert "5 s" in str(raised.value)
     finally:
         await under_test.stop()
     assert not psutil.pid_exists(router.process.pid)

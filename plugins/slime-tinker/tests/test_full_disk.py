@@ -333,7 +333,7 @@ async def test_a_write_that_lasts_is_before_later_ones(tmp_path, monkeypatch):
             await journal.write(put(name))
     full = False
     # Does not wait for the next try.
-    await asyncio.wait_for(journal.write(put("fourth")), 5)
+    await asyncio.wait_for(journal.write(put("fourth")), 60)
     await lasting
     assert order == [["first", "fourth"]]
     await journal.close()

@@ -34,7 +34,7 @@ async def step_after_a_gap(service, calls):
     step = await calls.optim_step(model, 2, lr=0.2)
     await asyncio.sleep(0.01)
     await service.clean_once()
-    await asyncio.wait_for(calls.result(step), 5)
+    await asyncio.wait_for(calls.result(step), 60)
     return model
 
 
@@ -68,8 +68,8 @@ async def test_a_gap_is_not_waited_for_again_after_a_restart(tmp_path):
     after = ScriptedModels()
     async with serving(after, settings(tmp_path)) as (_, calls):
         late = await calls.optim_step(model, 1, lr=0.1)
-        assert "came after later requests" in (await asyncio.wait_for(calls.result(late), 5))["error"]
-        await asyncio.wait_for(calls.result(await calls.optim_step(model, 3, lr=0.3)), 5)
+        assert "came after later requests" in (await asyncio.wait_for(calls.result(late), 60))["error"]
+        await asyncio.wait_for(calls.result(await calls.optim_step(model, 3, lr=0.3)), 60)
         assert after.done[model] == [["create", 0], ["optim_step", 0.2], ["optim_step", 0.3]]
 
 
@@ -87,8 +87,8 @@ async def test_a_late_request_without_a_result_fails_after_a_restart(tmp_path, s
     model, late = await killed(ScriptedModels(), chosen, script)
     after = ScriptedModels()
     async with serving(after, chosen) as (_, calls):
-        assert "came after later requests" in (await asyncio.wait_for(calls.result(late), 5))["error"]
-        await asyncio.wait_for(calls.result(await calls.optim_step(model, 3, lr=0.3)), 5)
+        assert "came after later requests" in (await asyncio.wait_for(calls.result(late), 60))["error"]
+        await asyncio.wait_for(calls.result(await calls.optim_step(model, 3, lr=0.3)), 60)
         assert after.done[model] == [["create", 0], ["optim_step", 0.2], ["optim_step", 0.3]]
 
 
@@ -104,7 +104,7 @@ async def test_a_request_that_is_passed_while_it_is_written_down_fails(tmp_path)
         await service.clean_once()
         await calls.result(step)
         go.set()
-        assert "came after later requests" in (await asyncio.wait_for(calls.result(await late), 5))["error"]
+        assert "came after later requests" in (await asyncio.wait_for(calls.result(await late), 60))["error"]
         assert models.done[model] == [["create", 0], ["optim_step", 0.2]]
 
 
@@ -164,7 +164,7 @@ async def test_a_request_whose_model_is_unloaded_while_it_is_written_down_fails(
         await come.wait()
         await calls.post("unload_model", model_id=model)
         go.set()
-        assert "unloaded" in (await asyncio.wait_for(calls.result(await step), 5))["error"]
+        assert "unloaded" in (await asyncio.wait_for(calls.result(await step), 60))["error"]
 
 
 async def test_a_request_of_an_unloaded_model_without_a_result_fails_after_a_restart(tmp_path):
@@ -178,7 +178,7 @@ async def test_a_request_of_an_unloaded_model_without_a_result_fails_after_a_res
 
     late = await killed(ScriptedModels(), settings(tmp_path), script)
     async with serving(ScriptedModels(), settings(tmp_path)) as (_, calls):
-        assert "unloaded" in (await asyncio.wait_for(calls.result(late), 5))["error"]
+        assert "unloaded" in (await asyncio.wait_for(calls.result(late), 60))["error"]
 
 
 async def test_a_session_that_is_ended_twice_at_once(tmp_path):
@@ -222,7 +222,7 @@ async def test_a_model_that_is_unloaded_while_it_cannot_be_created(tmp_path):
         unload = asyncio.create_task(service.training.unload(service.holdings.models[model], "unloaded."))
         await asyncio.sleep(0)
         models.gate.set()
-        await asyncio.wait_for(unload, 5)
+        await asyncio.wait_for(unload, 60)
         await service.finish_session(service.holdings.sessions[name], "ended.")
         assert service.holdings.models[model].unloaded
         assert service.training.num_live == 0

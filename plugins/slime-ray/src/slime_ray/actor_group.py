@@ -1,8 +1,9 @@
 """ActorGroup: actors whose calls wait for each other, and how a failure of one ends the calls of all.
 
 What an actor raises reaches the caller as the same error with the same text, chained to Ray's, which has the worker's
-traceback. An actor that is gone is an error of its own, with its node, pid and the end of its log. After that, or when
-one rank raised and another still waits for it, no call of the group is awaited any more. A refused request is no failure.
+traceback. An actor that is gone is an error of its own, with its node, pid and the end of its log, also in place of what
+other ranks raise because of it. After that, or when one rank raised and another still waits for it, no call of the group is
+awaited any more. A refused request is no failure.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ T = TypeVar("T")
 LOG_LINES: Final = 20
 GRACE_AFTER_FAILURE_S: Final = 2.0
 """The others may wait for the one that failed, and then never end."""
+NOTICE_S: Final = 5.0
+"""In which Ray reports that a process has died. A collective fails in the other ranks before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class ActorGroup:
         except RayError as error:
             failure = self._roster.explain(error, member)
             del self._pending[task]
+            if isinstance(error, RayTaskError) and not isinstance(failure, SlimeError):
+                failure = await self._death_beside(member, call) or failure
             self._note(failure, error, member, call)
             raise failure from error
         finally:
@@ -172,6 +177,20 @@ class ActorGroup:
         for result in results:
             if isinstance(result, Exception) and not failed_before:
                 raise result
+
+    async def _death_beside(self, member: Member, call: str) -> Exception | None:
+        """The error of another member that died in the same call: then a lost connection is all that this one knows."""
+        deadline = asyncio.get_running_loop().time() + NOTICE_S
+        beside = {task: of for task, (of, its) in self._pending.items() if its == call and of is not member}
+        while True:
+            for task, of in beside.items():
+                if task.done() and not task.cancelled() and isinstance(died := task.exception(), RayActorError):
+                    return self._roster.explain(died, of)
+            left = deadline - asyncio.get_running_loop().time()
+            waiting = [task for task in beside if not task.done()]
+            if not waiting or left <= 0:
+                return None
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def _note(self, failure: Exception, error: RayError, member: Member, call: str) -> None:
         if isinstance(failure, EngineRefused):
