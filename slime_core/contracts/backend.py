@@ -228,9 +228,8 @@ class BackendDriver(Driver[TrainBackend]):
     step_settings: ClassVar[frozenset[str]] = frozenset({"lr"})
     """Fields of `StepSettings` that `optim_step` can take from a call."""
     layout_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that change which rank holds what, but not the result: `--resume FOLDER` may change them, and `load` reshards.
-    Also options whose default depends on the device, so that a run that moves can set its earlier value; `load` refuses any
-    other."""
+    """Options of what each rank holds and when, not of the result: `--resume FOLDER` may change them, `load` reshards. Also
+    those whose default depends on the device, so that a run that moves can set its earlier value; `load` refuses any other."""
 
     @classmethod
     def reads_frozen(cls, folder: Path) -> bool:

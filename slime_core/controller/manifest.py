@@ -25,31 +25,32 @@ def key_paths(*keys: str) -> tuple[KeyPath, ...]:
     return tuple(tuple(key.split(".")) for key in keys)
 
 
-MAY_CHANGE: Final = key_paths(
-    "runs_dir", "prepare", "trackers", "checkpoint", "debug", "train.num_rollout", "train.num_epoch", "data.on_bad_row",
-    "data.max_unknown_share", "eval", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
-    "rollout.reward_retries", "rollout.rollout_workers", "rollout.rollout_worker_timeout", "train.rank_call_timeout",
+OPERATION: Final = key_paths(
+    "runs_dir", "prepare", "trackers", "debug", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
+    "rollout.reward_retries", "rollout.rollout_workers", "rollout.rollout_worker_timeout", "rollout.use_fault_tolerance",
+    "rollout.rollout_health_check_interval", "rollout.rollout_health_check_timeout", "rollout.rollout_health_check_first_wait",
+    "rollout.max_engine_restarts", "rollout.engine_restart_window", "rollout.engine_call_timeout", "train.rank_call_timeout",
     "router.middleware_timeout",
 )  # fmt: skip
+MAY_CHANGE: Final = OPERATION + key_paths(
+    "checkpoint", "train.num_rollout", "train.num_epoch", "data.on_bad_row", "data.max_unknown_share", "eval"
+)
 """Keys that a resumed run may change: they alter what is logged or how long it continues, not what is trained."""
 
 RESUME_MAY_CHANGE: Final = (
-    ("name",),
-    *key_paths("train.max_skipped_steps", "train.on_nonfinite"),
-    *(
-        (*table, key)
-        for table in (("train",), *(("roles", role) for role in LOSS_KEYS))
-        for key in OptimizerKeys.model_fields
+    *key_paths(
+        "name", "train.max_skipped_steps", "train.on_nonfinite", "train.on_short_batch", "train.max_tokens_per_gpu",
+        "train.log_probs_max_tokens_per_gpu", "train.micro_batch_size", "rollout.concurrency", "rollout.max_retries",
+        "rollout.max_filtered_groups", "rollout.on_exhausted", "rollout.on_failed_group", "rollout.on_reward_failure",
+        "rollout.on_reward_error", "rollout.on_reward_timeout", "rollout.on_reward_infra",
     ),
-)
-"""Keys that `--resume FOLDER` may change beside those: a run that diverged continues with a lower learning rate."""
-
-REPLAY_MAY_CHANGE: Final = key_paths(
-    "name", "runs_dir", "prepare", "plugin", "required_plugins", "trackers", "debug", "checkpoint.keep_checkpoints",
-    "checkpoint.async_save", "checkpoint.save_hf", "rollout.dump_rollouts", "rollout.reward_workers", "rollout.reward_timeout",
-    "rollout.reward_retries", "rollout.rollout_workers", "rollout.rollout_worker_timeout", "train.rank_call_timeout",
-    "router.middleware_timeout",
+    *((*table, key) for key in OptimizerKeys.model_fields for table in (("train",), *(("roles", role) for role in LOSS_KEYS))),
 )  # fmt: skip
+"""Keys that `--resume FOLDER` may change beside those, after a run diverged, failed too often or had too little memory."""
+
+REPLAY_MAY_CHANGE: Final = OPERATION + key_paths(
+    "name", "plugin", "required_plugins", "checkpoint.keep_checkpoints", "checkpoint.async_save", "checkpoint.save_hf"
+)
 """Keys that the replay of a schedule may change. The number of steps, the checkpoints and the evaluations must be equal: they
 decide when groups are admitted, aborted and queued, and a replay waits for the recorded events. Single-file plugins are
 compared by their text."""

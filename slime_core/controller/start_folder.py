@@ -103,7 +103,7 @@ class EarlierRun:
         else:
             text += f" To continue it with what there is now, add {' '.join(flags)}."
         if ChangeKind.PLUGINS in refused:
-            text += " To continue it as it was, install the old ones again."
+            text += " To continue it as it was, put the old ones back."
         return f"{text} To train from the start, pass another --name, or --fresh, which removes this run."
 
 
@@ -168,9 +168,10 @@ def note(earlier: EarlierRun, free: RunFolder) -> str:
     """Why a start does not use the newest folder of its name."""
     if earlier.found is None:
         return f"{earlier.folder.path} has no readable manifest.json: this run starts in {free.path}"
-    state = "is finished, and" if earlier.is_finished else f"has {earlier.saved} steps saved, and"
-    changes = list_changes(earlier.changes)
-    return f"{earlier.folder.path} {state} began with others: {changes}. This one starts in {free.path}"
+    path, state = earlier.folder.path, "is finished" if earlier.is_finished else f"has {earlier.saved} steps saved"
+    text = f"{path} {state}, and began with others: {list_changes(earlier.changes)}. This one starts in {free.path}"
+    resumes = earlier.saved and not earlier.is_finished and earlier.kinds <= {ChangeKind.LAYOUT, ChangeKind.TUNING}
+    return text + f". To continue that one with these, add --resume {path}" * bool(resumes)
 
 
 def newest_checkpoint(folder: RunFolder, options: StartOptions, *, checksum: bool) -> tuple[RunState, Path] | None:

@@ -87,6 +87,23 @@ def test_a_run_whose_plugin_changes_and_that_ends(tiny: TinyRun) -> None:
     assert not (tiny.runs / "tiny-2").exists()
 
 
+def test_what_a_run_that_failed_may_change(tiny: TinyRun) -> None:
+    """Time limits by the same command; policies for failures and what takes memory with --resume."""
+    (tiny / "fails.py").write_text(REWARD.format(folder=tiny.folder))
+    (tiny / "fail").write_text("")
+    assert tiny.run(*WORDS).code == 4
+    limits = ("--rollout-health-check-timeout", "120", "--engine-call-timeout", "1800", "--max-engine-restarts", "9")
+    assert dry_run(tiny, *WORDS, *limits)["continues_from_step"] == 2
+    ways = ("--on-reward-error", "zero", "--max-retries", "5", "--max-filtered-groups", "100", "--concurrency", "3")
+    memory = ("--max-tokens-per-gpu", "64", "--gradient-checkpointing", "true", "--log-probs-chunk-size", "16")
+    ended = tiny.run(*WORDS, *ways, *memory, "--dry-run")
+    assert json.loads(ended.out)["folder"] == str(tiny.runs / "tiny-2")
+    assert f"To continue that one with these, add --resume {tiny.runs}/tiny." in ended.err
+    ended = tiny.run(*WORDS, *ways, *memory, "--resume", "runs/tiny")
+    assert ended.code == 0, ended.err
+    assert tiny.steps() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -119,8 +119,8 @@ def test_a_plugin_of_another_version_is_named_and_can_be_accepted(tmp_path, monk
         choose(runs, NEW, **options)
     assert str(caught.value) == (
         "run: this run is unfinished, 3 steps are saved, and it began with others: acme-a, acme-b: 0.2.0 -> 0.2.1. To "
-        "continue it with what there is now, add --accept-changes plugins. To continue it as it was, install the old ones "
-        "again. To train from the start, pass another --name, or --fresh, which removes this run."
+        "continue it with what there is now, add --accept-changes plugins. To continue it as it was, put the old ones back. "
+        "To train from the start, pass another --name, or --fresh, which removes this run."
     )
     there = place(runs, NEW, accept=ACCEPT, **options)
     assert there.folder.path.name == "run"

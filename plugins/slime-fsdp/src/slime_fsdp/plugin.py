@@ -34,6 +34,17 @@ class Fsdp(TrainerPlanner, AdapterHolder, PromptTargets, Restartable, BackendDri
     supports_images: ClassVar[bool] = True
     supports_async_save: ClassVar[bool] = True
     step_settings: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "eps", "weight_decay", "clip_grad"})
+    layout_options: ClassVar[frozenset[str]] = frozenset(
+        {
+            "context_parallel_size",
+            "reshard_after_forward",
+            "sync_each_micro_batch",
+            "fsdp_cpu_offload",
+            "gradient_checkpointing",
+            "log_probs_chunk_size",
+            "compile",
+        }
+    )
 
     @classmethod
     def build(cls, config: FsdpConfig) -> TrainBackend:

@@ -39,6 +39,10 @@ class Megatron(TrainerPlanner, BackendDriver):
             "expert_tensor_parallel_size",
             "use_distributed_optimizer",
             "moe_grouped_gemm",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
             # Checked against the checkpoint (`read_manifest`): a run that moves to another device has to set it.
             "bf16",
             *(field.name for field in fields(Stages)),
