@@ -19,7 +19,7 @@ from slime_core.registry import Registry
 from slime_core.registry.options import type_text
 
 OWN = (
-    ("--dry-run", "Resolve and check everything, start nothing."),
+    ("--dry-run", "Resolve and check everything; start nothing but [prepare]."),
     ("--fresh", "Remove the run's folder and start over."),
     ("--resume FOLDER", "Continue in this run folder."),
     (

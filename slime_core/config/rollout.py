@@ -81,7 +81,7 @@ class RolloutConfig(Table):
     fully asynchronous, at most (max_async_level + version + 1) x rollout_batch_size groups accepted or running since the
     start."""
     max_staleness: int | None = Field(None, ge=0)
-    """Policy versions that a token may be behind when it is trained, at least `max_async_level`; by default just that."""
+    """Policy versions that a trained token may be behind; least and default: max_async_level + update_weights_interval - 1."""
     on_stale: Literal["requeue", "drop", "mask_old_spans"] = "requeue"
     """Handling of a finished group with tokens beyond max_staleness: it is generated again from its prompt (requeue),
     dropped, or trained without those tokens (mask_old_spans); counted."""

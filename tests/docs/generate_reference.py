@@ -1,5 +1,5 @@
-"""Writes docs/reference/keys.md, flags.md, hooks.md and contracts.md from the code, and from metrics.md what the page of
-`slime view` shows of metrics: python tests/docs/generate_reference.py"""
+"""Writes docs/reference/keys.md, flags.md, hooks.md and contracts.md and the lists in docs/run-folder.md from the code, and
+from metrics.md what the page of `slime view` shows of metrics: python tests/docs/generate_reference.py"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ast
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from html import escape
@@ -25,11 +26,14 @@ from slime_core.config.run import RunConfig
 from slime_core.contracts.advantage import ShapingDriver
 from slime_core.contracts.filter import BufferFilterDriver
 from slime_core.contracts.hookspecs import HOOK_NAMES
+from slime_core.contracts.optimizer import OptimizerKeys
+from slime_core.controller.manifest import MAY_CHANGE, RESUME_MAY_CHANGE
 from slime_core.registry import Registry
 from slime_core.registry.options import type_text
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "docs" / "reference"
+RUN_FOLDER: Final = ROOT / "docs" / "run-folder.md"
 MEANINGS: Final = ROOT / "plugins/slime-viewer/src/slime_viewer/metric_meanings.json"
 BAR: Final = "&#124;"
 COMMAND: Final = "python tests/docs/generate_reference.py"
@@ -434,6 +438,18 @@ def code(text: str) -> str:
     return f"<code>{escape(text, quote=False).replace('|', BAR)}</code>" if "|" in text else f"`{text}`"
 
 
+def run_folder_page() -> str:
+    """docs/run-folder.md with the keys that a resumed run may change."""
+    optimizer = set(OptimizerKeys.model_fields)
+    resumed = [path for path in RESUME_MAY_CHANGE if path[-1] not in optimizer]
+    text = RUN_FOLDER.read_text()
+    for mark, paths in (("may change", MAY_CHANGE), ("resume may change", resumed)):
+        listed = ", ".join(f"`{'.'.join(path)}`" for path in sorted(paths))
+        lines = textwrap.fill(f"{listed}.", 120, break_on_hyphens=False)
+        text = re.sub(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", rf"\g<1>{lines}\n\g<2>", text, flags=re.DOTALL)
+    return text
+
+
 def pages() -> dict[Path, str]:
     """Each page with its text."""
     registry = Registry()
@@ -443,6 +459,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "hooks.md": hooks_page(),
         FOLDER / "contracts.md": contracts_page(),
         MEANINGS: metric_meanings(),
+        RUN_FOLDER: run_folder_page(),
     }
 
 

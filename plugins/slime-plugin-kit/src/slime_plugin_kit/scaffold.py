@@ -30,7 +30,7 @@ version = "0.1.0"
 description = "$description"
 readme = "README.md"
 requires-python = ">=3.11,<3.14"
-dependencies = ["slime-rl>=$version"]
+dependencies = ["slime-rl>=$version,<$next"]
 
 [project.optional-dependencies]
 testing = ["slime-rl[testing]"]
@@ -145,11 +145,14 @@ def write(plan: Plan, folder: Path) -> list[Path]:
         raise PluginError(f"{folder} is there already. Pass --into with another folder, or remove it.")
     rows = [(group, name) for group, named in sorted(plan.entries.items()) for name in sorted(named)]
     table = "\n".join(["| group | name |", "|---|---|", *(f"| `{group}` | `{name}` |" for group, name in rows)])
+    major, minor = map(int, __version__.split(".")[:2])
     values = {
         "dist": plan.dist,
         "package": plan.package,
         "description": plan.description,
-        "version": ".".join(__version__.split(".")[:2]),
+        "version": f"{major}.{minor}",
+        # Contracts may change with the next minor release.
+        "next": f"{major}.{minor + 1}",
         "entries": entry_tables(plan),
         "table": table,
     }
