@@ -131,6 +131,22 @@ def test_what_changes_the_training_is_reported(override, expected):
     assert expected in text
 
 
+@pytest.mark.parametrize(
+    ("engine", "table"),
+    [
+        ("sglang", {"name": "sglang", "mem_fraction_static": 0.6}),
+        ("vllm", {"name": "vllm", "gpu_memory_utilization": 0.6}),
+        ("local", {"name": "local"}),
+    ],
+)
+def test_the_share_of_memory_has_the_name_of_the_engine(engine, table):
+    name = "actor_rollout_ref.rollout"
+    translation = translate(f"{name}.gpu_memory_utilization=0.6", f"{name}.name=vllm", engine=engine)
+    assert translation.tables["engine"] == table
+    named = [note.text for note in translation.notes if note.flag == f"{name}.name"]
+    assert named == [] if engine == "vllm" else "--engine names another" in named[0]
+
+
 def test_a_ratio_without_low_and_high_has_no_effect_in_verl():
     translation = translate(f"{ACTOR}.clip_ratio=0.3")
     assert (translation.get("algo.eps_clip"), translation.get("algo.eps_clip_high")) == (0.2, 0.2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from slime_compat.flag_words import N, guess, number
 from slime_compat.notes import Note
@@ -34,6 +34,10 @@ class Unused:
         return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
 
 
+MEMORY_SHARES: Final = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
+"""Engine to its option."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PeerTranslation:
     """`tables` and `notes` are the result."""
@@ -48,6 +52,11 @@ class PeerTranslation:
     notes: list[Note] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
     """Keys that a rule has read."""
+
+    def put_memory_share(self, share: float) -> None:
+        """The engine's share of GPU memory, under its own name."""
+        if (option := MEMORY_SHARES.get(self.engine)) is not None:
+            self.put(f"engine.{option}", share)
 
     def value(self, key: str) -> Any:
         """The value of a key, or the peer's default."""

@@ -11,7 +11,7 @@ from slime_compat.cli.upstream import Lenient
 app = typer.Typer()
 
 Backend = Annotated[str, typer.Option("--backend", help="Training backend.")]
-Engine = Annotated[str, typer.Option("--engine", help="Rollout engine, such as local.")]
+Engine = Annotated[str, typer.Option("--engine", help="Rollout engine, such as vllm or local.")]
 Processes = Annotated[
     int | None, typer.Option("--num-processes", min=1, help="Processes, as for accelerate launch.", show_default="1")
 ]

@@ -11,7 +11,7 @@ from slime_compat.cli.upstream import Lenient
 app = typer.Typer()
 
 Backend = Annotated[str | None, typer.Option("--backend", help="Training backend in place of verl's: fsdp, megatron.")]
-Engine = Annotated[str, typer.Option("--engine", help="Rollout engine, such as local.")]
+Engine = Annotated[str, typer.Option("--engine", help="Rollout engine, such as vllm or local.")]
 Words = Annotated[
     list[str],
     typer.Argument(

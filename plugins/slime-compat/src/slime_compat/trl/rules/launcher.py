@@ -20,8 +20,8 @@ def launcher(translation: TrlTranslation) -> None:
     translation.put("launcher.rollout_num_gpus", size if served else max(processes, size))
     translation.put("launcher.rollout_num_gpus_per_engine", size)
     translation.put("engine.name", translation.engine)
-    if translation.switch("use_vllm") and not served and translation.engine == "sglang":
-        translation.put("engine.mem_fraction_static", memory)
+    if translation.switch("use_vllm") and not served:
+        translation.put_memory_share(memory)
     if served:
         translation.note(
             "vllm_mode", f"server: the run starts engines of its own, on {size} GPUs; set launcher.rollout_num_gpus"

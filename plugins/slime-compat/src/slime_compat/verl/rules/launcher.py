@@ -18,11 +18,11 @@ def launcher(translation: PeerTranslation) -> None:
     translation.put("launcher.num_gpus_per_node", ranks)
     translation.put("engine.name", translation.engine)
     memory, named = translation.number(f"{ROLLOUT}.gpu_memory_utilization", float), translation.text(f"{ROLLOUT}.name")
-    if translation.engine == "sglang":
-        translation.put("engine.mem_fraction_static", memory)
+    translation.put_memory_share(memory)
     if named and named != translation.engine:
         translation.note(
-            f"{ROLLOUT}.name", f"{named}: the engine is {translation.engine} here; its own options are left out"
+            f"{ROLLOUT}.name",
+            f"{named}: the engine is {translation.engine} here, and its own options are left out; --engine names another",
         )
 
 
