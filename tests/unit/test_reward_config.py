@@ -126,7 +126,12 @@ def test_halves_of_a_run(bound, tmp_path):
     ):
         assert text in expected
     sets = '[eval.datasets]\nt = { path = "t" }\n'
-    replayed = bound("--debug-train-only", "--load-debug-rollout-data", str(tmp_path / "d"), extra=sets)
+    words = ("--debug-train-only", "--load-debug-rollout-data", str(tmp_path / "d"))
+    assert f"rollout dumps of {tmp_path}/d: no such folder. Set rollouts/" in problems_of(bound, *words)
+    (tmp_path / "d").mkdir()
+    assert "it has no step_*.parquet" in problems_of(bound, *words)
+    (tmp_path / "d" / "step_0.parquet").touch()
+    replayed = bound(*words, extra=sets)
     assert (replayed.collector.name, replayed.collector.config.folder) == ("replay", str(tmp_path / "d"))
     assert (replayed.generates, replayed.reads_prompts, replayed.evals) == (False, False, ())
     recorded = bound("--load-debug-train-data", str(tmp_path / "d"), extra=sets)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_core.contracts.collector import Collector, CollectorDriver
+from slime_core.contracts.collector import Collector, CollectorDriver, RolloutOptions
 from slime_core.contracts.example import CollectorExample, Example, SourceExample
 from slime_core.contracts.media import MediaRenderer
 from slime_core.contracts.renderer import RendererDriver, RendererFactory, RenderSettings
@@ -214,6 +214,18 @@ class ReplayDriver(CollectorDriver):
     @classmethod
     def needs_engine(cls, config: Any) -> bool:
         return False
+
+    @classmethod
+    def problems(cls, config: Any, rollout: RolloutOptions) -> list[str]:
+        from slime_core.data.table import dumped_steps
+
+        folder = Path(config.folder)
+        if folder.is_dir() and dumped_steps(folder):
+            return []
+        return [
+            f"rollout dumps of {folder}: {'it has no step_*.parquet' if folder.is_dir() else 'no such folder'}. Set rollouts/ of "
+            "the folder of a run with --dump-rollouts."
+        ]
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
