@@ -222,10 +222,8 @@ class ReplayDriver(CollectorDriver):
         folder = Path(config.folder)
         if folder.is_dir() and dumped_steps(folder):
             return []
-        return [
-            f"rollout dumps of {folder}: {'it has no step_*.parquet' if folder.is_dir() else 'no such folder'}. Set rollouts/ of "
-            "the folder of a run with --dump-rollouts."
-        ]
+        missing = "it has no step_*.parquet" if folder.is_dir() else "no such folder"
+        return [f"rollout dumps of {folder}: {missing}. Set rollouts/ of the folder of a run with --dump-rollouts."]
 
     @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
