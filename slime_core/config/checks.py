@@ -177,6 +177,8 @@ def advantages(run: BoundRun) -> Iterable[str]:
         yield f'algo.advantage: loss "{algo.loss.name}" uses advantages. Pass --algo.advantage NAME.'
     if algo.advantage_terms and not uses:
         yield f'algo.advantage_terms: loss "{algo.loss.name}" uses no advantages. Leave them out.'
+    for part in algo.shaping:
+        yield from part.driver.problems(part.config, run.config.rollout.rollout_max_response_len)
 
 
 def collector(run: BoundRun) -> Iterable[str]:

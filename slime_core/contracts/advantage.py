@@ -80,3 +80,8 @@ class RewardShaper(ABC):
 
 class ShapingDriver(Driver[RewardShaper]):
     """Registered in slime.advantages too; named in `algo.shaping`, in order."""
+
+    @classmethod
+    def problems(cls, config: Any, max_response_len: int) -> list[str]:
+        """Conflicts of its options with the limit of the response in tokens; empty if there are none."""
+        return []

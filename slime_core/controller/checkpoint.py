@@ -119,7 +119,8 @@ class CheckpointStore:
         """The newest complete checkpoint (or that of `step`), verified; None if there is none."""
         steps = self.steps()
         if step is not None and step not in steps:
-            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {list_steps(steps)}.")
+            there = f"pass one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
+            raise CheckpointError(f"{self._folder}: no complete checkpoint of step {step}; {there}.")
         if not steps:
             return None
         folder = self._folder / f"step_{steps[-1] if step is None else step}"
@@ -178,10 +179,6 @@ class CheckpointStore:
     def _forget_old(self) -> None:
         for step in self.steps()[: -self._keep]:
             remove(self._folder / f"step_{step}")
-
-
-def list_steps(steps: list[int]) -> str:
-    return f"pass one of {', '.join(map(str, steps))}" if steps else "this folder has none yet"
 
 
 def remove(checkpoint: Path) -> None:

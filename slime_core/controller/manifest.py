@@ -158,14 +158,13 @@ def fingerprint_of(
     config: Mapping[str, Any], plugins: Mapping[str, str], plugin_files: Mapping[str, str], data: str
 ) -> str:
     """Hash of what is equal in two starts of one run."""
-    return hash_of(
-        {
-            "config": without(config, MAY_CHANGE),
-            "plugins": sorted(set(deciding_plugins(plugins).values())),
-            "plugin_files": plugin_files,
-            "data": data,
-        }
-    )
+    content = {
+        "config": without(config, MAY_CHANGE),
+        "plugins": sorted(set(deciding_plugins(plugins).values())),
+        "plugin_files": plugin_files,
+        "data": data,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def deciding_plugins(plugins: Mapping[str, str]) -> dict[str, str]:
@@ -196,10 +195,6 @@ def replay_identity(manifest: Manifest) -> dict[str, Any]:
         json.dumps(without(manifest.config, REPLAY_MAY_CHANGE) | others, sort_keys=True, default=str)
     )
     return kept
-
-
-def hash_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def layout_keys(run: BoundRun) -> tuple[KeyPath, ...]:

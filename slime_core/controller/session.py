@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -258,6 +258,8 @@ class Session:
     def _log_step(self, step: int, first: int, report: TrainReport, lap: Lap) -> None:
         counts = {name: float(number) for name, number in (self.counts.pop(step, Counter()) + self.faults).items()}
         self.faults.clear()
+        # Between two steps, before rollouts are waited for.
+        between = itertools.takewhile(lambda span: span[0] not in ("rollout", "train"), lap.spans)
         idle_s = sum(lap.parts.get(part, 0.0) for part in ("rollout", "drain", "engine_sleep"))
         perf = {
             **report.perf,
@@ -267,7 +269,7 @@ class Session:
             **self.generation.pop(step, {}),
             **self.trace.metrics(),
             **lap.metrics(),
-            "perf/sync_time": sum(end - start for part, start, end in until_rollout(lap) if part not in BESIDE_SYNC),
+            "perf/sync_time": sum(end - start for part, start, end in between if part not in BESIDE_SYNC),
             **self.start_metrics,
         }
         self.start_metrics = {}
@@ -458,11 +460,6 @@ class Session:
             # ExitStack calls the last one first.
             for tracker in reversed(self.trackers):
                 each.callback(log_lines, tracker, lines, rollout_id)
-
-
-def until_rollout(lap: Lap) -> Iterator[tuple[str, float, float]]:
-    """What was done between two steps, before rollouts are waited for."""
-    return itertools.takewhile(lambda span: span[0] not in ("rollout", "train"), lap.spans)
 
 
 def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, float]]], rollout_id: int) -> None:

@@ -125,6 +125,10 @@ def test_what_a_run_that_failed_may_change(tiny: TinyRun) -> None:
             'rollout.reward_timeout = "1e300": input should be less than or equal to 1000000000',
         ),
         (("--rollout-temperature", "1e-300"), "rollout.rollout_temperature = "),
+        (
+            ("--shaping", "overlong", "--rollout-max-response-len", "8"),
+            "algo.overlong_buffer_len = 4096: must be less than rollout.rollout_max_response_len = 8",
+        ),
         (("--rollout-batch-size", "1" + "0" * 12), "Pass a smaller number."),
         (
             ("--set", "train.num_rollout=true"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime_core.errors import ConfigError
 from slime_core.types.batch import Batch
+from slime_grpo.plugin import Overlong
 
 
 def make_batch(response_length, mask=None):
@@ -55,6 +55,8 @@ def test_a_missing_reward_stays_missing(part):
 
 
 @pytest.mark.parametrize("limit", [16, 4096])
-def test_a_buffer_as_long_as_the_limit_is_a_config_error(part, limit):
-    with pytest.raises(ConfigError, match=r"overlong_buffer_len = 4096.*rollout_max_response_len = " + str(limit)):
-        part("slime.advantages", "overlong").shape(np.zeros(1), make_batch([3]), limit)
+def test_a_buffer_as_long_as_the_limit_is_a_problem(limit):
+    (problem,) = Overlong.problems(Overlong.Config(), limit)
+    assert "overlong_buffer_len = 4096" in problem
+    assert f"rollout_max_response_len = {limit}, " in problem
+    assert Overlong.problems(Overlong.Config(), 4097) == []

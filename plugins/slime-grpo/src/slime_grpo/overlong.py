@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from slime_core.contracts.advantage import RewardShaper
-from slime_core.errors import ConfigError
 from slime_core.types.batch import Batch, Float64
 
 
@@ -20,12 +19,6 @@ class OverlongPenalty(RewardShaper):
         self._penalty_factor = penalty_factor
 
     def shape(self, rewards: Float64, batch: Batch, max_response_len: int) -> Float64:
-        if self._buffer_len >= max_response_len:
-            raise ConfigError(
-                f"algo.overlong_buffer_len = {self._buffer_len}: must be less than rollout.rollout_max_response_len = "
-                f"{max_response_len}, or every response is penalized for its length. Set algo.overlong_buffer_len to a "
-                f'part of it, such as {max(max_response_len // 5, 1)}, or take "overlong" out of algo.shaping.'
-            )
         free_len = max_response_len - self._buffer_len
         penalty = np.clip((free_len - batch.num_trainable) / self._buffer_len, -1.0, 0.0)
         return rewards + self._penalty_factor * penalty

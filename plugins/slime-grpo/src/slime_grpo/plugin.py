@@ -166,6 +166,16 @@ class Overlong(ShapingDriver):
         )
 
     @classmethod
+    def problems(cls, config: OverlongConfig, max_response_len: int) -> list[str]:
+        if config.overlong_buffer_len < max_response_len:
+            return []
+        return [
+            f"algo.overlong_buffer_len = {config.overlong_buffer_len}: must be less than rollout.rollout_max_response_len = "
+            f"{max_response_len}, or every response is penalized for its length. Set algo.overlong_buffer_len to a "
+            f'part of it, such as {max(max_response_len // 5, 1)}, or take "overlong" out of algo.shaping.'
+        ]
+
+    @classmethod
     def examples(cls, folder: Path) -> Sequence[Example]:
         from slime_grpo import examples
 
