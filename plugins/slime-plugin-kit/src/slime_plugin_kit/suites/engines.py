@@ -287,7 +287,7 @@ def test_an_abort_at_once_does_no_harm(case: Case, model: Path) -> None:
 
 def test_pause_holds_every_response(case: Case, model: Path) -> None:
     async def held(engine: RolloutEngine, number: int, turns: int) -> bool:
-        """False: it had ended before the pause, because this process stood still for a moment."""
+        """False: it had ended before the pause, because this process had no turn for a moment."""
         request = ask(number, [3, 4], max_new_tokens=4, min_new_tokens=4)
         waiting = asyncio.ensure_future(engine.generate([request]))
         for _ in range(turns):
