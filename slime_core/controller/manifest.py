@@ -32,6 +32,8 @@ OPERATION: Final = key_paths(
     "rollout.max_engine_restarts", "rollout.engine_restart_window", "rollout.engine_call_timeout", "train.rank_call_timeout",
     "router.middleware_timeout",
 )  # fmt: skip
+"""Keys of how a run is watched, logged and kept alive."""
+
 MAY_CHANGE: Final = OPERATION + key_paths(
     "checkpoint", "train.num_rollout", "train.num_epoch", "data.on_bad_row", "data.max_unknown_share", "eval"
 )

@@ -149,7 +149,7 @@ def test_an_engine_whose_machine_is_lost_starts_on_another(tiny: TinyRun, cluste
     try:
         until(lambda: holds(head, "TrainActor"), driver)
         lost = machine(cluster)
-        until(lambda: tiny.steps_so_far(), driver)
+        until(tiny.steps_so_far, driver)
         assert holds(lost, "EngineActor")
         machine(cluster)
         gone = processes(lost)

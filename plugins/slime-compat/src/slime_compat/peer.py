@@ -17,6 +17,9 @@ from slime_core.errors import near_matches
 
 D = TypeVar("D")
 
+MEMORY_SHARES: Final = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
+"""Engine to its option."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
@@ -32,10 +35,6 @@ class Unused:
 
     def has(self, key: str) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
-
-
-MEMORY_SHARES: Final = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
-"""Engine to its option."""
 
 
 @dataclass(slots=True, kw_only=True)
