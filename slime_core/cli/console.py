@@ -7,17 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import progress
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from slime_core.config.bound import BoundRun
@@ -48,17 +40,17 @@ class Console:
     def __init__(self, run: BoundRun, *, quiet: bool) -> None:
         self._run = run
         self._rich = RichConsole(quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[status]}"),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[status]}"),
             console=self._rich,
             disable=quiet or not self._rich.is_terminal,
         )
-        self._task: TaskID | None = None
+        self._task: progress.TaskID | None = None
         self._line_interval = 1
         self._failures: Counter[str] = Counter()
         """Failed attempts by their error, with numbers replaced."""

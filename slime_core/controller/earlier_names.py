@@ -7,6 +7,7 @@ there may be run folders with the old name, and does nothing to manifests that h
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ def installed(entry: str, otherwise: str) -> str:
 
 def config_today(config: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
     """A new config; the old one is left alone."""
-    result: dict[str, Any] = copied(config)
+    result = copy.deepcopy(dict(config))
     for old, new in renames.keys.items():
         table = table_at(result, old[:-1])
         if table is not None and old[-1] in table:
@@ -159,10 +160,6 @@ def config_today(config: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
         if table is not None and beside in table:
             table.setdefault(path[-1], value)
     return result
-
-
-def copied(value: Any) -> Any:
-    return {key: copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def table_at(config: dict[str, Any], path: KeyPath) -> dict[str, Any] | None:

@@ -302,7 +302,7 @@ class EngineClient:
         if abandoned and self._failure is None:
             self._begin(self.call_all("abort", abandoned))
         now = time.perf_counter()
-        chosen: list[list[GenerateRequest]] = [[] for _ in self._seats]
+        chosen: list[tuple[EngineSlot, list[GenerateRequest]]] = [(seat, []) for seat in self._seats]
         held: list[GenerateRequest] = []
         full: set[tuple[int, ...]] = set()
         while any(seat.has_room for seat in self._seats) and (request := self._waiting.pop(full)) is not None:
@@ -311,11 +311,15 @@ class EngineClient:
                 if not self.script.active:
                     full.add(self._waiting.engines_of(request))
                 continue
-            chosen[seat.index].append(request)
-            self._asked[request.request_id].sent = now
+            asked = self._asked[request.request_id]
+            asked.sent = now
             seat.running += 1
+            if asked.alone:
+                chosen.append((seat, [request]))
+            else:
+                chosen[seat.index][1].append(request)
         self._waiting.put_first(held)
-        for seat, requests in zip(self._seats, chosen, strict=True):
+        for seat, requests in chosen:
             if requests:
                 message = Message({request.request_id: request for request in requests})
                 seat.messages[message] = None
@@ -380,14 +384,20 @@ class EngineClient:
             self._plan_flush()
 
     def _end(self, seat: EngineSlot, message: Message, failure: Exception | None) -> None:
-        """Called when a message has ended. With `failure`, a watched engine is quarantined; else its requests fail with it."""
+        """Called when a message has ended. With `failure`, a watched engine is quarantined; else its requests fail with it. Of
+        several that were refused together one may be the cause: each is sent again, alone."""
         if failure is not None and self._on_loss is not None and not isinstance(failure, EngineRefused):
             self.quarantine(seat.index, failure)
             return
         del seat.messages[message]
         seat.running -= len(message.open)
-        for request in message.open.values():
-            if (asked := self._waits(request)) is not None:
+        waiting = [asked for request in message.open.values() if (asked := self._waits(request)) is not None]
+        if isinstance(failure, EngineRefused) and len(message.open) > 1:
+            for asked in waiting:
+                asked.alone = True
+            self._waiting.put_first([asked.request for asked in waiting])
+        else:
+            for asked in waiting:
                 asked.response.set_exception(failure or EngineError(f"engine {seat.index} was given up"))
         if self._waiting:
             self._plan_flush()

@@ -33,6 +33,8 @@ class Asked:
     """Time at which an engine got it last."""
     losses: int = 0
     """How often it was lost with an engine."""
+    alone: bool = False
+    """Sent in a message of its own: those that it was sent with were refused."""
 
 
 @dataclass(slots=True, eq=False)

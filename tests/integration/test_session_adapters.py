@@ -265,7 +265,7 @@ def test_generate_runs_beside_other_calls(tiny: TinyRun, opened: Callable[..., T
             assert responses[number].token_ids.tolist() == one.token_ids.tolist()
             np.testing.assert_allclose(responses[number].log_probs, one.log_probs, atol=1e-5)
         assert {tuple(map(len, (one.token_ids for one in future.result(60)))) for future in futures}
-        # An engine refuses all requests that come together with a wrong one: the others are sent again.
+        # An engine refuses all requests that come together with a wrong one; the client sends each again, alone.
         wrong = SamplingParams(max_new_tokens=4, structural_tag="{}")
         kinds = [SAMPLING, wrong] * 6
         mixed = [session.start_generating([PROMPTS[0]], kind, seeds=[0], snapshot=snapshot) for kind in kinds]

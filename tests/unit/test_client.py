@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slime_core.contracts.middleware import RouterMiddleware
-from slime_core.errors import EngineError
+from slime_core.errors import EngineError, EngineRefused
 from slime_core.rollout.client import EngineClient
 from slime_core.rollout.request_replay import RequestReplay
 from slime_core.types.completion import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -134,6 +134,41 @@ async def test_a_full_engine_is_skipped():
     assert engines[1].messages == [["b"], ["c"]]
     for task in tasks.values():
         task.cancel()
+
+
+async def test_of_several_that_are_refused_together_only_the_cause_fails():
+    client, (engine,) = client_of()
+    tasks = start(client, "a", "wrong", "b")
+    await settle()
+    engine.fail("a", EngineRefused("token 99"))
+    await settle()
+    later = start(client, "c", "d")
+    await settle()
+    assert engine.messages == [["a", "wrong", "b"], ["a"], ["wrong"], ["b"], ["c", "d"]]
+    engine.fail("wrong", EngineRefused("token 99"))
+    engine.finish("a", "b", "d")
+    with pytest.raises(EngineRefused, match="token 99"):
+        await tasks.pop("wrong")
+    for name, task in tasks.items():
+        assert (await task).request_id == name
+    # One that is left of its message is the one that was refused.
+    engine.fail("c", EngineRefused("token 98"))
+    with pytest.raises(EngineRefused, match="token 98"):
+        await later["c"]
+    assert len(engine.messages) == 5
+
+
+async def test_a_refusal_that_a_caller_no_longer_waits_for_is_not_sent_again():
+    client, (engine,) = client_of(concurrency=2)
+    tasks = start(client, "a", "b", "c")
+    await settle()
+    tasks["b"].cancel()
+    engine.fail("a", EngineRefused("token 99"))
+    await settle()
+    # The engine's places are free again: for "a", and for "c" that waited.
+    assert sorted(engine.messages) == [["a"], ["a", "b"], ["c"]]
+    engine.finish("a", "c")
+    assert [(await tasks[name]).request_id for name in "ac"] == ["a", "c"]
 
 
 async def test_aborting_waiting_and_running_requests():

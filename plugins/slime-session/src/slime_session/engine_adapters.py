@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from slime_session.named_plugins import those_with
 from slime_session.vocabulary import Vocabulary
 from slime_training.adapters.drivers import AdapterSampler
 from slime_training.adapters.engine import PromptLogProbs
+
+ATTEMPTS: Final = 3
+"""An engine may be restarted between two of them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +55,6 @@ class EngineAdapters:
         self._requests = itertools.count()
         self._held: dict[str, HeldSnapshot] = {}
         self._loading = asyncio.Lock()
-        self._refused = asyncio.Lock()
         self._vocabulary = Vocabulary.of(session.run)
         self._drops: set[asyncio.Task[None]] = set()
 
@@ -157,18 +160,20 @@ class EngineAdapters:
     async def ask(self, request: GenerateRequest, held: HeldSnapshot | None) -> Completion:
         """EngineRefused for what engines that have the snapshot do not support."""
         client = client_of(self._session, "generate")
-        # The second time, if the engine was restarted and had no snapshot: those of its requests that it lost come together.
-        for _ in range(1 if held is None else 2):
+        if held is None:
+            return await client.generate(request)
+        attempts = 0
+        while True:
+            attempts += 1
             try:
                 return await client.generate(request)
             except EngineRefused:
-                if held is not None and held.is_dropped:
+                if held.is_dropped:
                     return Completion.empty(request, FinishReason.ABORT)
-            if held is not None:
-                await self.ensure(held)
-        # An engine refuses all requests that come to it together: the cause may be one of the others.
-        async with self._refused:
-            return await client.generate(request)
+                if attempts == ATTEMPTS:
+                    raise
+            # An engine that was restarted does not have it yet.
+            await self.ensure(held)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await client_of(self._session, "generate").abort(request_ids)
