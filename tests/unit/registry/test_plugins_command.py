@@ -171,6 +171,8 @@ def test_show_an_observer(shown):
     ("arguments", "expected"),
     [
         (("show", "mime"), 'NAME = "mime": unknown plugin; close match: mine'),
+        (("show", "mime"), "plugins; `slime plugins` lists them."),
+        (("show", "mime", "--group", "losses"), "Available: "),
         (("show", "mine", "--group", "loses"), '--group = "slime.loses": unknown group; close match: slime.losses'),
     ],
 )

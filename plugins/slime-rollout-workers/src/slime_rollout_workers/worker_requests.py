@@ -68,14 +68,17 @@ class WorkerRequests:
         task.add_done_callback(lambda _: self._asked.pop(message.number))
 
     async def _serve(self, number: int, request: GenerateRequest, group: DriverGroup) -> None:
-        # It may have been stopped since this task was made.
-        result = Completion.empty(request, FinishReason.ABORT)
+        result: Completion | None = None
         with held() as failed:
-            if not group.running.stop.is_set():
+            # It may have been stopped since this task was made.
+            if group.running.stop.is_set():
+                result = Completion.empty(request, FinishReason.ABORT)
+            else:
                 result = await group.runner.client.generate(request)
         if failed.error is not None:
             self._fail(number, failed.error)
         else:
+            assert result is not None
             self._respond(number, result)
 
     def _respond(self, number: int, completion: Completion) -> None:

@@ -117,15 +117,16 @@ class Running(ABC):
 
     def _problem(self, part: Part, expected_version: int | None) -> str:
         room = self.request.sampling.max_new_tokens - len(self.token_ids)
-        wrong = part.token_ids[(part.token_ids < 0) | (part.token_ids >= self.vocab_size)]
-        # Comparisons with NaN are false.
-        odd = part.log_probs[~((part.log_probs <= SLACK) & (part.log_probs > -np.inf))]
+        ids, log_probs = part.token_ids, part.log_probs
         versions = {version for version, _, _ in part.spans}
         if len(part.token_ids) > room:
             return f"it has {len(part.token_ids)} tokens, more than the {room} requested"
-        if len(wrong):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
             return f"token {wrong[0]} is not in the model's vocabulary of {self.vocab_size}"
-        if len(odd):
+        # Comparisons with NaN are false.
+        if len(log_probs) and not -np.inf < log_probs.min() <= log_probs.max() <= SLACK:
+            odd = log_probs[~((log_probs <= SLACK) & (log_probs > -np.inf))]
             return f"{odd[0]} is not a log-prob"
         if expected_version is not None and versions - {expected_version}:
             return (

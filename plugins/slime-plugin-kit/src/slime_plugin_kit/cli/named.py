@@ -22,9 +22,9 @@ def named(registry: Registry, asked: str, group: str | None) -> Sequence[Entry]:
         hint = next((hint for where in searched if (hint := install_hint(where, name))), "")
         known = [*dict.fromkeys(entry.name for entry in there)]
         kind = groups.NOUNS.get(in_group, "plugin") if in_group else "plugin"
-        raise PluginError(
-            unknown_name("NAME", asked, kind, known, listing=by_distribution(there), hint=hint and hint + ".")
-        )
+        # Names of all groups would fill the screen.
+        listing = by_distribution(there) if in_group else f"{len(known)} plugins; `slime plugins` lists them"
+        raise PluginError(unknown_name("NAME", asked, kind, known, listing=listing, hint=hint and hint + "."))
     return found
 
 
