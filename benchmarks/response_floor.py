@@ -67,7 +67,9 @@ def rewards(pipe: Connection) -> None:
         pipe.send([[float(sample.text == sample.label) for sample in group] for group in groups])
 
 
-async def respond(number: int, prompt: Any, asked: list[tuple[Request, asyncio.Future[Completion]]], decode: Any) -> Sample:
+async def respond(
+    number: int, prompt: Any, asked: list[tuple[Request, asyncio.Future[Completion]]], decode: Any
+) -> Sample:
     response: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     asked.append((Request(f"train/{number}/0", prompt, number), response))
     got = await response
