@@ -3,9 +3,9 @@
     python benchmarks/response_floor.py [--responses 3072] [--rounds 15]
 
 Beside cpu_floor.py, which has the arithmetic of a GRPO step and nothing else: what a trainer cannot leave out if generators are
-functions that users write and a reward that hangs may be killed. A response is one task that waits for one future, one request,
-one text, one sample; its reward is compared in another process, which gets whole samples; the batch is one array for each column.
-No limits of time, no checks, no retries, no metrics, no stop strings, no events.
+functions that users write and a reward that hangs may be killed. A response is a task that waits for a future, a request, a
+text and a sample; its reward is compared in another process, which gets whole samples; the batch is one array for each
+column. No time limits, checks, retries, metrics, stop strings or events.
 
 The seconds of both floors together are the least of a step, since the torch threads of a small model wait while Python runs.
 """
