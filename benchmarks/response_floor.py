@@ -1,6 +1,7 @@
 """The least Python of a rollout batch in which every response is a coroutine and rewards run in another process.
 
     python benchmarks/response_floor.py [--responses 3072] [--rounds 15]
+    python benchmarks/trl_cpu.py --floor
 
 Beside cpu_floor.py, which has the arithmetic of a GRPO step and nothing else: what a trainer cannot leave out if generators are
 functions that users write and a reward that hangs may be killed. A response is a task that waits for a future, a request, a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -127,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=3072)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--result", type=Path, help="file for the seconds of each round, as JSON")
     typed = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     here, there = multiprocessing.get_context("spawn").Pipe()
@@ -139,8 +142,11 @@ def main() -> None:
     for name in found[0]:
         seconds = median(one[name] for one in found)
         print(f"{name:22} {seconds * 1e3:6.1f} ms {seconds / typed.responses * 1e6:6.1f} us a response")
-    whole = median(sum(one.values()) for one in found)
+    sums = [sum(one.values()) for one in found]
+    whole = median(sums)
     print(f"{'together':22} {whole * 1e3:6.1f} ms {whole / typed.responses * 1e6:6.1f} us a response")
+    if typed.result is not None:
+        typed.result.write_text(json.dumps(sums))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ One difference remains, because each side is used in its usual way: with use_rol
 the old log-probs from its engine; TRL computes them again. With `--scored` slime computes them too.
 
 `--floor`: a third process in each round makes the same step in bare torch, without what a trainer does beside it
-(cpu_floor.py). Its seconds over TRL's bound what any trainer can reach with torch's operators.
+(cpu_floor.py), and a fourth one what responses cost in Python at least if each is a coroutine and its reward is computed in
+another process (response_floor.py). TRL's seconds over those of both bound what any trainer of that kind can reach.
 
     python benchmarks/trl_cpu.py                          # the demo's own batch
     python benchmarks/trl_cpu.py --prompts 64 --steps 3 --rounds 1
@@ -91,6 +92,8 @@ class Round:
     slime: tuple[RolloutBatch, ...]
     trl: tuple[RolloutBatch, ...]
     floor: tuple[RolloutBatch, ...] = ()
+    responses: tuple[float, ...] = ()
+    """Seconds of a batch's responses in Python, at least."""
 
 
 def run_slime(folder: Path, asked: argparse.Namespace) -> tuple[Path, list[RolloutBatch]]:
@@ -142,6 +145,16 @@ def run_floor(
     return [RolloutBatch(**batch) for batch in json.loads(result.read_text())["batches"]]
 
 
+def run_responses(folder: Path, run_dir: Path, asked: argparse.Namespace) -> list[float]:
+    """Seconds of as many responses as slime had."""
+    result, rollout = folder / "responses.json", config_of(run_dir)["rollout"]
+    samples = rollout["rollout_batch_size"] * rollout["n_samples_per_prompt"]
+    script = [sys.executable, str(HERE / "response_floor.py"), "--responses", str(samples)]
+    run_process([*script, "--result", str(result)], asked.threads)
+    seconds: list[float] = json.loads(result.read_text())
+    return seconds
+
+
 def config_of(run_dir: Path) -> dict[str, Any]:
     """The run file as slime resolved it."""
     return tomllib.loads((run_dir / "config.toml").read_text())
@@ -191,7 +204,9 @@ def measure(asked: argparse.Namespace, console: Console) -> list[Round]:
             run_dir, slime = run_slime(folder, asked)
             trl = run_trl(folder, run_dir, asked)
             floor = run_floor(folder, run_dir, slime, asked) if asked.floor else []
-        rounds.append(Round(*(tuple(side[asked.warmup :]) for side in (slime, trl, floor))))
+            responses = run_responses(folder, run_dir, asked) if asked.floor else []
+        batches = (tuple(side[asked.warmup :]) for side in (slime, trl, floor))
+        rounds.append(Round(*batches, responses=tuple(responses)))
         console.print(
             f"round {number + 1}: slime {speed(rounds[-1].slime):,.0f}, TRL {speed(rounds[-1].trl):,.0f} tokens/s"
         )
@@ -236,7 +251,13 @@ def ratios_of(rounds: Sequence[Round]) -> str:
         return found
     bare = [batch for one in rounds for batch in one.floor]
     used = median(batch.cpu_seconds for one in rounds for batch in one.trl) / median(b.cpu_seconds for b in bare)
-    return f"{found}; floor / TRL: {speed(bare) / trl:.2f}, by seconds of the processor {used:.2f}"
+    handled = median(seconds for one in rounds for seconds in one.responses)
+    least = median(batch.seconds for batch in bare) + handled
+    with_responses = median(batch.seconds for one in rounds for batch in one.trl) / least
+    return (
+        f"{found}; floor / TRL: {speed(bare) / trl:.2f}, by seconds of the processor {used:.2f}, with responses "
+        f"({handled:.3f} s a batch) {with_responses:.2f}"
+    )
 
 
 def cpu_model() -> str:
