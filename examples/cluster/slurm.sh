@@ -35,7 +35,9 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 stop() {
     # Once: at a second signal slime ends without saving.
     trap '' USR1 USR2 TERM INT
-    [ -n "${run:-}" ] || return 0
+    # The signal may come before the line after `slime run`.
+    run=${run:-${begun:+$!}}
+    [ -n "$run" ] || return 0
     kill -TERM "$run" 2>/dev/null || true
     # It saves at the next clean point. The rest of the 300 s is for Slurm.
     for _ in $(seq 270); do
@@ -77,6 +79,7 @@ done
 
 # This script runs on the first node. Not through srun, which hands a signal to every process of a step, so that one in an image
 # gets it twice.
+begun=1
 "${in_image[@]}" slime run "$@" --launcher ray --address "$address:$port" --num-gpus-per-node "$gpus" &
 run=$!
 wait "$run"

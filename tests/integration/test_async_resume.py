@@ -29,14 +29,21 @@ WORDS = (
 KILLS = 2
 PACED = """
 import asyncio, random
+from pathlib import Path
 from dataclasses import replace
 from slime_core.plugin import generator
 from slime_core.types.completion import FinishReason
 from slime_core.types.sample import Status
 
+# Groups of the last step wait while the test has something to do before the end.
+HOLD, LAST = Path("hold"), 20
+
+
 @generator("paced")
 async def paced(episode):
     # Ten tokens a turn, with a pause before each: weights and checkpoints come between turns too.
+    while episode.prompt.group_index >= LAST and HOLD.exists():
+        await asyncio.sleep(0.05)
     response = episode.trajectory()
     while (room := episode.sampling.max_new_tokens - response.response_length) > 0:
         await asyncio.sleep(random.choice((0, 0.01, 0.03)))
@@ -66,8 +73,10 @@ def writes_checkpoint(tiny: TinyRun) -> bool:
 @pytest.mark.bits
 def test_killed_while_weights_and_rollouts_are_in_flight(tiny: TinyRun, warm: WarmSlime) -> None:
     (tiny / "paced.py").write_text(PACED)
+    (tiny / "hold").touch()
     kill_when(tiny, lambda: len(tiny.steps_so_far()) >= 3 and writes_checkpoint(tiny))
     kill_when(tiny, lambda: len(tiny.steps_so_far()) >= 7, random.Random(20261121).uniform(0, 0.1))
+    (tiny / "hold").unlink()
     ended = tiny.run(*WORDS)
     assert (ended.code, ended.err) == (0, ""), ended.err
     run = tiny.runs / "tiny"

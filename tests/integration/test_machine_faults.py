@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.usefixtures("tiny
 
 LIMIT_S = 200.0
 RANKS = '''
-"""The first time, kills a rank when step 2 is collected. The next time, stops it for a while when step 3 is."""
+"""The first time, kills a rank when step 2 is collected. The next time, stops it for a while when step 3 is, and waits for the
+test when step 4 is."""
 import os, signal, threading, time
 from pathlib import Path
 import psutil
@@ -54,6 +55,8 @@ def rollout_end(event):
         os.kill(rank.pid, signal.SIGKILL)
     elif event.rollout_id == 3:
         threading.Thread(target=stop_for_a_while, args=(rank,)).start()
+    while event.rollout_id == 4 and not (FOLDER / "continued").exists():
+        time.sleep(0.05)
 '''
 WAITS = '''
 """Step 3 does not end before the engine is back."""
@@ -105,6 +108,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_that_stops_does_not(tiny: Ti
     time.sleep(2)
     assert psutil.Process(driver.pid).status() == psutil.STATUS_STOPPED
     os.kill(driver.pid, signal.SIGCONT)
+    (tiny / "continued").touch()
     ended = tiny.end(driver, LIMIT_S)
     assert (ended.code, ended.err) == (0, "")
     assert (tiny / "stopped").read_text() == psutil.STATUS_STOPPED

@@ -536,7 +536,7 @@ async def test_engines_do_not_wait_for_trainers_that_find_no_place(tmp_path, mon
     await asyncio.sleep(0)
     with pytest.raises(ConfigError, match="the cluster is full"):
         await launcher.start_trainers(train_specs(tmp_path, meet=False))
-    await asyncio.wait_for(preparing, 5)
+    await asyncio.wait_for(preparing, 60)
 
 
 async def test_workers_that_cannot_be_placed_are_a_config_error(workers, tmp_path):

@@ -305,7 +305,8 @@ def test_workers_that_hang_are_replaced_and_nothing_is_lost(prepared: TinyRun, s
     assert groups_of(prepared, "hanging") == groups_of(prepared, "plain")
     lost = [event["error"] for event in events(prepared, "hanging") if event["event"] == "sample_failed"]
     blocked = [error for error in lost if "stuck.py:12 stuck" in error]
-    silent = [error for error in lost if f"(pid {stopped.pid}) was killed: its process has reported nothing" in error]
+    # Its last report may have been that its loop was late.
+    silent = [error for error in lost if f"(pid {stopped.pid}) was killed: " in error]
     assert blocked
     assert silent
     assert all("for 2 s (--rollout-worker-timeout)" in error for error in lost)
@@ -352,7 +353,7 @@ def test_partial_rollouts_in_workers(prepared: TinyRun, serve: Callable[..., tup
         "--max-async-level", "2", "--partial-rollout", "--over-sampling-batch-size", "10", "--max-staleness", "6",
         "--rollout-workers", "2", "--num-rollout", "6", "--save-interval", "2",
     )  # fmt: skip
-    ended = prepared.run(*WORDS, *serve(0.004), *words)
+    ended = prepared.run(*WORDS, *serve(0.02), *words)
     assert ended.code == 0, ended.err
     rows = [row for step in groups_of(prepared) for row in step]
     assert set(Counter(row["group_index"] for row in rows).values()) == {2}

@@ -241,7 +241,9 @@ def has_worker(process: subprocess.Popen[str]) -> bool:
 
 @pytest.mark.parametrize("reached", [has_torch, has_worker], ids=["imports", "start"])
 def test_ctrl_c_before_the_first_step(moody: TinyRun, reached: Callable[[subprocess.Popen[str]], bool]) -> None:
-    process = moody.start("run", "run.toml", *OPTIONS)
+    # Also if this process is late.
+    plan(moody, "wait", 0, again=True)
+    process = moody.start("run", "run.toml", *OPTIONS, "--reward-timeout", "300")
     while not reached(process):
         assert process.poll() is None, "it ended before"
         time.sleep(0.02)

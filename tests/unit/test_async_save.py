@@ -95,7 +95,7 @@ def test_engines_are_watched_while_the_disk_is_waited_for(tmp_path, aside):
         def slowly(unfinished):
             alive = threading.Event()
             loop.call_soon_threadsafe(alive.set)
-            continued.append(alive.wait(5))
+            continued.append(alive.wait(60))
             return complete(unfinished)
 
         session.store.complete = slowly

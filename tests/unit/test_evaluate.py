@@ -75,7 +75,7 @@ async def test_a_failure_ends_the_set_and_cancels_its_requests(make_group):
     runner = Runner(make_group, fail_at=1, hang_after=1)
     evaluator = Evaluator([EvalTask(settings=Settings("a"), prompts=prompts(4), runner=runner)])
     with pytest.raises(RewardError):
-        await asyncio.wait_for(evaluator.evaluate(0, 0), 5)
+        await asyncio.wait_for(evaluator.evaluate(0, 0), 60)
     assert all(task.done() for task in runner.tasks)
 
 
@@ -88,5 +88,5 @@ async def test_a_failure_ends_the_other_sets_too(make_group):
         ]
     )
     with pytest.raises(RewardError):
-        await asyncio.wait_for(evaluator.evaluate(0, 0), 5)
+        await asyncio.wait_for(evaluator.evaluate(0, 0), 60)
     assert [task.cancelled() for task in other.tasks] == [False, True, True]

@@ -32,23 +32,23 @@ async def test_the_blocking_code_is_named(monkeypatch):
     heard = Heard()
     monkeypatch.setattr(sys, "stderr", heard)
     began = time.monotonic()
-    with EventLoopWatchdog(0.2, lambda *held: ended_blocks.put_nowait(held)):
+    with EventLoopWatchdog(1.0, lambda *held: ended_blocks.put_nowait(held)):
         printed = impolite(heard)
         seconds, where = await asyncio.wait_for(ended_blocks.get(), 60)
     ended = time.monotonic()
     first = re.match(r"warning: nothing has moved in this run for (\d+) s: the event loop is held in ", printed)
     assert first is not None, printed
     assert int(first[1]) <= round(seconds)
-    assert 0.25 <= seconds <= ended - began
+    assert 1.25 <= seconds <= ended - began
     assert where in printed
     assert where.endswith(f"{__file__}:{impolite.__code__.co_firstlineno + 1} impolite")
 
 
 async def test_a_loop_that_turns_is_left_alone(capfd):
     blocked = []
-    with EventLoopWatchdog(0.4, lambda seconds, where: blocked.append(seconds)):
-        for _ in range(20):
-            await asyncio.to_thread(time.sleep, 0.03)
+    with EventLoopWatchdog(2.0, lambda seconds, where: blocked.append(seconds)):
+        for _ in range(40):
+            await asyncio.to_thread(time.sleep, 0.1)
     assert not blocked
     assert capfd.readouterr().err == ""
 
@@ -57,4 +57,4 @@ async def test_leaving_is_not_waited_for():
     began = time.monotonic()
     with EventLoopWatchdog(60, lambda seconds, where: None):
         await asyncio.sleep(0.01)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 14

@@ -68,6 +68,49 @@ def test_what_is_begun_while_it_ends_is_refused(ending: Ending) -> None:
     assert under_way.done()
 
 
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_an_interrupt_as_work_is_given_cancels_it(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch, is_waiting: bool
+) -> None:
+    """The loop has it, and the thread that gave it has no future of it yet."""
+    live, began, go = live_run(), threading.Event(), asyncio.Event()
+    give, ended = live.begin, threading.Event()
+
+    async def first() -> None:
+        began.set()
+        await go.wait()
+
+    async def hanging() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    if is_waiting:
+        give(first, in_turn=True)
+        began.wait(60)
+
+    def interrupted(*given: Any, **how: Any) -> Any:
+        give(*given, **how)
+        began.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(live, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        live.do(hanging)
+    monkeypatch.undo()
+    live._loop.call_soon_threadsafe(go.set)
+
+    async def next_one() -> int:
+        return 1
+
+    assert give(next_one, in_turn=True).result(60) == 1
+    assert ended.is_set() is not is_waiting
+    ending.joined.set()
+    live.close()
+
+
 def test_calls_that_wait_for_their_turn_end_with_it(ending: Ending) -> None:
     live = live_run()
     errors: list[Exception] = []

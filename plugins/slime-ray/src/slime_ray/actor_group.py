@@ -26,7 +26,7 @@ T = TypeVar("T")
 LOG_LINES: Final = 20
 GRACE_AFTER_FAILURE_S: Final = 2.0
 """The others may wait for the one that failed, and then never end."""
-NOTICE_S: Final = 5.0
+NOTICE_S: Final = 10.0
 """In which Ray reports that a process has died. A collective fails in the other ranks before."""
 
 

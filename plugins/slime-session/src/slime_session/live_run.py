@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from slime_core.cli.training import run_to_end
 from slime_core.config.bound import BoundRun
@@ -20,6 +20,27 @@ from slime_core.errors import Interrupted, PluginError, SlimeError
 from slime_core.registry.boundary import error_text, held
 
 T = TypeVar("T")
+
+
+class Given(Generic[T]):
+    """Work that can be cancelled before the loop has it, while it waits for its turn, and while it runs."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
+
+    async def run(self) -> T:
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+        self._task = asyncio.current_task()
+        return await self._work()
+
+    def cancel(self) -> None:
+        """Called in the loop."""
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 class LiveRun:
@@ -61,8 +82,9 @@ class LiveRun:
     def do(self, work: Callable[[], Coroutine[Any, Any, T]], *, interrupt: Callable[[], object] | None = None) -> T:
         """Runs it in the run's loop, after all earlier work, and returns its result. If this thread is interrupted, the work
         is cancelled, and KeyboardInterrupt raised; with `interrupt` that is called instead, and the result awaited."""
-        future = self.begin(work, in_turn=True)
+        given, future = Given(work), None
         try:
+            future = self.begin(given.run, in_turn=True)
             return future.result()
         except CancelledError:
             if self._ends:
@@ -71,8 +93,11 @@ class LiveRun:
         except SystemExit as error:
             raise PluginError(f"a plugin ended the process: it raised {error_text(error)}.") from error
         except KeyboardInterrupt:
-            if interrupt is None:
-                future.cancel()
+            # Without a future this thread was interrupted when the loop had the work already, perhaps.
+            if interrupt is None or future is None:
+                # A loop that has been closed has nothing any more.
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(given.cancel)
                 raise
             self._loop.call_soon_threadsafe(interrupt)
             return future.result()
