@@ -1,13 +1,17 @@
-"""Tokens per second that a run takes from engines that respond at once, and the CPU time for each.
+"""Tokens per second that a run takes from engines that respond at once, or at a given speed, and the CPU time for each.
 
     python benchmarks/driver.py [--groups 256] [--steps 4] [--tokens 1000] [--senders 1] [--workers 0 1 2]
-        [--concurrency 256] [--profile]
+        [--concurrency 256] [--engines 1] [--speed 25000] [--launcher ray] [--turns 4] [--tool-seconds 0.5] [--profile]
 
 `slime run --debug-rollout-only` with the engine `sglang` asks servers over HTTP. The servers are this file (`--serve`):
 they have SGLang's routes and respond with bytes that were made beforehand, tokens with log-probs in SGLang's form. Each has a
 process of its own; the driver should have a core for itself.
 
 `--workers`: rollout workers, one line for each number; 0: the driver does all. Each is a process, with another one for rewards.
+`--engines`: each has a server of its own; `--senders` processes are all of them. `--speed`: tokens per second of an engine
+whose share of `--concurrency` is in use: a response comes after its share of the time. `--turns`: a response is that many
+requests, of equal parts of `--tokens`, with a tool between them that waits for `--tool-seconds` and returns 50 tokens; the
+turns of a response stay on one engine (middleware `session_affinity`).
 
 The first step is warm-up. `tokens/s` is response tokens over `perf/rollout_time` of the median step. An observer reads the CPU
 time (user and system) at the end of each step: the driver's own, and that of its children.
@@ -16,6 +20,7 @@ time (user and system) at the end of each step: the driver's own, and that of it
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -36,6 +41,8 @@ from typing import Any, Final
 
 SAMPLES: Final = 8
 """Of a prompt."""
+TOOL_TOKENS: Final = 50
+"""What a tool returns."""
 ALPHABET: Final = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
 REWARD: Final = """
 import time
@@ -55,6 +62,25 @@ def rollout_end(event):
     with (event.run.run_dir / "cpu").open("a") as file:
         file.write(f"{time.process_time()} {sum(one.user + one.system for one in children)}\\n")
 """
+TOOLS: Final = """
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from slime_core.plugin import generator
+
+@generator("tools")
+async def tools(episode):
+    response = episode.trajectory()
+    each = replace(episode.sampling, max_new_tokens={each})
+    for turn in range({turns}):
+        response.append_completion(await episode.complete(response.tokens, each))
+        if turn < {turns} - 1:
+            await asyncio.sleep({seconds})
+            response.append_environment(np.full({tool_tokens}, 9, np.int32))
+    return [response.finish()]
+"""
 RUN: Final = """
 [model]
 hf_checkpoint = "model"
@@ -72,8 +98,8 @@ class Ran:
     """Of each step."""
 
 
-def serve(port: int, tokens: int, vocab_size: int) -> None:
-    """An ASGI server with the routes of SGLang that a run asks."""
+def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) -> None:
+    """An ASGI server with the routes of SGLang that a run asks, as many servers as ports. A response comes after `delay_s`."""
     import orjson
     import uvicorn
 
@@ -114,6 +140,8 @@ def serve(port: int, tokens: int, vocab_size: int) -> None:
                 break
         path = scope["path"]
         if path == "/generate":
+            if delay_s:
+                await asyncio.sleep(delay_s)
             content = ready[draw.randrange(len(ready))]
         elif path == "/server_info":
             content = orjson.dumps({"version": "0.5.20", "tp_size": 1})
@@ -129,22 +157,23 @@ def serve(port: int, tokens: int, vocab_size: int) -> None:
         await send({"type": "http.response.body", "body": content})
 
     ready = [response.replace(b"VERSION", version) for response in responses]
-    uvicorn.run(app, port=port, log_level="critical", loop="uvloop", http="httptools", lifespan="off", backlog=4096)
+    config = uvicorn.Config(app, log_level="critical", loop="uvloop", http="httptools", lifespan="off", backlog=4096)
+    uvicorn.Server(config).run(sockets=[socket.create_server(("127.0.0.1", port), backlog=4096) for port in ports])
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [end.getsockname()[1] for end in ends]
 
 
 @contextlib.contextmanager
-def senders(count: int, tokens: int) -> Iterator[list[str]]:
-    """Addresses of servers that respond."""
-    ports = [free_port() for _ in range(count)]
-    command = [sys.executable, __file__, "--tokens", str(tokens), "--serve"]
-    started = [subprocess.Popen([*command, str(port)], start_new_session=True) for port in ports]
+def senders(processes: int, engines: int, tokens: int, delay_s: float) -> Iterator[list[str]]:
+    """Addresses of servers that respond with `tokens`, one for each engine, or for each process if there is one engine."""
+    ports = free_ports(max(processes, engines))
+    command = [sys.executable, __file__, "--tokens", str(tokens), "--delay", str(delay_s), "--serve"]
+    shares = [list(map(str, ports[number::processes])) for number in range(processes)]
+    started = [subprocess.Popen([*command, *share], start_new_session=True) for share in shares]
     try:
         for port in ports:
             for _ in range(600):
@@ -164,21 +193,22 @@ def run(
     name: str,
     addresses: Sequence[str],
     *,
-    groups: int,
-    steps: int,
-    tokens: int,
+    typed: argparse.Namespace,
     workers: int,
-    concurrency: int,
-    profile: bool,
 ) -> Ran:
     command = [
-        *([sys.executable, "-m", "cProfile", "-o", f"{name}.prof", "slime_main.py"] if profile else SLIME),
+        *([sys.executable, "-m", "cProfile", "-o", f"{name}.prof", "slime_main.py"] if typed.profile else SLIME),
         "run", "run.toml", "--name", name, "--plugin", "even.py", "--reward", "even", "--engine", "sglang",
-        "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses)), "--debug-rollout-only",
-        "--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SAMPLES),
-        "--rollout-max-response-len", str(tokens), "--concurrency", str(concurrency), "--algo", "grpo", "--backend", "fsdp",
-        "--rollout-workers", str(workers),
+        "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses) // typed.engines),
+        "--debug-rollout-only", "--num-rollout", str(typed.steps), "--rollout-batch-size", str(typed.groups),
+        "--n-samples-per-prompt", str(SAMPLES), "--rollout-max-response-len", str(length(typed)), "--concurrency",
+        str(typed.concurrency), "--algo", "grpo", "--backend", "fsdp", "--rollout-workers", str(workers),
+        "--rollout-num-gpus", str(typed.engines), "--launcher", typed.launcher,
     ]  # fmt: skip
+    if typed.launcher == "ray":
+        command += ["--set", "launcher.num_cpus_per_worker=0.01"]
+    if typed.turns > 1:
+        command += ["--plugin", "tools.py", "--generate", "tools", "--set", 'router.middlewares=["session_affinity"]']
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(
@@ -192,6 +222,11 @@ def run(
     )
 
 
+def length(typed: argparse.Namespace) -> int:
+    """Tokens of a response, with those of its tools."""
+    return int(typed.tokens + (typed.turns - 1) * TOOL_TOKENS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=256, help="prompts of a step; 8 samples each")
@@ -200,39 +235,41 @@ def main() -> None:
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[0])
     parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--speed", type=float, help="tokens per second of an engine; by default it responds at once")
+    parser.add_argument("--launcher", default="local")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--tool-seconds", type=float, default=0.5)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--delay", type=float, default=0.0, help=argparse.SUPPRESS)
     typed = parser.parse_args()
     if typed.serve is not None:
-        serve(typed.serve, typed.tokens, len(ALPHABET))
+        serve(typed.serve, typed.tokens, len(ALPHABET), typed.delay)
         return
-    with tempfile.TemporaryDirectory() as made, senders(typed.senders, typed.tokens) as addresses:
+    each = typed.tokens // typed.turns
+    # As long as all slots of an engine are in use, it makes `speed` tokens per second.
+    delay_s = 0.0 if typed.speed is None else each * typed.concurrency / typed.engines / typed.speed
+    with tempfile.TemporaryDirectory() as made, senders(typed.senders, typed.engines, each, delay_s) as addresses:
         folder = Path(made)
-        new = ["models", "new", "model", "--alphabet", ALPHABET, "--max-length", str(typed.tokens + 64)]
+        new = ["models", "new", "model", "--alphabet", ALPHABET, "--max-length", str(length(typed) + 64)]
         subprocess.run([*SLIME, *new], cwd=folder, check=True, capture_output=True)
         (folder / "train.jsonl").write_text('{"input": "1+1=?", "label": "2"}\n' * 64)
         (folder / "even.py").write_text(REWARD)
         (folder / "run.toml").write_text(RUN)
+        (folder / "tools.py").write_text(
+            TOOLS.format(each=each, turns=typed.turns, seconds=typed.tool_seconds, tool_tokens=TOOL_TOKENS)
+        )
         (folder / "slime_main.py").write_text(SLIME[-1])
         for workers in typed.workers:
             measure(folder, addresses, typed, workers)
 
 
 def measure(folder: Path, addresses: Sequence[str], typed: argparse.Namespace, workers: int) -> None:
-    ran = run(
-        folder,
-        f"workers-{workers}",
-        addresses,
-        groups=typed.groups,
-        steps=typed.steps,
-        tokens=typed.tokens,
-        workers=workers,
-        concurrency=typed.concurrency,
-        profile=typed.profile,
-    )
+    ran = run(folder, f"workers-{workers}", addresses, typed=typed, workers=workers)
     if typed.profile:
         pstats.Stats(str(folder / f"workers-{workers}.prof")).sort_stats("tottime").print_stats(40)
-    of_step = typed.groups * SAMPLES * typed.tokens
+    of_step = typed.groups * SAMPLES * (typed.tokens // typed.turns * typed.turns)
     speed = of_step / median(ran.rollout_s[1:])
     spent = [last - first for first, last in zip(ran.cpu_s[0], ran.cpu_s[-1], strict=True)]
     driver, others = (seconds / (of_step * (typed.steps - 1)) * 1e9 for seconds in spent)

@@ -403,14 +403,19 @@ def test_an_agent_that_never_ends(monkeypatch):
     assert (sample.status, sample.response) == (Status.TRUNCATED, "x<e>")
 
 
-def test_an_agent_that_blocks_is_named_and_the_run_continues():
-    held = threading.Event()
+def test_an_agent_that_blocks_is_named_and_the_run_continues(monkeypatch):
+    held, runs, stops = threading.Event(), [], []
 
     async def hog(task):
+        # Its time is over when it has begun, however slow the machine is.
+        run, now = runs[-1], runs[-1].time
+        monkeypatch.setattr(run, "time", lambda: now() + 60)
+        run.call_soon_threadsafe(int)
         held.wait(600)
 
     async def hog_later(task):
         await ask(task, user("hi"))
+        runs[-1].call_soon_threadsafe(stops[-1].set)
         held.wait(600)
 
     async def scene(function, **config):
@@ -422,24 +427,23 @@ def test_an_agent_that_blocks_is_named_and_the_run_continues():
                 turns += 1
                 await asyncio.sleep(0.01)
 
-        def stopping(text):
-            asyncio.get_running_loop().call_later(0.3, stop.set)
-            return "x"
-
         stop = asyncio.Event()
+        runs.append(asyncio.get_running_loop())
+        stops.append(stop)
         generator = ServedAgent(FunctionAgent(function, name="mine", grace_s=0.2), AgentConfig(**config))
+        speaker = Speaker(lambda text: "x", tokenizer=CHAT)
         turning = asyncio.create_task(turn())
         try:
-            return await generator.generate(episode_with(Speaker(stopping, tokenizer=CHAT), tokenizer=CHAT, stop=stop))
+            return await generator.generate(episode_with(speaker, tokenizer=CHAT, stop=stop))
         finally:
             turning.cancel()
             assert turns > 3
             await generator.close()
 
-    place = rf"{re.escape(__file__)}:{hog.__code__.co_firstlineno + 1}"
+    place = rf"{re.escape(__file__)}:{hog.__code__.co_firstlineno + 5}"
     try:
         with pytest.raises(PluginError, match=rf"agent mine blocks the event loop of all agents at {place}: .*command"):
-            asyncio.run(scene(hog, timeout_s=0.3))
+            asyncio.run(scene(hog, timeout_s=60))
         # A run that ends does not wait for it, and keeps what it has.
         assert [sample.response for sample in asyncio.run(scene(hog_later))] == ["x<e>"]
     finally:
@@ -505,6 +509,7 @@ def test_agents_of_a_run_share_an_event_loop():
 
     asyncio.run(scene())
     assert loops[0] == loops[1]
+    loops[0][1].join(60)
     assert not loops[0][1].is_alive()
     assert loops[0][1] is not threading.main_thread()
 
@@ -549,17 +554,18 @@ def test_two_calls_at_the_same_time_are_two_samples():
 
 
 def test_an_abort_reaches_an_agent_that_is_busy_elsewhere():
-    stop = asyncio.Event()
+    stop, runs = asyncio.Event(), []
 
     async def busy(task):
         await ask(task, user("hi"))
+        runs[0].call_soon_threadsafe(stop.set)
         await asyncio.sleep(600)
 
-    def stopping(text):
-        asyncio.get_running_loop().call_later(0.3, stop.set)
+    def reply(text):
+        runs.append(asyncio.get_running_loop())
         return "x"
 
-    samples, _ = play(busy, stopping, stop=stop)
+    samples, _ = play(busy, reply, stop=stop)
     # What it has is kept for later, though the model is not in the middle of a word.
     assert [(sample.status, sample.response) for sample in samples] == [(Status.ABORTED, "x<e>")]
 

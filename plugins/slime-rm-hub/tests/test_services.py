@@ -126,7 +126,7 @@ def test_the_time_for_a_group_covers_every_try_of_samples_that_wait_for_each_oth
 async def test_a_slow_and_healthy_service_has_its_time(scripted: Any, make_group: Any) -> None:
     """One request after the other, each within its time: together they take longer than one may."""
     scripted.script = lambda path, body, tries: (200, "1", 0.2)
-    config = Remote.Config(rm_url=scripted.url, request_timeout=3.0, tries=1, concurrency=1)
+    config = Remote.Config(rm_url=scripted.url, request_timeout=3.0, tries=2, concurrency=1)
     spec = PluginSpec(group="slime.rewards", name="remote", options=config.model_dump(mode="json"))
     pool = RewardPool((), workers=1)
     try:

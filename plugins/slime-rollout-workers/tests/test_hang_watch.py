@@ -152,15 +152,19 @@ async def test_a_thread_reports_the_code_that_blocks_the_loop() -> None:
 
         await (await Channel.over(here)).read(take)
 
+    blocked: list[LoopReport] = []
+
     async def next_that(is_it: Callable[[LoopReport], bool]) -> LoopReport:
-        while not is_it(report := await asyncio.to_thread(received.get, timeout=30)):
-            pass
+        while not is_it(report := await asyncio.to_thread(received.get, timeout=60)):
+            blocked.append(report)
+        blocked.append(report)
         return report
 
     reader = threading.Thread(target=lambda: asyncio.run(read()))
     reader.start()
     with LoopReports(there, 0.02):
         await next_that(lambda report: report.turns)
+        blocked.clear()
         hold(released)
         during = await next_that(lambda report: report.where.endswith(place))
         after = await next_that(lambda report: report.turns)
@@ -169,7 +173,8 @@ async def test_a_thread_reports_the_code_that_blocks_the_loop() -> None:
     assert not reader.is_alive()
     assert not during.turns
     assert 0 < during.blocked_s <= after.blocked_s
-    assert after.where.endswith(place)
+    # A thread that was late may have looked once more, when the block had ended.
+    assert after.where == [report.where for report in blocked if not report.turns][-1]
 
 
 async def test_a_thread_ends_with_its_driver() -> None:

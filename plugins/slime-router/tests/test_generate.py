@@ -111,7 +111,7 @@ async def test_events_reach_the_caller_before_the_last_one_is_made(route, engine
         route(engine) as router,
         router.session.post(router.url + "/generate", json={"stream": True}) as response,
     ):
-        assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 5) == b'data: {"first":1}\n\n'
+        assert await asyncio.wait_for(response.content.readuntil(b"\n\n"), 60) == b'data: {"first":1}\n\n'
         resume.set()
         assert await response.content.read() == b"data: [DONE]\n\n"
 
@@ -456,7 +456,8 @@ async def test_workers_are_added_and_removed_in_sglang_routers_form(route, engin
         assert (await router.post({"url": "127.0.0.1:80"}, path="/workers"))[0] == 422
 
 
-async def test_the_upstreams_connections_are_used_again(route, engine):
+async def test_the_upstreams_connections_are_used_again(route, engine, monkeypatch):
+    monkeypatch.setattr("slime_router.server.engines.KEEPALIVE_S", 600.0)
     async with route(engine) as router:
         for _ in range(8):
             await router.generate(ASKED)

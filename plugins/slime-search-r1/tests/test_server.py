@@ -79,7 +79,8 @@ def test_an_invalid_corpus_is_refused(tmp_path: Path, lines: list[str], expected
         read_corpus(tmp_path / "none.jsonl")
 
 
-async def test_a_server_of_the_runs_own(tmp_path: Path) -> None:
+async def test_a_server_of_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_search_r1.places.END_LIMIT_S", 60.0)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(document.model_dump_json() + "\n" for document in DOCUMENTS))
     own = OwnServer(corpus)

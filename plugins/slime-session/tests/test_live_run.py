@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -136,10 +137,10 @@ def test_calls_that_wait_for_their_turn_end_with_it(ending: Ending) -> None:
 def test_work_that_the_loop_never_ran_fails(ending: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given after the loop had cancelled all its tasks, while it waited for threads."""
     live = live_run()
+    cancelled = live.begin(slow)
     closing = threading.Thread(target=live.close)
     closing.start()
-    ending.wait(10)
-    time.sleep(0.1)
+    wait([cancelled], 60)
     with live._giving:
         late = asyncio.run_coroutine_threadsafe(slow(), live._loop)
         live._under_way.add(late)

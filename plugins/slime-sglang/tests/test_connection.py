@@ -40,7 +40,7 @@ def fake(tiny):
 async def ask(address, token="tok"):
     pool = new_pool()
     try:
-        await SglangConnection(pool, f"http://{address}", token, "engine 0").get("/server_info", timeout_s=5)
+        await SglangConnection(pool, f"http://{address}", token, "engine 0").get("/server_info", timeout_s=60)
     finally:
         await pool.close()
 
@@ -71,7 +71,7 @@ def engine(fake, tiny, tmp_path):
         config = Sglang.Config(
             external_engine_addrs=(server.address,),
             external_engine_token_file=str(tmp_path / "token"),
-            health_timeout=5,
+            health_timeout=60,
         )
         started = Sglang.build(config)
         await started.start(setup_for(tiny, tmp_path))
@@ -109,7 +109,7 @@ async def test_a_refused_call_is_no_refused_request(fake):
     try:
         server = SglangConnection(pool, f"http://{fake(400).address}", "tok", "engine 0")
         with pytest.raises(EngineError, match="status 400") as caught:
-            await server.post("/update_weights_from_disk", {}, timeout_s=5)
+            await server.post("/update_weights_from_disk", {}, timeout_s=60)
         assert not isinstance(caught.value, EngineRefused)
     finally:
         await pool.close()

@@ -314,27 +314,30 @@ def test_a_server_ends_with_its_parent(setup):
         f"log = Path({str(setup.run_dir / 'log')!r})\n"
         "process = ServerProcess('parented', {}, log=log, form=SGLANG_LOG, environment=os.environ)\n"
         "print(process.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     (setup.run_dir / "parented.py").write_text(
         "import sys, time\n"
         "from slime_sglang.server.parent import die_with_parent\n"
+        "from pathlib import Path\n"
         "sys.stdin.buffer.readline()\n"
         "die_with_parent()\n"
-        "time.sleep(60)\n"
+        "Path(__file__).with_name('bound').touch()\n"
+        "time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(setup.run_dir)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     child = int(parent.stdout.readline())
-    time.sleep(0.5)
+    while not (setup.run_dir / "bound").exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
     os.kill(child, 0)
     parent.kill()
     parent.wait()
-    for _ in range(100):
+    for _ in range(1200):
         time.sleep(0.05)
-        with contextlib.suppress(ProcessLookupError):
-            state = Path(f"/proc/{child}/stat")
-            if state.exists() and state.read_text().split()[2] != "Z":
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
                 continue
         break
     else:

@@ -145,7 +145,7 @@ class Setup:
         )
 
     async def collect(self, step=0):
-        groups = await asyncio.wait_for(AcceptedGroups().collect(step, self.context), 5)
+        groups = await asyncio.wait_for(AcceptedGroups().collect(step, self.context), 60)
         return [group.group_index for group in groups]
 
     @property
@@ -393,7 +393,7 @@ async def test_an_abort_that_fails_hides_no_error_and_loses_no_prompt(collector,
         Lost((), {0: EngineError("engine 0 is lost"), 1: "never", 2: "never"}), rollout_batch_size=3, **config
     )
     with pytest.raises(EngineError, match="engine 0 is lost") as raised:
-        await asyncio.wait_for(collector().collect(0, setup.context), 5)
+        await asyncio.wait_for(collector().collect(0, setup.context), 60)
     (note,) = raised.value.__notes__
     assert note.endswith("the abort failed")
     assert sorted(number for number, _ in setup.waiting) == [0, 1, 2]
@@ -425,7 +425,7 @@ async def test_what_is_aborted_may_clean_up_for_longer_than_an_abort_takes(monke
     await asyncio.sleep(0.05)
     collecting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(collecting, 5)
+        await asyncio.wait_for(collecting, 60)
     assert cleaned == [0, 1]
 
 
@@ -438,7 +438,7 @@ async def test_cancelling_the_step_ends_what_runs():
     assert runner.started == [0, 1]
     collecting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(collecting, 5)
+        await asyncio.wait_for(collecting, 60)
     assert [number for number, _ in setup.waiting] == [0, 1]
 
 
