@@ -123,7 +123,7 @@ class TokenObjective:
         return output.weights, output.metrics
 
     def _old_log_probs(self, column: Tensor | None, log_probs: Tensor | None) -> Tensor | None:
-        return log_probs.detach() if self.old_from_current and log_probs is not None else column
+        return log_probs.detach() if self.old_from_current and column is None and log_probs is not None else column
 
     def _kl(self, log_probs: Tensor, inputs: LossInputs) -> Tensor:
         if self.kl is None or inputs.ref_log_probs is None:

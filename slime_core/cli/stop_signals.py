@@ -93,8 +93,11 @@ class EarlyInterrupt:
         self._before = signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if isinstance(error, Exception):
+            # Python turns what is raised inside some calls, such as __set_name__, into another error.
+            self.raise_if_received()
 
     def raise_if_received(self) -> None:
         if self._received:

@@ -126,10 +126,13 @@ class Session:
     """The evaluation on the side that is running."""
     faults: Counter[str] = field(default_factory=Counter)
     """Metrics of lost engines and failed rewards, for the next step's record."""
-    optimizer_idle: asyncio.Event = field(default_factory=lambda: set_event())
+    optimizer_idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Not set: the trainers have begun optimizer steps of a step that `state` does not count yet."""
     weight_update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by a weight update of all engines, or of one that was restarted: never both at a time."""
+
+    def __post_init__(self) -> None:
+        self.optimizer_idle.set()
 
     @property
     def policy(self) -> TrainGroup:
@@ -466,9 +469,3 @@ def log_lines(tracker: Tracker, lines: Sequence[tuple[str, int, Mapping[str, flo
     for axis, step, metrics in lines:
         with foreign(tracker, f"log of {axis} {step}"):
             tracker.log(axis, step, metrics, rollout_id=rollout_id)
-
-
-def set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event

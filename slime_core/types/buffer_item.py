@@ -67,12 +67,9 @@ class BufferItem:
 
     def as_partial(self, step: int, samples: Sequence[Sample]) -> BufferItem:
         """The item with its responses so far: finished ones, and the tokens of the others."""
-        kept = tuple(sample for sample in samples if sample.status is not Status.FAILED and is_begun(sample))
+        # Keeping those without a token would save no work.
+        ended = (Status.COMPLETED, Status.TRUNCATED)
+        kept = tuple(s for s in samples if s.status in ended or (s.response_length and s.status != Status.FAILED))
         if not kept:
             return self.as_returned(step)
         return replace(self, kind=ItemKind.PARTIAL, samples=kept, added_step=step)
-
-
-def is_begun(sample: Sample) -> bool:
-    """True if the sample has tokens or is finished, so that keeping it saves work."""
-    return sample.response_length > 0 or sample.status in (Status.COMPLETED, Status.TRUNCATED)

@@ -57,7 +57,11 @@ class Trajectory:
     def last_turn(self) -> npt.NDArray[np.int32]:
         """Tokens of the model since the last ones of the environment; several completions if a partial rollout continued."""
         tokens = np.concatenate([np.empty(0, np.int32), *self._tokens])
-        written_by_others = np.flatnonzero(np.concatenate([np.empty(0, np.uint8), *self._mask]) == 0)
+        by_model = np.concatenate([np.empty(0, np.uint8), *self._mask])
+        # Tokens that a partial rollout kept may be masked; a policy sampled them nevertheless.
+        for _, start, end in self._spans:
+            by_model[start:end] = 1
+        written_by_others = np.flatnonzero(by_model == 0)
         return tokens[written_by_others[-1] + 1 :] if len(written_by_others) else tokens
 
     def append_completion(self, completion: Completion) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +268,25 @@ def test_prompts_and_rewards_of_ones_own(session: TrainingSession) -> None:
 
 async def test_it_works_where_an_event_loop_runs(session: TrainingSession) -> None:
     assert len(session.sample(1)) == 1
+
+
+def test_old_log_probs_of_several_passes(opened: Callable[..., TrainingSession]) -> None:
+    """With one optimizer step for a batch the recipe takes the current log-probs as the old ones: only as long as they are."""
+    options = {"train.num_steps_per_rollout": 1, "rollout.rollout_temperature": 0.5}
+    with opened("passes", options) as session:
+        groups = session.score(session.sample())
+        batch, other = session.credit(groups), session.credit(session.score(session.sample()))
+        old = session.forward(batch)
+        session.forward_backward(batch)
+        session.optim_step()
+        for call in (session.forward_backward, session.train):
+            with pytest.raises(ConfigError, match=rf"{call.__name__}: the weights have changed since this batch"):
+                call(other)
+        again = session.credit(groups, replace(batch.columns, old_log_probs=old))
+        session.forward_backward(again)
+        assert session.optim_step().metrics["train/ppo_kl"] != 0
+        with pytest.raises(ConfigError, match='loss = "sft": it is of log-probs at temperature 1, and with "clip"'):
+            session.forward_backward(again, loss="sft")
 
 
 def test_calls_in_a_wrong_order_are_refused(session: TrainingSession) -> None:

@@ -307,6 +307,18 @@ def test_old_log_probs_from_the_current_ones_equal_the_explicit_column(bound, ba
     assert current[0]["ppo_kl"] == 0
 
 
+def test_old_log_probs_that_are_given_are_used(bound, batch):
+    """Also where the current ones would be the old ones: in a loop of one's own they may be from before."""
+    data = make_data(0.3)
+    run = bound("--algo", "grpo", *FLAGS)
+    columns = credited(run, batch, data)
+    given = run_micros(build(run, old_from_current=True), batch, columns, data, WHOLE)
+    expected = run_micros(build(run), batch, columns, data, WHOLE)
+    assert given[0] == expected[0]
+    same(given[1], expected[1], 0)
+    assert given[0]["ppo_kl"] != 0
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -45,6 +45,19 @@ def trajectory():
     return Trajectory(PROMPT, index=12, rollout_id=3, tokenizer=Letters())
 
 
+def test_a_turn_that_was_kept_and_masked_is_still_the_models():
+    """As a partial rollout keeps it with mask_offpolicy_in_partial_rollout; a tool's tokens come before."""
+    first = trajectory()
+    first.append_completion(completion([1, 2]))
+    first.append_environment([8, 9])
+    first.append_completion(completion([3, 4], "abort"))
+    kept = first.finish()
+    again = trajectory()
+    again.restart_from(replace(kept, loss_mask=np.zeros_like(kept.loss_mask)))
+    again.append_completion(completion([5]))
+    assert again.last_turn.tolist() == [3, 4, 5]
+
+
 def test_two_turns_with_a_tool_between_them():
     grown = trajectory()
     grown.append_completion(completion([1, 2], spans=[(4, 0, 1), (5, 1, 2)]))

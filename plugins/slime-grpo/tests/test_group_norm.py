@@ -122,8 +122,19 @@ def test_equal_rewards_give_exactly_zero(part, value, std):
         assert (credit.advantages == 0.0).all()
 
 
-def test_tied_rollouts_with_differing_samples_do_not_explode(part):
-    credit = credit_of(part, make_batch([0.0, 2.0, 1.0], [1, 1, 1], rollout_id=[0, 0, 1]))
+@pytest.mark.parametrize(
+    ("rewards", "rollouts"),
+    [
+        ([0.0, 2.0, 1.0], [0, 0, 1]),
+        # Tied, but not in floats: 0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1, and half of 0.1 + 0.2 not 0.15.
+        ([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], [0, 0, 0, 1, 1, 1]),
+        ([0.1, 0.2, 0.15], [0, 0, 1]),
+        ([0.0, 0.3, 0.1, 0.2], [0, 0, 1, 1]),
+        ([1e6, 3e6 + 0.1, 2e6 + 0.05], [0, 0, 1]),
+    ],
+)
+def test_tied_rollouts_with_differing_samples_do_not_explode(part, rewards, rollouts):
+    credit = credit_of(part, make_batch(rewards, [1] * len(rewards), rollout_id=rollouts))
     assert (credit.sample_credit == 0.0).all()
 
 

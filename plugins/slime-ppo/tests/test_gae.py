@@ -168,3 +168,11 @@ def test_explained_variance(part):
     assert explained(0.0, 1.0) == 1.0
     assert explained(0.5, 0.5) == 0.0
     assert explained(1.0, 0.0) == -3.0
+
+
+def test_returns_that_vary_by_rounding_explain_nothing(part):
+    values = np.random.default_rng(0).normal(size=400).astype(np.float32)
+    batch = batch_of([50] * 8, [[1] * 50] * 8, [0.1] * 8)
+    inputs = CreditInputs(batch=batch, rewards=batch.reward, columns=TokenColumns(values=values), kl_penalty=None)
+    credit = part("slime.advantages", "gae", gamma=1.0, lambd=1.0).estimate(inputs)
+    assert credit.metrics["rollout/explained_variance"] == 0.0

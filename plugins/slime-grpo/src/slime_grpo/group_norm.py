@@ -12,6 +12,7 @@ from slime_core.types.batch import Float64
 from slime_estimators.comparison import RewardGroups
 
 STD_EPSILON = 1e-6
+ROUNDING = 1e-9
 
 
 class GroupNorm(AdvantageEstimator):
@@ -43,6 +44,8 @@ class GroupNorm(AdvantageEstimator):
         """(N,)"""
         if not self._divide_by_std:
             return compared.deviation
-        std_N = compared.group_std[compared.group_of_sample]
-        # With std 0 all rollouts have equal rewards, but samples inside one may differ: dividing by 1e-6 would amplify that.
-        return np.where(std_N > 0, compared.deviation / (std_N + STD_EPSILON), 0.0)
+        # Where rollouts have equal rewards, samples inside one may differ: dividing by 1e-6 would amplify that. Sums of equal
+        # rewards in another order differ by rounding.
+        varies_G = compared.group_std > ROUNDING * np.maximum(1.0, np.abs(compared.group_mean))
+        std_N, varies_N = (column[compared.group_of_sample] for column in (compared.group_std, varies_G))
+        return np.where(varies_N, compared.deviation / (std_N + STD_EPSILON), 0.0)

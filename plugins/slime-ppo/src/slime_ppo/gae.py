@@ -12,6 +12,8 @@ from slime_core.types.batch import Bool, Float64
 from slime_estimators.discount import discounted_sums
 from slime_estimators.token_rewards import rewards_by_token
 
+ROUNDING = 1e-9
+
 
 class Gae(AdvantageEstimator):
     """delta_k = e_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lambd A_{k+1}, returns A_k + V_k; float64 inside.
@@ -60,5 +62,10 @@ class Gae(AdvantageEstimator):
 def explained_variance(returns: Float64, values: Float64, chosen: Bool) -> float:
     """1 - Var(return - value) / Var(return) over the chosen tokens: 1 for a perfect critic, 0 for one that predicts only the
     mean, below 0 for a worse one. 0 if the returns do not vary."""
-    variance = float(np.var(returns[chosen])) if chosen.any() else 0.0
-    return 1.0 - float(np.var((returns - values)[chosen])) / variance if variance else 0.0
+    if not chosen.any():
+        return 0.0
+    variance, largest = float(np.var(returns[chosen])), float(np.abs(returns[chosen]).max())
+    # Equal returns that are summed in another order differ by rounding.
+    if variance <= (ROUNDING * max(1.0, largest)) ** 2:
+        return 0.0
+    return 1.0 - float(np.var((returns - values)[chosen])) / variance

@@ -186,6 +186,7 @@ class OwnLoop:
         require_own_weights(self.session.run, "train")
         await self.between_steps("train")
         require_read(batch)
+        self._require_old_log_probs("train", batch)
         async with self._training(), predicting(self.session, batch):
             report = await learner_of(self.session).steps(batch)
         return self._count(report)
@@ -194,6 +195,8 @@ class OwnLoop:
         require_own_weights(self.session.run, "forward_backward")
         learner, number = learner_of(self.session), step_of(batch, step)
         other = objective_of(self.session.run, loss, batch)
+        if other is None:
+            self._require_old_log_probs("forward_backward", batch)
         tasks = batch.tasks if other is None else batch.tasks[:1]
         require_gradients_kept(tasks)
         self._require_state()
@@ -299,6 +302,19 @@ class OwnLoop:
             async with self.session.colocation.train():
                 yield
         self._lost = False
+
+    def _require_old_log_probs(self, call: str, batch: LearnerBatch) -> None:
+        """ConfigError where the recipe takes the current log-probs as the old ones, and these are not any more those of the
+        weights that the batch was credited with."""
+        policy = self.session.run.roles[0]
+        if not policy.terms.old_from_current or batch.columns.old_log_probs is not None:
+            return
+        if batch.version != self.session.state.version or policy.plan.name in self._stepped:
+            raise ConfigError(
+                f"{call}: the weights have changed since this batch was credited, and with one optimizer step for a rollout "
+                "batch the recipe takes the current log-probs as the old ones. Credit the groups again; or pass what forward "
+                "gave before, credit(groups, replace(batch.columns, old_log_probs=...)); or set algo.use_rollout_logprobs."
+            )
 
     def _require_state(self) -> None:
         if self._lost:
@@ -442,6 +458,13 @@ def objective_of(run: BoundRun, loss: Loss | None, batch: LearnerBatch) -> Other
     part = BoundPlugin.of(resolved, name, table, where="loss", base=run.base)
     if part.driver.trains_values:
         raise ConfigError(f'loss = "{name}": a loss for values; forward_backward takes a policy\'s.')
+    at, own = run.config.rollout.rollout_temperature, run.roles[0].loss
+    if at != 1 and part.driver.uses_advantages != own.driver.uses_advantages:
+        needed, computed = (at, 1) if part.driver.uses_advantages else (1, at)
+        raise ConfigError(
+            f'loss = "{name}": it is of log-probs at temperature {needed:g}, and with "{own.name}" as the recipe\'s loss this '
+            f"run's trainers compute those at {computed:g}. Set rollout.rollout_temperature = 1."
+        )
     needs = {need.value for need in part.driver.needs - {Need.ROLLOUT_LOGPROBS, Need.ENTROPY}}
     needs |= {"advantages"} if part.driver.uses_advantages else set()
     if lacking := sorted(needs - batch.columns.present().keys()):
