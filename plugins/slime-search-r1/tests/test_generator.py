@@ -175,7 +175,8 @@ def kept(sample: Sample, length: int) -> Sample:
         tokens=sample.tokens[: start + length],
         loss_mask=sample.loss_mask[:length],
         rollout_log_probs=sample.rollout_log_probs[:length],
-        spans=(VersionSpan(1, 0, length),),
+        # Of the model's tokens alone.
+        spans=tuple(VersionSpan(1, start, min(end, length)) for _, start, end in sample.spans if start < length),
         status=Status.ABORTED,
         counts={"turns": int(length > len(encoded(SEARCH))), "searches": int(length > len(encoded(SEARCH)))},
     )
