@@ -67,7 +67,7 @@ def main() -> None:
             if debug and not isinstance(error, RankTimeout):
                 raise
             sys.stdout.flush()
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             if isinstance(error, RankTimeout):
                 # At its end Python would wait for the thread that hangs.
                 sys.stderr.flush()

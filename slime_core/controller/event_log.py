@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -32,6 +33,11 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        with contextlib.suppress(OSError), path.open("rb+") as file:
+            # What an attempt that was killed, or a full disk, cut short is a line of its own.
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
     @hookimpl
     def run_end(self, event: RunEnd) -> None:

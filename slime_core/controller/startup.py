@@ -74,8 +74,6 @@ async def start(
         )
         found = newest_checkpoint(folder, options, checksum=config.checkpoint.checksum)
         state = RunState() if found is None else found[0]
-        if options.ckpt_step is not None:
-            store.set_aside_after(options.ckpt_step)
         manifest = with_accepted(manifest, place, state.rollout_id)
         if not place.accepted:
             write_manifest(folder, manifest)
@@ -91,8 +89,10 @@ async def start(
         session.trackers = trackers
         if found is not None:
             await restore(session, found[1])
+        # Not before: a start that fails, as with changed plugins, leaves newer checkpoints in use, and the manifest as it was.
+        if options.ckpt_step is not None:
+            store.set_aside_after(options.ckpt_step)
         if place.accepted:
-            # Not before: changed plugins may be unable to load the checkpoint, and the old ones can continue then.
             write_manifest(folder, manifest)
         for line in place.notes:
             options.report(line)

@@ -12,7 +12,7 @@ import pluggy
 
 from slime_core import groups
 from slime_core.contracts.hookspecs import HOOK_NAMES, PROJECT, Event, HookSpecs, RunEnd
-from slime_core.errors import PluginError, near_matches
+from slime_core.errors import PluginError, SlimeError, near_matches
 from slime_core.registry.boundary import error_text, held, raise_as
 from slime_core.registry.registry import DENY_VARIABLE
 
@@ -67,7 +67,7 @@ class Hooks:
         for name, call in self._listeners[event.hook]:
             try:
                 self._call_one(event.hook, name, call, event)
-            except PluginError as error:
+            except SlimeError as error:
                 if not isinstance(event, RunEnd):
                     raise
                 failures.append(error)

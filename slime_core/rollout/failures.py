@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 from slime_core.errors import RolloutError, SlimeError
 from slime_core.registry.boundary import error_text
-from slime_core.types.sample import Sample, SampleGroup, Status
+from slime_core.types.sample import Sample
 
 FAILURE: Final = "failure"
 NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
@@ -29,19 +27,3 @@ def failure_text(error: BaseException) -> str:
     if error.__cause__ is not None and isinstance(error, RolloutError):
         return error_text(error.__cause__)
     return str(error) if isinstance(error, SlimeError) else error_text(error)
-
-
-def most_frequent(groups: Iterable[SampleGroup]) -> tuple[str, int, int] | None:
-    """Returns the first text of the most frequent failure, its count, and the number of failed responses; None if none failed.
-    Failures that differ only in numbers, such as row numbers, count as one."""
-    texts = [
-        str(sample.metadata[FAILURE])
-        for group in groups
-        for sample in group.samples
-        if sample.status is Status.FAILED and FAILURE in sample.metadata
-    ]
-    if not texts:
-        return None
-    alike = [NUMBERS.sub("#", text) for text in texts]
-    [(chosen, count)] = Counter(alike).most_common(1)
-    return texts[alike.index(chosen)], count, len(texts)

@@ -129,8 +129,13 @@ class RewardPool:
                 values = await self._values(text, servers, group, where)
                 # Failures because of servers that are out of service do not count.
                 lost = any(isinstance(value, RewardFailure) and value.outcome != Outcome.WRONG for value in values)
-                if not lost or not await self._replaced(servers):
+                if not lost:
                     break
+                if await self._replaced(servers):
+                    continue
+                if retries == 0:
+                    break
+                retries -= 1
             except RewardError as error:
                 if error.outcome == Outcome.WRONG:
                     return [RewardResult(failure=error)] * len(group.samples)

@@ -14,13 +14,16 @@ from slime_core.rollout.served_engines import ServedEngines
 from slime_core.types.batch import Batch, Float32
 
 AT_ONCE: Final = 64
-"""Sequences per message, so that an engine has the next one before the last is done."""
+"""Sequences per message."""
+MESSAGES: Final = 2
+"""For each engine, so that it has the next one before the last is done. The time limit of a call counts for each: with all at
+once the last ones would wait for the others until it is over."""
 
 
 @dataclass(eq=False, repr=False)
 class TeacherClient:
-    """Sends samples to the engines by round robin, one message at a time. With a watcher, a message that is lost with its
-    engine is sent to another one, `max_losses` times. `name`: row of the engines table."""
+    """Sends samples to the engines by round robin, `MESSAGES` at a time to each. With a watcher, a message that is lost with
+    its engine is sent to another one, `max_losses` times. `name`: row of the engines table."""
 
     name: str
     engines: ServedEngines
@@ -30,18 +33,20 @@ class TeacherClient:
     async def log_probs(self, batch: Batch) -> Float32:
         """(M,) over response tokens, at temperature 1. EngineError if an engine fails or returns other counts."""
         column = np.empty(len(batch.mask), np.float32)
+        limit = asyncio.Semaphore(MESSAGES * max(1, self.engines.client.num_engines))
         work = []
         for number, start in enumerate(range(0, batch.num_samples, AT_ONCE)):
             samples = np.arange(start, min(start + AT_ONCE, batch.num_samples))
-            work.append(self._score(number, batch, samples, column))
+            work.append(self._score(number, batch, samples, column, limit))
         await asyncio.gather(*work)
         return column
 
-    async def _score(self, number: int, batch: Batch, samples: Any, column: Float32) -> None:
+    async def _score(self, number: int, batch: Batch, samples: Any, column: Float32, limit: asyncio.Semaphore) -> None:
         starts, lengths = batch.token_offsets, batch.response_length
         sequences = [batch.tokens[starts[sample] : starts[sample + 1]] for sample in samples]
         counts = [int(lengths[sample]) for sample in samples]
-        responses = await self._ask(number, sequences, counts)
+        async with limit:
+            responses = await self._ask(number, sequences, counts)
         if [len(response) for response in responses] != counts:
             raise EngineError(
                 f"engines.{self.name}: an engine got a request for {counts[:8]} ... log-probs and returned other counts."

@@ -32,7 +32,7 @@ ALL = [0, 1, 2, 3, 4]
 OPTIONS = ("--plugin", "moody.py", "--reward", "moody")
 MOODY = '''
 """What goes wrong is written in the file `plan` beside this one, so that the plugin stays the same when it is fixed."""
-import errno, json, os, pathlib, signal, time
+import errno, json, multiprocessing, os, pathlib, signal, time
 from slime_core.plugin import hook, reward
 
 PLAN = pathlib.Path("{folder}") / "plan"
@@ -88,6 +88,8 @@ def batch_ready(event):
         os.killpg(0, signal.SIGINT)
 
 
+if multiprocessing.parent_process() is not None and due("fail in the worker", 0):
+    raise RuntimeError("no room for the worker")
 FILLER = pathlib.Path("{folder}") / "runs/filler"
 
 
@@ -275,6 +277,13 @@ def test_a_checkpoint_cut_short(moody: TinyRun) -> None:
     assert ended.code == 7
     for text in (str(newest), "cut short", str(largest.relative_to(newest)), "has 100 of", "--ckpt-step 2"):
         assert text in ended.error
+
+    # A start that fails gives up no checkpoint.
+    plan(moody, "fail in the worker", 0)
+    ended = moody.run(*OPTIONS, "--ckpt-step", "1")
+    assert ended.code != 0
+    assert "no room for the worker" in ended.error
+    assert moody.checkpoints() == ["step_1", "step_2", "step_3"]
 
     ended = moody.run(*OPTIONS, "--ckpt-step", "9")
     assert ended.code == 7

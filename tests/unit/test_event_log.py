@@ -68,6 +68,17 @@ def test_lines_have_the_fields_of_the_event_and_are_appended(tmp_path):
     ]  # fmt: skip
 
 
+def test_half_a_line_of_an_attempt_before_is_a_line_of_its_own(tmp_path):
+    path, run = tmp_path / "events.jsonl", Run(name="r", run_dir=tmp_path, config={})
+    for attempt in range(2):
+        Hooks({"slime/events": EventLog(path)}).emit(RunStart(run=run, rollout_id=attempt, version=0))
+    assert [json.loads(line)["rollout_id"] for line in path.read_text().splitlines()] == [0, 1]
+    path.write_text(path.read_text() + '{"time": "20')
+    Hooks({"slime/events": EventLog(path)}).emit(RunStart(run=run, rollout_id=2, version=0))
+    *_, half, last = path.read_text().splitlines()
+    assert (half, json.loads(last)["rollout_id"]) == ('{"time": "20', 2)
+
+
 def test_a_line_that_cannot_be_written_stops_the_run_but_not_its_end():
     run = Run(name="r", run_dir=Path("/dev/full"), config={})
     hooks = Hooks({"slime/events": EventLog(Path("/dev/full"))})

@@ -173,6 +173,15 @@ class ByPort(Reward):
         return [float(self.ports[0]) for _ in group.samples]
 
 
+@reward("flaky")
+def flaky(group):
+    FLAKY.append(None)
+    return [RewardFailure(Outcome.INFRA, "no service") if len(FLAKY) == 1 else 1.0 for _ in group.samples]
+
+
+FLAKY = []
+
+
 class AsksEngines(RewardDriver):
     @classmethod
     def needs_reward_model(cls, config):
@@ -389,6 +398,14 @@ async def test_a_parcel_of_cancelled_calls_is_cancelled(unlimited, make_group):
     assert again.samples[4].reward == 40
     # Well before the time limit of the two.
     assert time.monotonic() - began < 120
+
+
+async def test_a_failure_that_is_returned_is_tried_again_too(unlimited, make_group):
+    """A service that does not respond for a moment."""
+    await unlimited.warm(spec("flaky"))
+    group = unscored_group(make_group)
+    verdicts = await unlimited.judge(spec("flaky"), group, None, retries=1)
+    assert [verdict.value for verdict in verdicts] == [1.0] * len(group.samples)
 
 
 async def test_the_time_limit_of_the_run_overrides_that_of_the_reward(pool, unlimited, make_group, monkeypatch):

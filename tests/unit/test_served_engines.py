@@ -137,6 +137,25 @@ async def test_sequences_of_a_lost_teacher_are_sent_to_another():
     assert gone.asked + well.asked == 4
 
 
+async def test_a_teacher_gets_few_messages_at_once():
+    """Each has the time limit of a call: all of a batch together would be over it."""
+
+    class Slow(Teacher):
+        now = most = 0
+
+        async def call(self, *asked):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.001)
+            self.now -= 1
+            return await super().call(*asked)
+
+    teacher, many = Slow(), build_batch([group_of(["ab"] * 8, rewards=[1.0] * 8, group_index=n) for n in range(80)])
+    scoring, _ = scorer(teacher)
+    assert len(await scoring.log_probs(many)) == len(many.mask)
+    assert (teacher.asked, teacher.most) == (10, 2)
+
+
 async def test_the_client_waits_for_the_only_teacher():
     gone = Teacher(fails=9)
     scoring, client = scorer(gone)

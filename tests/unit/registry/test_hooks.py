@@ -1,6 +1,7 @@
 """Observers: loaded with provenance, checked for problems that pluggy ignores, and named when they fail."""
 
 import dataclasses
+import errno
 import inspect
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from slime_core import groups
 from slime_core.contracts import hookspecs
 from slime_core.contracts.hookspecs import HOOK_NAMES, HookSpecs, Run, RunEnd, RunStart, hookimpl
-from slime_core.errors import PluginError
+from slime_core.errors import PluginError, StorageError
 from slime_core.registry import Registry
 from slime_core.registry.hooks import Hooks
 
@@ -220,6 +221,20 @@ def test_at_run_end_all_observers_are_called_and_all_failures_are_raised_togethe
     assert 'observer "c/3", run_end: raised ValueError' in str(caught.value)
     assert isinstance(caught.value.__cause__, ExceptionGroup)
     assert len(caught.value.__cause__.exceptions) == 2
+
+
+def test_a_full_disk_at_run_end_silences_no_other_observer():
+    log = []
+
+    class Full:
+        @hookimpl
+        def run_end(self):
+            raise OSError(errno.ENOSPC, "no room", "metrics")
+
+    hooks = Hooks({"a/1": Recorder(log, "a/1"), "b/2": Full(), "c/3": Recorder(log, "c/3")})
+    with pytest.raises(StorageError):
+        hooks.emit(END)
+    assert sorted(log) == [("a/1", "run_end"), ("c/3", "run_end")]
 
 
 def test_a_single_failure_at_run_end_keeps_its_cause():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from slime_core.config.rollout import RolloutConfig
@@ -11,9 +11,9 @@ from slime_core.contracts.filter import FilterDecision, GroupFilter
 from slime_core.errors import RolloutError, RolloutsExhausted
 from slime_core.registry.boundary import foreign, require
 from slime_core.rollout.context import RolloutContext
-from slime_core.rollout.failures import most_frequent
+from slime_core.rollout.failures import FAILURE, NUMBERS
 from slime_core.rollout.groups import is_aborted, is_failed
-from slime_core.types.sample import SampleGroup
+from slime_core.types.sample import SampleGroup, Status
 
 FAILED = "failed"
 ABORTED = "aborted"
@@ -119,3 +119,19 @@ def data_ended(step: int, left: int, config: RolloutConfig) -> RolloutsExhausted
 def or_finish(config: RolloutConfig, hint: str) -> str:
     """`hint` with the flag to pass; empty if the run has it already."""
     return "" if config.on_exhausted == "finish" else f"{hint}: --on-exhausted finish"
+
+
+def most_frequent(groups: Iterable[SampleGroup]) -> tuple[str, int, int] | None:
+    """Returns the first text of the most frequent failure, its count, and the number of failed responses; None if none failed.
+    Failures that differ only in numbers, such as row numbers, count as one."""
+    texts = [
+        str(sample.metadata[FAILURE])
+        for group in groups
+        for sample in group.samples
+        if sample.status is Status.FAILED and FAILURE in sample.metadata
+    ]
+    if not texts:
+        return None
+    alike = [NUMBERS.sub("#", text) for text in texts]
+    [(chosen, count)] = Counter(alike).most_common(1)
+    return texts[alike.index(chosen)], count, len(texts)
