@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from slime_core.cli.stop_signals import StopSignals
+from slime_core.cli.stop_signals import EarlyInterrupt, StopSignals
 from slime_core.errors import HungUp, Interrupted, Terminated
 
 SCRIPT = """
@@ -65,3 +65,19 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 def test_the_error_of_a_signal_has_its_exit_code():
     assert [error.exit_code for error in (HungUp, Interrupted, Terminated)] == [129, 130, 143]
+
+
+def test_an_early_ctrl_c_that_was_made_another_error_is_one():
+    """As Python 3.11 does with what is raised inside `__set_name__`."""
+
+    def importing():
+        with EarlyInterrupt():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt as error:
+                raise RuntimeError("Error calling __set_name__") from error
+
+    with pytest.raises(KeyboardInterrupt):
+        importing()
+    with pytest.raises(RuntimeError), EarlyInterrupt():
+        raise RuntimeError("an error of its own")
