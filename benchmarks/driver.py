@@ -98,6 +98,29 @@ class Ran:
     """Of each step."""
 
 
+def response(draw: random.Random, tokens: int, vocab_size: int) -> bytes:
+    """In SGLang's form; its weight version is VERSION."""
+    import orjson
+
+    ids = [draw.randrange(8, vocab_size) for _ in range(tokens)]
+    return orjson.dumps(
+        {
+            "text": "",
+            "output_ids": ids,
+            "meta_info": {
+                "id": "0" * 32,
+                "finish_reason": {"type": "length", "length": tokens},
+                "prompt_tokens": 8,
+                "weight_version": "VERSION",
+                "output_token_logprobs": [[draw.uniform(-8, 0), token, None] for token in ids],
+                "completion_tokens": tokens,
+                "cached_tokens": 0,
+                "e2e_latency": 0.5,
+            },
+        }
+    )
+
+
 def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) -> None:
     """An ASGI server with the routes of SGLang that a run asks, as many servers as ports. A response comes after `delay_s`."""
     import orjson
@@ -105,27 +128,7 @@ def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) ->
 
     draw = random.Random(0)
     version = b"default"
-
-    def response() -> bytes:
-        ids = [draw.randrange(8, vocab_size) for _ in range(tokens)]
-        return orjson.dumps(
-            {
-                "text": "",
-                "output_ids": ids,
-                "meta_info": {
-                    "id": "0" * 32,
-                    "finish_reason": {"type": "length", "length": tokens},
-                    "prompt_tokens": 8,
-                    "weight_version": "VERSION",
-                    "output_token_logprobs": [[draw.uniform(-8, 0), token, None] for token in ids],
-                    "completion_tokens": tokens,
-                    "cached_tokens": 0,
-                    "e2e_latency": 0.5,
-                },
-            }
-        )
-
-    responses = [response() for _ in range(64)]
+    responses = [response(draw, tokens, vocab_size) for _ in range(64)]
     ready = list(responses)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -150,13 +153,13 @@ def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) ->
         else:
             given = orjson.loads(body).get("weight_version") if body else None
             version = version if given is None else given.encode()
-            ready = [response.replace(b"VERSION", version) for response in responses]
+            ready = [one.replace(b"VERSION", version) for one in responses]
             content = b'{"success":true,"message":""}'
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    ready = [response.replace(b"VERSION", version) for response in responses]
+    ready = [one.replace(b"VERSION", version) for one in responses]
     config = uvicorn.Config(app, log_level="critical", loop="uvloop", http="httptools", lifespan="off", backlog=4096)
     uvicorn.Server(config).run(sockets=[socket.create_server(("127.0.0.1", port), backlog=4096) for port in ports])
 

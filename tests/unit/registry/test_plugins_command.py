@@ -172,7 +172,7 @@ def test_show_an_observer(shown):
     [
         (("show", "mime"), 'NAME = "mime": unknown plugin; close match: mine'),
         (("show", "mime"), "plugins; `slime plugins` lists them."),
-        (("show", "mime", "--group", "losses"), "Available: "),
+        (("show", "mime", "--group", "losses"), "(acme-slime "),
         (("show", "mine", "--group", "loses"), '--group = "slime.loses": unknown group; close match: slime.losses'),
     ],
 )

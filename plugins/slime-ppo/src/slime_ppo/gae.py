@@ -13,6 +13,7 @@ from slime_estimators.discount import discounted_sums
 from slime_estimators.token_rewards import rewards_by_token
 
 ROUNDING = 1e-9
+"""Of the largest return: a smaller std of returns is none."""
 
 
 class Gae(AdvantageEstimator):

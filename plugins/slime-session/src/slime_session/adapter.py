@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slime_session.adapter_loop import AdapterLoop, AdapterState
     from slime_session.engine_adapters import HeldSnapshot
     from slime_session.live_run import LiveRun
-    from slime_session.own_loop import Loss
+    from slime_session.loss_choice import Loss
     from slime_session.reports import OptimizerStepReport
     from slime_training.adapters.folder import AdapterCopy
 

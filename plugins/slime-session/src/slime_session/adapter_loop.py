@@ -21,8 +21,9 @@ from slime_core.types.weights import Bucket
 from slime_core.workers.buckets import make_bucket
 from slime_core.workers.recorded_objective import Gradients
 from slime_session.engine_adapters import EngineAdapters, HeldSnapshot
+from slime_session.loss_choice import Loss, objective_of, step_of
 from slime_session.named_plugins import those_with
-from slime_session.own_loop import Loss, OwnLoop, learner_of, objective_of, report_of, step_of
+from slime_session.own_loop import OwnLoop, learner_of, report_of
 from slime_session.reports import OptimizerStepReport
 from slime_session.target_batch import predicting
 from slime_training.adapters.drivers import AdapterHolder

@@ -16,11 +16,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from slime_core import groups as entry_groups
 from slime_core.cli.training import export_hf
 from slime_core.config.bound import BoundRun
-from slime_core.config.part import BoundPlugin
-from slime_core.contracts.needs import Need
 from slime_core.contracts.optimizer import StepSettings
 from slime_core.contracts.renderer import Renderer
 from slime_core.controller.learner import Learner, LearnerBatch
@@ -38,14 +35,13 @@ from slime_core.types.buffer_item import BufferItem
 from slime_core.types.prompt import Prompt
 from slime_core.types.report import EvalReport, TrainReport, WeightUpdateReport
 from slime_core.types.sample import Sample, SampleGroup
-from slime_core.workers.agreement import Agreement
-from slime_core.workers.objective import OtherObjective
 from slime_core.workers.recorded_objective import Gradients
 from slime_core.workers.train_group import TrainGroup
 from slime_session.aborted_tasks import all_or_aborted
 from slime_session.datum import Datum, columns_of, groups_of
 from slime_session.engine_adapters import SnapshotClient
 from slime_session.engine_weights import EngineWeights
+from slime_session.loss_choice import Loss, objective_of, require_read, step_of
 from slime_session.own_numbers import OwnNumbers
 from slime_session.reports import OptimizerStepReport
 from slime_session.target_batch import TargetBatch, have_targets, predicting
@@ -54,8 +50,6 @@ from slime_training.adapters.drivers import AdapterHolder
 
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Prompt
 """Text, or messages of a chat, rendered as the input of a row of data is; or a prompt."""
-Loss: TypeAlias = str | Mapping[str, Any]
-"""Name of an entry point in `slime.losses`; with options, a table with its `name`."""
 
 
 class OwnLoop:
@@ -304,8 +298,8 @@ class OwnLoop:
         self._lost = False
 
     def _require_old_log_probs(self, call: str, batch: LearnerBatch) -> None:
-        """ConfigError where the recipe takes the current log-probs as the old ones, and these are not any more those of the
-        weights that the batch was credited with."""
+        """ConfigError where the recipe takes the current log-probs as the old ones, and the weights have changed since the
+        batch was credited."""
         policy = self.session.run.roles[0]
         if not policy.terms.old_from_current or batch.columns.old_log_probs is not None:
             return
@@ -423,19 +417,6 @@ def joined(steps: Sequence[RoleReport]) -> RoleReport:
     )
 
 
-def step_of(batch: LearnerBatch, step: int | None) -> int:
-    """ConfigError if `step` is none of the batch's, or is missing where it has several."""
-    if step is None and batch.num_steps > 1:
-        raise ConfigError(
-            f"forward_backward: this batch has {batch.num_steps} optimizer steps (global_batch_size, num_steps_per_rollout): "
-            "pass step=0, then optim_step, and so on; or call train(batch), which takes all of them."
-        )
-    number = step or 0
-    if not 0 <= number < max(1, batch.num_steps):
-        raise ConfigError(f"forward_backward: step = {number}, and the batch has {batch.num_steps} optimizer steps.")
-    return number
-
-
 def scored_by(groups: Sequence[SampleGroup], reward: Callable[[Sample], float]) -> list[SampleGroup]:
     """With the function's numbers as rewards of samples that have none."""
 
@@ -443,46 +424,6 @@ def scored_by(groups: Sequence[SampleGroup], reward: Callable[[Sample], float]) 
         return replace(sample, reward=float(reward(sample))) if is_scored(sample) else sample
 
     return [replace(group, samples=tuple(map(scored, group.samples))) for group in groups]
-
-
-def objective_of(run: BoundRun, loss: Loss | None, batch: LearnerBatch) -> OtherObjective | None:
-    """ConfigError for a loss that is no policy's, or that reads what the batch lacks."""
-    if loss is None:
-        require_read(batch)
-        return None
-    table = {"name": loss} if isinstance(loss, str) else dict(loss)
-    name = table.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(f'loss = {loss!r}: no name; pass a name, or {{"name": NAME, ...}} with its options.')
-    resolved = run.registry.resolve(entry_groups.LOSSES, name, where="loss")
-    part = BoundPlugin.of(resolved, name, table, where="loss", base=run.base)
-    if part.driver.trains_values:
-        raise ConfigError(f'loss = "{name}": a loss for values; forward_backward takes a policy\'s.')
-    at, own = run.config.rollout.rollout_temperature, run.roles[0].loss
-    if at != 1 and part.driver.uses_advantages != own.driver.uses_advantages:
-        needed, computed = (at, 1) if part.driver.uses_advantages else (1, at)
-        raise ConfigError(
-            f'loss = "{name}": it is of log-probs at temperature {needed:g}, and with "{own.name}" as the recipe\'s loss this '
-            f"run's trainers compute those at {computed:g}. Set rollout.rollout_temperature = 1."
-        )
-    needs = {need.value for need in part.driver.needs - {Need.ROLLOUT_LOGPROBS, Need.ENTROPY}}
-    needs |= {"advantages"} if part.driver.uses_advantages else set()
-    if lacking := sorted(needs - batch.columns.present().keys()):
-        raise ConfigError(
-            f'loss = "{name}": the batch has no {", ".join(lacking)}, which it reads. Pass them to credit as columns, or '
-            "with the datums."
-        )
-    return OtherObjective.of(part, Agreement.of((*run.parts, part), run.registry.plugin_files))
-
-
-def require_read(batch: LearnerBatch) -> None:
-    """ConfigError for given columns that no loss of the recipe reads: it would train as if they were not there."""
-    read = frozenset(name for task in batch.tasks for name in task.plan.columns)
-    if not batch.scores and (unread := sorted(batch.columns.present().keys() - read)):
-        raise ConfigError(
-            f"the batch was given {', '.join(unread)}, and the recipe's loss does not read them. Leave them out, or call "
-            'forward_backward with a loss that does, such as loss="clip".'
-        )
 
 
 async def begin_loop(session: Session, renderer: Renderer | None) -> OwnLoop:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from slime_session.adapter_loop import AdapterLoop
     from slime_session.engine_adapters import EngineAdapters
     from slime_session.live_run import LiveRun
-    from slime_session.own_loop import Loss, OwnLoop, PromptLike
+    from slime_session.loss_choice import Loss
+    from slime_session.own_loop import OwnLoop, PromptLike
     from slime_session.reports import OptimizerStepReport
     from slime_session.trainer_states import TrainerStates
     from slime_training.adapters.engine import PromptLogProbs

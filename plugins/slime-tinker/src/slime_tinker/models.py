@@ -18,7 +18,7 @@ import numpy.typing as npt
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, SamplingParams
 from slime_session import Datum
-from slime_session.own_loop import Loss
+from slime_session.loss_choice import Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

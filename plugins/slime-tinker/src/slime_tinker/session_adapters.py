@@ -18,7 +18,7 @@ from slime_core.types.completion import Completion, SamplingParams
 from slime_core.workers.choose import choose_device
 from slime_session import Datum, TrainingSession
 from slime_session.adapter import Adapter, Snapshot
-from slime_session.own_loop import Loss
+from slime_session.loss_choice import Loss
 from slime_session.reports import OptimizerStepReport
 from slime_tinker.errors import SkippedStep
 from slime_tinker.models import AdamSettings, BaseModel, ModelSpec, PromptScores, SamplerWeights

@@ -13,7 +13,7 @@ from slime_core.errors import ConfigError
 from slime_core.types.batch import Float32
 from slime_core.types.completion import Completion, SamplingParams
 from slime_session import Datum, TrainingSession
-from slime_session.own_loop import Loss
+from slime_session.loss_choice import Loss
 from slime_tinker.models import AdamSettings, ModelSpec, PromptScores, SamplerWeights
 from slime_tinker.session_adapters import PromptScorer, base_model, draws_by_seed, parts_of, require_taken
 
