@@ -13,6 +13,9 @@ Seconds per step are those of waiting, training and weight updates: the mean ove
 the last AHEAD, since a run that is ahead has nothing left to generate in its last steps, which are shorter. With G (seconds
 of collecting) and T (the others) of the synchronous run, and F the seconds of collecting if slots are always used, which is
 with partial rollouts, asynchrony gives a speedup of at most (G + T) / max(F, T). One JSON line for each case.
+
+--rollout-only runs the cases on one GPU without a trainer: `response_tokens` over `s_per_step` is then what the engine gives,
+of the case `asynchronous` with all slots in use.
 """
 
 from __future__ import annotations
@@ -82,6 +85,9 @@ def run_file(asked: argparse.Namespace, name: str, rollout: dict[str, Any]) -> s
         "concurrency": asked.concurrency,
     }
     launcher = {"name": "ray", "device": asked.device, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    if asked.rollout_only:
+        launcher = {"name": "local", "device": asked.device}
+        rollout = rollout | {"debug_rollout_only": True}
     return f"""
 name = "{name.replace(" ", "-")}"
 plugin = ["even.py", "forced.py"]
@@ -132,6 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--backend", type=json.loads, default={"name": "fsdp"}, help="the backend and its options as JSON"
     )
+    parser.add_argument("--rollout-only", action="store_true")
     parser.add_argument("--cases", default="", help="comma-separated; by default all")
     parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
     asked = parser.parse_args()

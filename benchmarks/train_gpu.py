@@ -11,17 +11,21 @@ response, `model_tflops` counts three forwards of the model (nothing for recompu
 without gradients. `mfu` is the share of 989 TFLOP/s by the formula of common tables, 6 N + 12 x layers x hidden size x
 length of the longest sequence for each token (N: all parameters, embeddings too; of a
 mixture of experts those that a token is computed with).
+
+--profile prints the kernels of the last step of the warm-up too: seconds on the GPU, how often, and the kernel's name.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +205,8 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
             loss_weight=np.full(len(batch.mask), 1 / len(batch.mask), np.float32),
         )
         packed = [pack_micro_batch(batch, part, columns=columns) for part in parts]
-        report = backend.train_step(packed, objective)
+        with kernels() if asked.profile and step + 1 == asked.warmup else contextlib.nullcontext():
+            report = backend.train_step(packed, objective)
         if report.skipped:
             raise RuntimeError(f"step {step} was skipped")
         if step >= asked.warmup:
@@ -234,6 +239,21 @@ def measure(options: dict[str, object], folder: Path, asked: argparse.Namespace)
         "score_tok_per_s": round(num_tokens / statistics.median(score_s)),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if asked.device == "cuda" else None,
     }
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    """Prints what ran on the GPU meanwhile, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        lasted = time.perf_counter() - started
+    ran = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in ran) / 1e6
+    print(f"{lasted:.3f} s with the profiler, {busy:.3f} s of kernels")
+    for event in ran[:30]:
+        print(f"{event.self_device_time_total / 1e6:8.4f} s {event.count:6} {event.key[:150]}")
 
 
 def num_parameters(folder: Path) -> int:
@@ -276,6 +296,7 @@ def main() -> None:
     add_sequences(parser)
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not measured")
     parser.add_argument("--steps", type=int, default=5, help="steps that are")
+    parser.add_argument("--profile", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
