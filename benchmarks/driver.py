@@ -122,7 +122,8 @@ def response(draw: random.Random, tokens: int, vocab_size: int) -> bytes:
 
 
 def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) -> None:
-    """An ASGI server with the routes of SGLang that a run asks, as many servers as ports. A response comes after `delay_s`."""
+    """An ASGI server with the routes of SGLang that a run asks, as many servers as ports. A response comes after `delay_s`,
+    one of fewer tokens than `tokens` sooner."""
     import orjson
     import uvicorn
 
@@ -144,7 +145,8 @@ def serve(ports: Sequence[int], tokens: int, vocab_size: int, delay_s: float) ->
         path = scope["path"]
         if path == "/generate":
             if delay_s:
-                await asyncio.sleep(delay_s)
+                asked = orjson.loads(body)["sampling_params"]["max_new_tokens"]
+                await asyncio.sleep(delay_s * min(asked / tokens, 1.0))
             content = ready[draw.randrange(len(ready))]
         elif path == "/server_info":
             content = orjson.dumps({"version": "0.5.20", "tp_size": 1})
@@ -205,7 +207,7 @@ def run(
         "--sglang-external-engine-addrs", *addresses, "--sglang-servers", str(len(addresses) // typed.engines),
         "--debug-rollout-only", "--num-rollout", str(typed.steps), "--rollout-batch-size", str(typed.groups),
         "--n-samples-per-prompt", str(SAMPLES), "--rollout-max-response-len", str(length(typed)), "--concurrency",
-        str(typed.concurrency), "--algo", "grpo", "--backend", "fsdp", "--rollout-workers", str(workers),
+        str(typed.concurrency // typed.engines), "--algo", "grpo", "--backend", "fsdp", "--rollout-workers", str(workers),
         "--rollout-num-gpus", str(typed.engines), "--launcher", typed.launcher,
     ]  # fmt: skip
     if typed.launcher == "ray":
@@ -237,7 +239,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--workers", type=int, nargs="+", default=[0])
-    parser.add_argument("--concurrency", type=int, default=256, help="requests at once")
+    parser.add_argument("--concurrency", type=int, default=256, help="requests at once, of all engines together")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--speed", type=float, help="tokens per second of an engine; by default it responds at once")
     parser.add_argument("--launcher", default="local")
