@@ -249,9 +249,13 @@ def main() -> None:
     parser.add_argument("--serve", type=int, nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--delay", type=float, default=0.0, help=argparse.SUPPRESS)
     typed = parser.parse_args()
+    if typed.concurrency < typed.engines:
+        parser.error(f"--concurrency {typed.concurrency}: {typed.engines} engines have at least a request each")
     if typed.serve is not None:
         serve(typed.serve, typed.tokens, len(ALPHABET), typed.delay)
         return
+    # `timeout` ends it so: the senders end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     each = typed.tokens // typed.turns
     # As long as all slots of an engine are in use, it makes `speed` tokens per second.
     delay_s = 0.0 if typed.speed is None else each * typed.concurrency / typed.engines / typed.speed

@@ -298,6 +298,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps that are")
     parser.add_argument("--profile", action="store_true")
     asked = parser.parse_args()
+    if asked.profile and (asked.device != "cuda" or not asked.warmup):
+        parser.error("--profile shows the last step of the warm-up on a GPU: --device cuda and --warmup 1 or more")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         write_model(folder, asked.shape, asked.device)
