@@ -294,6 +294,13 @@ class BoundRun:
         return whole and self.updates_weights and self.config.sync.update_weights_interval == 1
 
     @property
+    def refills(self) -> bool:
+        """See `EngineSetup.refills`."""
+        rollout = self.config.rollout
+        samples = rollout.wave * rollout.n_samples_per_prompt * (rollout.max_async_level + 1)
+        return samples > rollout.concurrency * self.config.launcher.num_engines
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the policy."""
         launcher = self.config.launcher

@@ -94,6 +94,8 @@ class EngineSetup:
     """`slime run` sends whole weights whenever it wakes up, before it generates; a loop of one's own may not."""
     routed_experts: bool = False
     """Requests will require expert ids; only set for an engine that may have `Capability.ROUTED_EXPERTS`."""
+    refills: bool = False
+    """The run has more requests than its engines take at once, so that new ones follow one by one as others end."""
     reward_model: bool = False
     """It serves a reward model over HTTP (`Capability.HTTP`): only `start`, `health` and `stop` are called."""
     true_on_policy: bool = False

@@ -21,7 +21,6 @@ from slime_core.controller.session import Session
 from slime_core.data.buffer import BufferSnapshot
 from slime_core.errors import (
     EngineError,
-    Interrupted,
     PluginError,
     RolloutError,
     RolloutsExhausted,
@@ -96,14 +95,8 @@ class RolloutPrefetcher:
         oldest = self._started[0]
         if not oldest.is_next.done():
             oldest.is_next.set_result(None)
-        stop = asyncio.create_task(self._session.stop_requested.wait())
-        try:
-            await asyncio.wait({oldest.task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not oldest.task.done():
-                raise Interrupted("interrupted while generating")
-            groups = collected(oldest)
-        finally:
-            stop.cancel()
+        await self._session.wait_unless_stopped(oldest.task, doing="generating")
+        groups = collected(oldest)
         self._taken = self._started.popleft()
         self._before.pop(oldest.step)
         return groups
@@ -111,15 +104,9 @@ class RolloutPrefetcher:
     async def wait_idle(self) -> None:
         """Waits for everything under way; a failure is raised when its step is the next to be trained. Interrupted if the run
         is asked to stop before."""
-        stop = asyncio.create_task(self._session.stop_requested.wait())
-        try:
-            for ahead in self._started:
-                with self._session.times.of("drain"):
-                    await asyncio.wait({ahead.task, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not ahead.task.done():
-                    raise Interrupted("interrupted while generating")
-        finally:
-            stop.cancel()
+        for ahead in self._started:
+            with self._session.times.of("drain"):
+                await self._session.wait_unless_stopped(ahead.task, doing="generating")
 
     async def quiesce(self) -> list[list[SampleGroup]]:
         """Stops all collection for a checkpoint. Returns the groups of the complete steps ahead, oldest first; all other
@@ -143,20 +130,16 @@ class RolloutPrefetcher:
         """In a replay, waits until all recorded events have happened. Raises the error of a step, and Interrupted if the run
         is asked to stop, since further events may never happen then."""
         settling = asyncio.create_task(self._session.settled())
-        stop = asyncio.create_task(self._session.stop_requested.wait())
         steps = {ahead.task for ahead in self._started}
         try:
             while not settling.done():
                 unfinished = {task for task in steps if not task.done()}
-                await asyncio.wait({settling, stop, *unfinished}, return_when=asyncio.FIRST_COMPLETED)
+                await self._session.wait_unless_stopped(settling, *unfinished, doing="waiting for what was recorded")
                 for ahead in self._started:
                     if ahead.task.done():
                         collected(ahead)
-                if stop.done() and not settling.done():
-                    raise Interrupted("interrupted while waiting for what was recorded")
         finally:
             settling.cancel()
-            stop.cancel()
 
     async def cancel_pending(self, *, discard_groups: bool = False) -> list[list[SampleGroup]]:
         """Cancels all collection; like `quiesce`, as far as the engines respond. The groups of a step that was taken and has

@@ -404,12 +404,10 @@ class Session:
 
     async def _unless_stopped(self, evaluation: Coroutine[Any, Any, None] | asyncio.Task[None]) -> None:
         """Awaits the evaluation; Interrupted as soon as the run is asked to stop. A resumed run evaluates again."""
-        task, stop = asyncio.ensure_future(evaluation), asyncio.create_task(self.stop_requested.wait())
+        task = asyncio.ensure_future(evaluation)
         try:
             with self.times.of("eval"):
-                await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Interrupted("interrupted while evaluating")
+                await self.wait_unless_stopped(task, doing="evaluating")
             if task.cancelled():
                 # Propagated, the cancellation would end the run without an error, as if it had been interrupted.
                 raise RolloutError(
@@ -418,8 +416,17 @@ class Session:
             task.result()
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def wait_unless_stopped(self, *tasks: asyncio.Future[Any], doing: str) -> None:
+        """Waits until one of the tasks is done; Interrupted if the run is asked to stop before."""
+        stop = asyncio.create_task(self.stop_requested.wait())
+        try:
+            await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             stop.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+        if not any(task.done() for task in tasks):
+            raise Interrupted(f"interrupted while {doing}")
 
     def accuracies(self, report: EvalReport | None) -> dict[str, float]:
         """The mean reward on each evaluation set, by name."""

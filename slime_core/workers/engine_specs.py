@@ -38,6 +38,7 @@ class EngineSpecs:
                 first_device=index * launcher.rollout_num_gpus_per_engine,
                 offload=launcher.offloads_rollout(self.device),
                 weights_follow=self.run.weights_follow,
+                refills=self.run.refills,
                 transport=None if self.run.transport is None else self.run.transport.entry.name,
                 adapter_rank=self.run.adapter_rank,
                 routed_experts=self.run.routing_replay is RoutingReplay.ROLLOUT,

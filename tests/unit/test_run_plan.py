@@ -215,7 +215,9 @@ def test_a_side_that_is_not_offloaded_is_counted_beside_the_other(flag, rollout,
     assert (found["rollout"], found["actor: loss"], found["sync"]) == (rollout, loss, sync)
 
 
-@pytest.mark.parametrize("flags", [(), ("--colocate",), ("--colocate", "--update-weights-interval", "2")])
+@pytest.mark.parametrize(
+    "flags", [(), ("--colocate", "--concurrency", "31"), ("--colocate", "--update-weights-interval", "2")]
+)
 def test_engines_are_planned_with_what_they_are_started_with(flags, estimated, monkeypatch):
     run, planned = estimated("--launcher", "ray", *flags), []
     of = run.engine.driver.memory
@@ -231,6 +233,22 @@ def test_engines_are_planned_with_what_they_are_started_with(flags, estimated, m
         if getattr(planned[0], field.name) != getattr(spec.setup, field.name)
     }
     assert differing == set()
+
+
+@pytest.mark.parametrize(
+    ("flags", "refills"),
+    [
+        # Four prompts with eight responses each.
+        (("--concurrency", "32"), False),
+        (("--concurrency", "31"), True),
+        (("--concurrency", "32", "--max-async-level", "1"), True),
+        (("--concurrency", "64", "--max-async-level", "1"), False),
+        (("--concurrency", "32", "--launcher", "ray", "--max-async-level", "1", "--rollout-num-gpus", "2"), False),
+        (("--concurrency", "32", "--over-sampling-batch-size", "6"), True),
+    ],
+)
+def test_whether_requests_follow_one_by_one(flags, refills, bound):
+    assert bound(*flags).refills is refills
 
 
 def test_roles_that_share_devices_take_turns(estimated):

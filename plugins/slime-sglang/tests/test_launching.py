@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -69,6 +70,8 @@ class WithOptions(Sglang.Config):
     cuda_graph_max_bs_decode: int | None = None
     disable_cuda_graph: bool | None = None
     max_running_requests: int | None = None
+    min_free_slots_delay: int | None = None
+    pp_size: int = 1
     speculative_algorithm: str | None = None
 
 
@@ -96,6 +99,41 @@ def test_servers_that_prefill_have_options_of_their_own(setup):
 def test_graphs_hold_a_servers_share_of_the_requests_in_flight(setup, in_flight, options, expected):
     gpu = replace(setup, device="cuda", num_devices=4, max_batch=in_flight)
     assert options_for(WithOptions(**options), gpu, 0).get("cuda_graph_max_bs_decode") == expected
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "options", "expected"),
+    [
+        (256, {}, (256, 16)),
+        (512, {}, (512, 32)),
+        (31, {}, (None, None)),
+        (256, {"max_running_requests": 300}, (300, None)),
+        (256, {"min_free_slots_delay": 4}, (None, 4)),
+        (256, {"pp_size": 2}, (None, None)),
+        (256, {"servers": 2}, (None, None)),
+        (256, {"speculative_algorithm": "NGRAM"}, (None, None)),
+    ],
+)
+def test_prompts_are_admitted_together_where_requests_follow_one_by_one(setup, in_flight, options, expected):
+    setup.model_path.mkdir()
+    (setup.model_path / "config.json").write_text("{}")
+    gpu = replace(setup, device="cuda", num_devices=2, max_batch=in_flight, refills=True)
+    given = options_for(WithOptions(**options), gpu, 0)
+    assert (given.get("max_running_requests"), given.get("min_free_slots_delay")) == expected
+
+
+@pytest.mark.parametrize("config", [{"linear_num_value_heads": 4}, {"text_config": {"linear_conv_kernel_dim": 4}}])
+def test_slots_with_a_state_are_not_counted(setup, config, tmp_path):
+    """SGLang reserves memory for as many as there are slots."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu = replace(setup, device="cuda", model_path=tmp_path, max_batch=256, refills=True)
+    assert "max_running_requests" not in options_for(Sglang.Config(), gpu, 0)
+
+
+@pytest.mark.parametrize("setting", [{"device": "cpu"}, {"refills": False}])
+def test_prompts_are_admitted_as_they_come_elsewhere(setup, setting):
+    gpu = replace(setup, **{"device": "cuda", "max_batch": 256, "refills": True} | setting)
+    assert "min_free_slots_delay" not in options_for(Sglang.Config(), gpu, 0)
 
 
 def test_an_adapter_has_matrices_for_layers_that_sglang_adapts(tmp_path):

@@ -135,6 +135,7 @@ def policy_engines(run: BoundRun, target: Target) -> PlannedEngines | None:
         num_devices=launcher.rollout_num_gpus_per_engine,
         offload=launcher.offloads_rollout(target.device),
         weights_follow=run.weights_follow,
+        refills=run.refills,
         transport=None if run.transport is None else run.transport.entry.name,
         adapter_rank=run.adapter_rank,
     )

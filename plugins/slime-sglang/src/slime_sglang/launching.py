@@ -60,6 +60,20 @@ LEAST_IN_GRAPHS: Final = 256
 MOST_IN_GRAPHS: Final = 1024
 """A server decodes more requests without a graph: each size takes memory and time at the start."""
 
+TOGETHER: Final = 16
+"""Of a server whose slots are all in use, one in so many has to be free before it admits prompts. Each admission is a step of
+its own between decode steps, of nearly the same time for one prompt as for sixteen."""
+SETS_ADMISSION: Final = frozenset(
+    {
+        "min_free_slots_delay",
+        "max_running_requests",
+        "prefill_max_requests",
+        "enable_mixed_chunk",
+        "enable_prefill_delayer",
+    }
+)
+"""Options that set when prompts are admitted."""
+
 SEND_ALL: Final = ("direct", "ipc", "distributed", "disk")
 """Transports that send all weights in each update; a delta is applied to those that a server has."""
 
@@ -117,6 +131,8 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
             options["disable_fast_image_processor"] = True
     elif not SETS_GRAPHS & chosen.keys() and (graphs := sizes_in_graphs(config, setup, chosen)) > LEAST_IN_GRAPHS:
         options[GRAPHS] = graphs
+    if setup.refills and not on_cpu and not SETS_ADMISSION & chosen.keys():
+        options |= admission_options(config, setup, chosen)
     if deterministic:
         options["enable_deterministic_inference"] = True
     if setup.offload and not on_cpu:
@@ -124,17 +140,7 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if setup.routed_experts:
         options["enable_return_routed_experts"] = True
     if config.most_adapters and not setup.reward_model:
-        places = config.adapter_places + 1
-        options |= {
-            "enable_lora": True,
-            # One is for requests without an adapter.
-            "max_loras_per_batch": places,
-            "max_loaded_loras": max(config.most_adapters, places),
-            "max_lora_rank": config.adapter_rank,
-            "lora_target_modules": target_modules(setup.model_path),
-        }
-        if on_cpu:
-            options["lora_backend"] = "torch_native"
+        options |= adapter_options(config, setup) | ({"lora_backend": "torch_native"} if on_cpu else {})
     if config.pause_mode != "abort":
         options["disable_radix_cache"] = True
     if role is not None:
@@ -142,6 +148,37 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
     if not (setup.model_path / "tokenizer_config.json").exists():
         options["skip_tokenizer_init"] = True
     return options | chosen
+
+
+def admission_options(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, int]:
+    """Prompts are admitted together while all slots are in use. Not with several servers, whose shares differ by the router's
+    choice, nor where other options divide the slots (SGLang refuses it with a pipeline), nor where slots need memory of their
+    own: those of drafts, and of layers with a state."""
+    together = setup.max_batch // TOGETHER
+    divided = config.servers > 1 or any(chosen.get(name, 1) > 1 for name in ("pp_size", "dp_size"))
+    drafts = any(name.startswith("speculative_") for name in chosen)
+    if together < 2 or divided or drafts or has_states(setup.model_path):
+        return {}
+    return {"max_running_requests": setup.max_batch, "min_free_slots_delay": together}
+
+
+def has_states(model_path: Path) -> bool:
+    """Whether a request has a state in some layers (linear attention, Mamba, convolutions), instead of keys and values."""
+    config = read_model_config(model_path)
+    names = {*config, *config.get("text_config", ())}
+    return any(name.startswith(("linear_", "mamba_", "conv_", "ssm_")) for name in names)
+
+
+def adapter_options(config: SglangOptions, setup: EngineSetup) -> dict[str, Any]:
+    # One is for requests without an adapter.
+    places = config.adapter_places + 1
+    return {
+        "enable_lora": True,
+        "max_loras_per_batch": places,
+        "max_loaded_loras": max(config.most_adapters, places),
+        "max_lora_rank": config.adapter_rank,
+        "lora_target_modules": target_modules(setup.model_path),
+    }
 
 
 def sizes_in_graphs(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> int:
