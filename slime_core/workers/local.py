@@ -1,4 +1,4 @@
-"""The launcher `local`: everything in this process. Engines share the event loop, each trainer rank has a thread."""
+"""The launcher `local`: everything in this process. Engines share the event loop, trainer ranks share a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK_STOP_S: Final = 10.0
 
 
 class LocalRank:
-    """Calls run in the rank's thread, so that the event loop keeps running (progress, Ctrl-C) while it trains."""
+    """Calls run in a thread, so that the event loop keeps running (progress, Ctrl-C) while it trains."""
 
     def __init__(self, worker: TrainWorker, thread: ThreadPoolExecutor) -> None:
         self._worker = worker
@@ -39,10 +39,11 @@ class LocalRank:
 
 
 class LocalLauncher(Launcher):
-    """One rank for each trained role, any number of engines."""
+    """One rank for each trained role, any number of engines. All ranks work in one thread: each thread that calls torch has
+    OpenMP threads of its own; as soon as there are more than cores they sleep between operations, and small ones are slow."""
 
     def __init__(self) -> None:
-        self._threads: list[ThreadPoolExecutor] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainers")
         self._ranks: list[LocalRank] = []
         self._engines: list[EngineWorker | None] = []
         """None: ended and not replaced yet."""
@@ -53,10 +54,8 @@ class LocalLauncher(Launcher):
     async def start_trainers(self, specs: Sequence[TrainWorkerSpec]) -> Sequence[RankHandle]:
         before = len(self._ranks)
         for spec in specs:
-            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{spec.setup.role}-{spec.setup.rank}")
-            self._threads.append(thread)
-            worker = await asyncio.get_running_loop().run_in_executor(thread, TrainWorker, spec)
-            self._ranks.append(LocalRank(worker, thread))
+            worker = await asyncio.get_running_loop().run_in_executor(self._thread, TrainWorker, spec)
+            self._ranks.append(LocalRank(worker, self._thread))
         return self._ranks[before:]
 
     async def prepare_engines(self, specs: Sequence[EngineWorkerSpec]) -> None:
@@ -97,26 +96,21 @@ class LocalLauncher(Launcher):
         engines, self._engines = [*self._prepared.values(), *self._engines], []
         self._prepared = {}
         ranks, self._ranks = self._ranks, []
-        threads, self._threads = self._threads, []
         # All of them, also if stopping one fails: engines first, each in the order of its start.
         async with contextlib.AsyncExitStack() as stack:
-            # The last one has no rank if its start failed.
-            for thread in threads[len(ranks) :]:
-                stack.callback(thread.shutdown, wait=True)
-            for rank, thread in reversed(list(zip(ranks, threads, strict=False))):
-                stack.push_async_callback(end_rank, rank, thread)
+            # A rank that hangs, and its thread, are left behind.
+            stack.callback(self._thread.shutdown, wait=False, cancel_futures=True)
+            for rank in reversed(ranks):
+                stack.push_async_callback(end_rank, rank)
             for engine in reversed(engines):
                 if engine is not None:
                     stack.push_async_callback(engine.call, "stop")
 
 
-async def end_rank(rank: LocalRank, thread: ThreadPoolExecutor) -> None:
-    """A thread cannot be ended: one that hangs is left behind."""
+async def end_rank(rank: LocalRank) -> None:
     try:
         async with asyncio.timeout(RANK_STOP_S) as limit:
             await rank.call("close")
     except TimeoutError:
         if not limit.expired():
             raise
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)

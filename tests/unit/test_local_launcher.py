@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,3 +151,47 @@ async def test_a_rank_that_does_not_start_leaves_no_other_running(monkeypatch):
         await launcher.start_trainers(roles)
     await launcher.stop()
     assert closed == ["actor"]
+
+
+async def test_ranks_work_in_one_thread(monkeypatch):
+    class Worker:
+        def __init__(self, spec):
+            self.started = threading.get_ident()
+
+        def train(self):
+            return self.started, threading.get_ident()
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(local, "TrainWorker", Worker)
+    launcher = LocalLauncher()
+    roles = [SimpleNamespace(setup=SimpleNamespace(role=role, rank=0)) for role in ("actor", "critic")]
+    ranks = await launcher.start_trainers(roles)
+    used = {thread for pair in await asyncio.gather(*(rank.call("train") for rank in ranks)) for thread in pair}
+    assert len(used) == 1
+    assert threading.get_ident() not in used
+    await launcher.stop()
+
+
+async def test_ranks_that_hang_are_left_behind(monkeypatch):
+    monkeypatch.setattr(local, "RANK_STOP_S", 0.05)
+    goes_on = threading.Event()
+
+    class Worker:
+        def __init__(self, spec):
+            self.role = spec.setup.role
+
+        def close(self):
+            goes_on.wait()
+
+    monkeypatch.setattr(local, "TrainWorker", Worker)
+    launcher = LocalLauncher()
+    await launcher.start_trainers(
+        [SimpleNamespace(setup=SimpleNamespace(role=role, rank=0)) for role in ("actor", "critic")]
+    )
+    try:
+        async with asyncio.timeout(60):
+            await launcher.stop()
+    finally:
+        goes_on.set()

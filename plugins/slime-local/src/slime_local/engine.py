@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,10 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         """Loads the weights of the folder; the version stays -1 until a first set of buckets. Raises ModelError."""
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
-        self._model: RolloutModel = load_model(self._config, setup)
+        with ThreadPoolExecutor(1, "load") as thread:
+            # The thread ends, and with it a pool of OpenMP threads that loading made; see `use_threads`.
+            loading = asyncio.get_running_loop().run_in_executor(thread, load_model, self._config, setup)
+            self._model: RolloutModel = await loading
         size, parts = self._model.network.num_parameters(), 1
         if self._model.device.type == "cpu":
             parts = part_threads(self._config.threads, size, reads_only=self._model.reads_only)
