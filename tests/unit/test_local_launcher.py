@@ -176,14 +176,14 @@ async def test_ranks_work_in_one_thread(monkeypatch):
 
 async def test_ranks_that_hang_are_left_behind(monkeypatch):
     monkeypatch.setattr(local, "RANK_STOP_S", 0.05)
-    goes_on = threading.Event()
+    released = threading.Event()
 
     class Worker:
         def __init__(self, spec):
             self.role = spec.setup.role
 
         def close(self):
-            goes_on.wait()
+            released.wait()
 
     monkeypatch.setattr(local, "TrainWorker", Worker)
     launcher = LocalLauncher()
@@ -194,4 +194,4 @@ async def test_ranks_that_hang_are_left_behind(monkeypatch):
         async with asyncio.timeout(60):
             await launcher.stop()
     finally:
-        goes_on.set()
+        released.set()
