@@ -65,9 +65,9 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
         with ThreadPoolExecutor(1, "load") as thread:
-            # The thread ends, and with it a pool of OpenMP threads that loading made; see `use_threads`.
-            loading = asyncio.get_running_loop().run_in_executor(thread, load_model, self._config, setup)
-            self._model: RolloutModel = await loading
+            # The thread ends, and with it a pool of OpenMP threads that loading made; see `use_threads`. Nothing else runs
+            # meanwhile: transformers replaces methods of its classes while it loads, for all threads.
+            self._model: RolloutModel = thread.submit(load_model, self._config, setup).result()
         size, parts = self._model.network.num_parameters(), 1
         if self._model.device.type == "cpu":
             parts = part_threads(self._config.threads, size, reads_only=self._model.reads_only)
