@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from math import isqrt
+from pathlib import Path
 
 from slime_core.config import engine_checks, role_checks
 from slime_core.config.bound import BoundRun
@@ -210,6 +211,12 @@ def debug_parts(run: BoundRun) -> Iterable[str]:
         yield (
             "train.debug_train_only: there is nothing to train on: pass --load-debug-rollout-data FOLDER (made with "
             "--dump-rollouts) or --load-debug-train-data FOLDER (made with --save-debug-train-data)."
+        )
+    recorded = train.load_debug_train_data
+    if recorded is not None and not Path(recorded).is_dir():
+        yield (
+            f"train.load_debug_train_data = {recorded}: no such folder. Set train_data/ of the folder of a run with "
+            "--save-debug-train-data."
         )
     if rollout.load_debug_rollout_data is not None and rollout.collector is not None:
         yield "rollout.load_debug_rollout_data and rollout.collector: both set where groups come from. Leave one out."

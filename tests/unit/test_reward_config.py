@@ -134,6 +134,8 @@ def test_halves_of_a_run(bound, tmp_path):
     replayed = bound(*words, extra=sets)
     assert (replayed.collector.name, replayed.collector.config.folder) == ("replay", str(tmp_path / "d"))
     assert (replayed.generates, replayed.reads_prompts, replayed.evals) == (False, False, ())
+    absent = problems_of(bound, "--load-debug-train-data", str(tmp_path / "absent"))
+    assert f"train.load_debug_train_data = {tmp_path}/absent: no such folder. Set train_data/" in absent
     recorded = bound("--load-debug-train-data", str(tmp_path / "d"), extra=sets)
     assert not recorded.generates
     assert recorded.evals
