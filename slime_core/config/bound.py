@@ -295,10 +295,11 @@ class BoundRun:
 
     @property
     def refills(self) -> bool:
-        """See `EngineSetup.refills`."""
+        """See `EngineSetup.refills`. Where groups are not collected across steps, one step follows the other."""
         rollout = self.config.rollout
-        samples = rollout.wave * rollout.n_samples_per_prompt * (rollout.max_async_level + 1)
-        return samples > rollout.concurrency * self.config.launcher.num_engines
+        ahead = rollout.max_async_level if rollout.in_flight and self.collector.driver.across_steps else 0
+        samples = (rollout.wave + ahead * rollout.rollout_batch_size) * rollout.n_samples_per_prompt
+        return self.generates and samples > rollout.concurrency * self.config.launcher.num_engines
 
     @property
     def num_ranks(self) -> int:

@@ -214,10 +214,8 @@ def debug_parts(run: BoundRun) -> Iterable[str]:
         )
     recorded = train.load_debug_train_data
     if recorded is not None and not Path(recorded).is_dir():
-        yield (
-            f"train.load_debug_train_data = {recorded}: no such folder. Set train_data/ of the folder of a run with "
-            "--save-debug-train-data."
-        )
+        hint = "Set train_data/ of the folder of a run with --save-debug-train-data."
+        yield f"train.load_debug_train_data = {recorded}: no such folder. {hint}"
     if rollout.load_debug_rollout_data is not None and rollout.collector is not None:
         yield "rollout.load_debug_rollout_data and rollout.collector: both set where groups come from. Leave one out."
     if debug.use_pytorch_profiler and debug.profile_step_end <= debug.profile_step_start:

@@ -130,14 +130,15 @@ class RolloutPrefetcher:
         """In a replay, waits until all recorded events have happened. Raises the error of a step, and Interrupted if the run
         is asked to stop, since further events may never happen then."""
         settling = asyncio.create_task(self._session.settled())
-        steps = {ahead.task for ahead in self._started}
         try:
-            while not settling.done():
-                unfinished = {task for task in steps if not task.done()}
-                await self._session.wait_unless_stopped(settling, *unfinished, doing="waiting for what was recorded")
+            while True:
                 for ahead in self._started:
                     if ahead.task.done():
                         collected(ahead)
+                if settling.done():
+                    return
+                unfinished = {ahead.task for ahead in self._started if not ahead.task.done()}
+                await self._session.wait_unless_stopped(settling, *unfinished, doing="waiting for what was recorded")
         finally:
             settling.cancel()
 

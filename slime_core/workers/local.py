@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from slime_core.contracts.engine import EngineInfo
@@ -24,11 +25,11 @@ class LocalRank:
     """Calls run in a thread, so that the event loop keeps running (progress, Ctrl-C) while it trains."""
 
     def __init__(self, worker: TrainWorker, thread: ThreadPoolExecutor) -> None:
-        self._worker = worker
+        self.worker = worker
         self._thread = thread
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        bound = getattr(self._worker, method)
+        bound = getattr(self.worker, method)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: bound(*args, **kwargs))
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
@@ -43,7 +44,7 @@ class LocalLauncher(Launcher):
     OpenMP threads of its own; as soon as there are more than cores they sleep between operations, and small ones are slow."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainers")
+        self._thread = ThreadPoolExecutor(1, "trainers")
         self._ranks: list[LocalRank] = []
         self._engines: list[EngineWorker | None] = []
         """None: ended and not replaced yet."""
@@ -96,21 +97,21 @@ class LocalLauncher(Launcher):
         engines, self._engines = [*self._prepared.values(), *self._engines], []
         self._prepared = {}
         ranks, self._ranks = self._ranks, []
+        thread, self._thread = self._thread, ThreadPoolExecutor(1, "trainers")
         # All of them, also if stopping one fails: engines first, each in the order of its start.
         async with contextlib.AsyncExitStack() as stack:
-            # A rank that hangs, and its thread, are left behind.
-            stack.callback(self._thread.shutdown, wait=False, cancel_futures=True)
-            for rank in reversed(ranks):
-                stack.push_async_callback(end_rank, rank)
+            stack.push_async_callback(end_ranks, ranks, thread)
             for engine in reversed(engines):
                 if engine is not None:
                     stack.push_async_callback(engine.call, "stop")
 
 
-async def end_rank(rank: LocalRank) -> None:
-    try:
-        async with asyncio.timeout(RANK_STOP_S) as limit:
-            await rank.call("close")
-    except TimeoutError:
-        if not limit.expired():
-            raise
+async def end_ranks(ranks: Sequence[LocalRank], thread: ThreadPoolExecutor) -> None:
+    """The last one first. A call that hangs is left behind with the thread; if it ends after all, ranks are closed then."""
+    run = partial(asyncio.get_running_loop().run_in_executor, thread)
+    # The last one waits for a rank that is being made.
+    ends = [*(run(rank.worker.close) for rank in reversed(ranks)), run(lambda: None)]
+    thread.shutdown(wait=False)
+    done, _ = await asyncio.wait(ends, timeout=RANK_STOP_S)
+    for end in done:
+        end.result()

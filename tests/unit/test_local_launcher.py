@@ -174,24 +174,36 @@ async def test_ranks_work_in_one_thread(monkeypatch):
     await launcher.stop()
 
 
-async def test_ranks_that_hang_are_left_behind(monkeypatch):
+async def test_a_rank_that_hangs_is_left_behind(monkeypatch):
+    """The others are closed if its call ends after all."""
     monkeypatch.setattr(local, "RANK_STOP_S", 0.05)
-    released = threading.Event()
+    released, all_closed, closed = threading.Event(), threading.Event(), []
 
     class Worker:
         def __init__(self, spec):
             self.role = spec.setup.role
 
-        def close(self):
+        def train(self):
             released.wait()
+
+        def close(self):
+            closed.append(self.role)
+            if self.role == "actor":
+                all_closed.set()
 
     monkeypatch.setattr(local, "TrainWorker", Worker)
     launcher = LocalLauncher()
-    await launcher.start_trainers(
+    ranks = await launcher.start_trainers(
         [SimpleNamespace(setup=SimpleNamespace(role=role, rank=0)) for role in ("actor", "critic")]
     )
+    hanging = asyncio.create_task(ranks[1].call("train"))
     try:
         async with asyncio.timeout(60):
+            await asyncio.sleep(0)
             await launcher.stop()
+        assert closed == []
     finally:
         released.set()
+    await hanging
+    assert await asyncio.to_thread(all_closed.wait, 60)
+    assert closed == ["critic", "actor"]

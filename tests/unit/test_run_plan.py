@@ -241,14 +241,18 @@ def test_engines_are_planned_with_what_they_are_started_with(flags, estimated, m
         # Four prompts with eight responses each.
         (("--concurrency", "32"), False),
         (("--concurrency", "31"), True),
-        (("--concurrency", "32", "--max-async-level", "1"), True),
-        (("--concurrency", "64", "--max-async-level", "1"), False),
-        (("--concurrency", "32", "--launcher", "ray", "--max-async-level", "1", "--rollout-num-gpus", "2"), False),
-        (("--concurrency", "32", "--over-sampling-batch-size", "6"), True),
+        # Each step is collected when the one before has been.
+        (("--concurrency", "32", "--max-async-level", "1"), False),
+        (("--concurrency", "32", "--max-async-level", "2", "--no-update-weights-in-flight"), False),
+        (("--concurrency", "95", "--max-async-level", "2"), True),
+        (("--concurrency", "96", "--max-async-level", "2"), False),
+        (("--concurrency", "48", "--launcher", "ray", "--max-async-level", "2", "--rollout-num-gpus", "2"), False),
+        (("--concurrency", "47", "--over-sampling-batch-size", "6"), True),
+        (("--concurrency", "48", "--over-sampling-batch-size", "6"), False),
     ],
 )
 def test_whether_requests_follow_one_by_one(flags, refills, bound):
-    assert bound(*flags).refills is refills
+    assert bound("--engine", "local", "--backend", "fsdp", *flags).refills is refills
 
 
 def test_roles_that_share_devices_take_turns(estimated):

@@ -122,12 +122,22 @@ def test_prompts_are_admitted_together_where_requests_follow_one_by_one(setup, i
     assert (given.get("max_running_requests"), given.get("min_free_slots_delay")) == expected
 
 
-@pytest.mark.parametrize("config", [{"linear_num_value_heads": 4}, {"text_config": {"linear_conv_kernel_dim": 4}}])
-def test_slots_with_a_state_are_not_counted(setup, config, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "limited"),
+    [
+        ({"linear_num_value_heads": 4}, False),
+        ({"text_config": {"linear_conv_kernel_dim": 4}}, False),
+        ({"thinker_config": {"text_config": {"sliding_window": 1024}}}, False),
+        ({"compress_ratios": [4]}, False),
+        ({"text_config": None, "sliding_window": None}, True),
+        ({"sliding_window": 32768, "use_sliding_window": False}, True),
+    ],
+)
+def test_slots_that_take_memory_are_not_limited(setup, config, limited, tmp_path):
     """SGLang reserves memory for as many as there are slots."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     gpu = replace(setup, device="cuda", model_path=tmp_path, max_batch=256, refills=True)
-    assert "max_running_requests" not in options_for(Sglang.Config(), gpu, 0)
+    assert ("max_running_requests" in options_for(Sglang.Config(), gpu, 0)) == limited
 
 
 @pytest.mark.parametrize("setting", [{"device": "cpu"}, {"refills": False}])

@@ -65,8 +65,8 @@ class LocalEngine(RolloutEngine, AdapterEngine):
         if self._setup is not None:
             raise EngineError(f"engine {setup.index} has been started already.")
         with ThreadPoolExecutor(1, "load") as thread:
-            # The thread ends, and with it a pool of OpenMP threads that loading made; see `use_threads`. Nothing else runs
-            # meanwhile: transformers replaces methods of its classes while it loads, for all threads.
+            # The thread ends, and with it a pool of OpenMP threads that loading made; see `use_threads`. The event loop waits
+            # meanwhile, so that no other engine loads: transformers replaces methods of its classes then, for all threads.
             self._model: RolloutModel = thread.submit(load_model, self._config, setup).result()
         size, parts = self._model.network.num_parameters(), 1
         if self._model.device.type == "cpu":

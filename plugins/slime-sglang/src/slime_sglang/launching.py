@@ -152,21 +152,22 @@ def options_for(config: SglangOptions, setup: EngineSetup, place: int) -> dict[s
 
 def admission_options(config: SglangOptions, setup: EngineSetup, chosen: Mapping[str, Any]) -> dict[str, int]:
     """Prompts are admitted together while all slots are in use. Not with several servers, whose shares differ by the router's
-    choice, nor where other options divide the slots (SGLang refuses it with a pipeline), nor where slots need memory of their
-    own: those of drafts, and of layers with a state."""
+    choice, nor where other options divide the slots (SGLang refuses it with a pipeline), nor where slots take memory of their
+    own: those of drafts, and `slots_take_memory`."""
     together = setup.max_batch // TOGETHER
     divided = config.servers > 1 or any(chosen.get(name, 1) > 1 for name in ("pp_size", "dp_size"))
     drafts = any(name.startswith("speculative_") for name in chosen)
-    if together < 2 or divided or drafts or has_states(setup.model_path):
+    if together < 2 or divided or drafts or slots_take_memory(read_model_config(setup.model_path)):
         return {}
     return {"max_running_requests": setup.max_batch, "min_free_slots_delay": together}
 
 
-def has_states(model_path: Path) -> bool:
-    """Whether a request has a state in some layers (linear attention, Mamba, convolutions), instead of keys and values."""
-    config = read_model_config(model_path)
-    names = {*config, *config.get("text_config", ())}
-    return any(name.startswith(("linear_", "mamba_", "conv_", "ssm_")) for name in names)
+def slots_take_memory(model: Mapping[str, Any]) -> bool:
+    """Whether some layers keep more for a request than keys and values of its tokens: a state (linear attention, Mamba,
+    convolutions, compressed keys), or a window, for which SGLang reserves memory by slots where prefixes are not shared."""
+    windows = bool(model.get("sliding_window")) and model.get("use_sliding_window") is not False
+    states = any(name.startswith(("linear_", "mamba_", "conv_", "ssm_", "compress_")) for name in model)
+    return windows or states or any(slots_take_memory(part) for part in model.values() if isinstance(part, Mapping))
 
 
 def adapter_options(config: SglangOptions, setup: EngineSetup) -> dict[str, Any]:
