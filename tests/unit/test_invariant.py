@@ -42,7 +42,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(inner, outer):
     x, weight = random(70, inner), random(outer, inner, seed=1)
     product = multiply(x, weight.t())
     assert torch.allclose(product.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
-    for row in (0, 31, 32, 69):
+    for row in (0, BLOCK - 1, BLOCK, 69):
         assert same_bits(multiply(x[row : row + 1], weight.t()), product[row : row + 1])
     assert multiply(x[:0], weight.t()).shape == (0, outer)
     before = torch.get_num_threads()
