@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from slime_core.errors import ModelError
 
 BLOCK: Final = 48
-"""Rows per product: a multiple of the rows that kernels take at once (MKL's for AVX2 six, for AVX-512 eight), since another
-kernel computes those that are left over."""
+"""Rows per product: a multiple of the rows that a kernel takes at once (6 in MKL's for AVX2 on Intel; 8 and 16 elsewhere),
+since another kernel computes those that are left over."""
 
 NARROWEST: Final = 16
 """Least number of columns of the right matrix: with fewer than twelve, MKL treats the rows of a block differently."""
